@@ -1468,6 +1468,35 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+class WeakMemory:
+    """A tensor's memory, by a reference that does not keep it, and how often it was written."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._where = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._writes = tensor.detach()  # counts with it, and with what else is detached from it
+        self._writes.data = self._writes.new_empty(0)
+
+    @property
+    def version(self) -> int:
+        """As :func:`version`."""
+        return int(self._writes._version)
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, or None when nothing holds its memory any more."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return None if storage is None else self._writes.new_empty(0).set_(storage, *self._where)
+
+
+def counted_alias(tensor: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """``tensor.data``, except that writes to it raise the version of ``counter``; with no operator that a mode would see."""
+    alias: Any = torch.Tensor._make_subclass(torch.Tensor, counter)
+    _set_data(alias, _get_data(tensor))
+    return alias  # type: ignore[no-any-return]
+
+
 def below_torch_function(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Call ``function`` as if no argument had a ``__torch_function__`` of its own."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -1595,6 +1624,7 @@ def dispatches_itself(tensor: torch.Tensor) -> bool:
     return own and not kind.__module__.startswith("torch._subclasses")
 
 
+_get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # also where a subclass has a property data
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import swa_utils
 
 import castwise
-from castwise.masters import is_low
+from castwise.masters import attachment_of, copies, is_low, master_of
 from castwise.plans.plan import PRESETS
 from tests.masters.presets import ALL
 from tests.soak import each_value
@@ -131,6 +131,116 @@ def test_a_teacher_by_hand_is_noticed() -> None:
             average.lerp_(parameter, 0.01)
     with pytest.warns(UserWarning, match=r"castwise\.AveragedModel"):
         train(model, optimizer, 1)
+
+
+def _deepcopied(model: nn.Module) -> list[Tensor]:
+    return [*copy.deepcopy(model).requires_grad_(False).parameters()]
+
+
+def _cloned(model: nn.Module) -> list[Tensor]:
+    return [p.clone().detach() for p in model.parameters()]
+
+
+def _copied_each(model: nn.Module) -> list[Tensor]:
+    return [copy.deepcopy(p).requires_grad_(False) for p in model.parameters()]
+
+
+def _by_data(averages: list[Tensor], model: nn.Module) -> None:
+    for average, parameter in zip(averages, model.parameters(), strict=True):
+        average.data.lerp_(parameter.data, 0.01)
+
+
+def _by_foreach(averages: list[Tensor], model: nn.Module) -> None:
+    torch._foreach_lerp_([a.data for a in averages], [p.data for p in model.parameters()], 0.01)
+
+
+@torch.no_grad()
+def _by_difference(averages: list[Tensor], model: nn.Module) -> None:
+    for average, parameter in zip(averages, model.parameters(), strict=True):
+        average.sub_(0.01 * (average - parameter))
+
+
+@torch.no_grad()
+def _by_foreach_difference(averages: list[Tensor], model: nn.Module) -> None:
+    params = list(model.parameters())
+    torch._foreach_sub_(averages, torch._foreach_sub(averages, params), alpha=0.01)
+
+
+@pytest.mark.parametrize(
+    ("begin", "update"),
+    [
+        (_deepcopied, _by_data),  # ema_pytorch
+        (_deepcopied, _by_foreach),
+        (_deepcopied, _by_difference),
+        (_copied_each, _by_data),
+        (_cloned, _by_difference),  # torch_ema, diffusers
+        (_cloned, _by_foreach_difference),
+    ],
+)
+def test_averages_of_libraries_are_noticed(begin: Any, update: Any) -> None:
+    """Once, within a few steps."""
+    model, optimizer = prepared()
+    averages = begin(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            train(model, optimizer, 1)
+            update(averages, model)
+        train(model, optimizer, 1)
+    assert ["castwise.AveragedModel(model, ...)" in str(w.message) for w in said] == [True]
+
+
+@pytest.mark.parametrize("how", ["best", "noise", "once", "dropped", "forward", "source"])
+def test_clones_that_are_no_averages_are_not_noticed(how: str) -> None:
+    """Weights to come back to, memory for something else, what is gone."""
+    model, optimizer = prepared()
+    kept = [p.clone().detach() for p in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(4):
+            train(model, optimizer, 1)
+            for clone, parameter in zip(kept, model.parameters(), strict=False):
+                if how == "best":
+                    clone.copy_(parameter.detach())
+                elif how == "noise":
+                    clone.normal_()
+                elif how == "once" and step == 1:
+                    clone.mul_(1.01)
+                elif how == "forward":
+                    parameter.clone().mul_(1.01)
+            if how == "dropped":
+                kept.clear()
+            if how == "source":
+                kept = [p.detach() for p in model.parameters()]
+        train(model, optimizer, 1)
+
+
+def test_a_model_that_clones_its_weights_in_forward_leaves_nothing_behind() -> None:
+    model, _ = prepared()
+    for _ in range(3000):
+        model.a.weight.clone().mul_(2)
+    assert len(copies._clones) < 2000
+
+
+def test_an_average_that_is_put_into_the_model_reaches_the_masters() -> None:
+    """And the weights that come back after that are the masters' own, to the last bit."""
+    model, optimizer = prepared()
+    train(model, optimizer, 2)
+    masters: list[Any] = [master_of(p) for p in model.parameters()]
+    before = [master.detach().clone() for master in masters]
+    kept = [p.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data.copy_(torch.ones_like(p))
+    model(batches(1)[0].to(model.a.weight.dtype))
+    for p, clone in zip(model.parameters(), kept, strict=True):
+        p.data.copy_(clone.data)
+    attachment_of(optimizer).settle()  # type: ignore[union-attr]
+    for master, want in zip(masters, before, strict=True):
+        assert torch.equal(master, want)
+    for p in model.parameters():
+        p.data.fill_(0.5)
+    attachment_of(optimizer).settle()  # type: ignore[union-attr]
+    assert all((master == 0.5).all() for master in masters)
 
 
 @pytest.mark.parametrize("how", ["nothing", "copied", "loaded", "fp32", "trained"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -33,6 +33,7 @@ from castwise.masters.parameter import (
     Master,
     adopt,
     allow_low_grad,
+    become_master,
     master_of,
     model_param_of,
     narrow_grad,
@@ -106,8 +107,8 @@ class Attachment:
     reaches the model before its next ``forward`` and ``state_dict``, what was written to parameters reaches the masters
     before the next step. Where both were written in between and differ, the master's values hold, and a warning says so.
 
-    Writes to *parameters* through ``parameter.data`` (``parameter.data.copy_(...)``) cannot be seen; after them call
-    :meth:`refresh_from_model`, or write under ``torch.no_grad()`` instead.
+    Writes through ``parameter.data`` are seen as well. Writes that torch does not count (numpy, DLPack, foreign kernels) are
+    looked for by a few elements of each parameter before a step; after them call :meth:`refresh_from_model`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -429,6 +430,7 @@ class Attachment:
         if self._loads.waiting or self._loads.state != id(optimizer.state):
             self._loads.look(optimizer)
             self._loads.join(optimizer, self._pairs.pull, last=True)
+        self._pairs.look()
         look_at_copies()
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._wrap(args[1]), *args[2:]), kwargs
@@ -481,7 +483,7 @@ def copy_to_model(optimizer: Optimizer) -> None:
 
 
 def refresh_master(parameter: nn.Parameter) -> bool:
-    """Bring the parameter's master up to date with it, as after ``parameter.data.copy_(...)``, which is invisible.
+    """Bring the parameter's master up to date with it, as after a write by numpy, which torch does not count.
 
     Args:
         parameter: Of a model.
@@ -532,10 +534,14 @@ class _Reducer:
         optimizer = self._optimizer()
         assert optimizer is not None
         reduced: Any = type(optimizer).__reduce_ex__(optimizer, protocol)
-        return _rebuild_optimizer, (type(optimizer),), reduced[2]
+        attachment = _attachments.get(optimizer)
+        pairs = () if attachment is None else (*zip(attachment.masters, attachment.stored, strict=True),)
+        return _rebuild_optimizer, (type(optimizer), pairs), reduced[2]
 
 
-def _rebuild_optimizer(kind: type[Optimizer]) -> Optimizer:
+def _rebuild_optimizer(kind: type[Optimizer], pairs: Iterable[tuple[Any, Any]] = ()) -> Optimizer:
+    for master, stored in pairs:  # before the state, which has them as keys
+        become_master(master, stored)
     optimizer: Optimizer = kind.__new__(kind)
     optimizer.__setstate__({"defaults": {}, "state": {}, "param_groups": []})
     attach(optimizer)

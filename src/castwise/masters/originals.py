@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import _torch
@@ -40,7 +40,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def address(tensor: Tensor) -> int:
     """Where in memory a tensor lies; tells whether ``parameter.data`` was replaced."""
-    return tensor.data_ptr() if type(tensor) is nn.Parameter else local(tensor).data_ptr()
+    return local(tensor).data_ptr() if hasattr(type(tensor), "to_local") else tensor.data_ptr()
 
 
 def assign(parameter: Tensor, values: Tensor) -> None:

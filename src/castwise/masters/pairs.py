@@ -8,24 +8,31 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise import _torch
 from castwise.errors import StateError
 from castwise.masters.originals import address, agree, local, merge_values
+from castwise.masters.sample import Sample
 from castwise.masters.state import restride_state
 
-Mark = tuple[int, int, int]
-"""What tells later whether a parameter or its master was written since they were equal: the parameter's version and
-address, the master's version."""
-_UNKNOWN: Mark = (-1, -1, -1)
+Mark = tuple[int, int, int, int]
+"""What tells later whether a parameter or its master was written since they were equal: the parameter's version, that of its
+``data``, its address, and the master's version."""
+_UNKNOWN: Mark = (-1, -1, -1, -1)
 
 
 def mark_of(master: Any) -> Mark:
     """The mark of a master and its parameter, which are equal now."""
-    stored, own = _torch.versions([master.stored, master])
-    return stored, address(master.stored), own
+    stored, data, own = _torch.versions([master.stored, _data_writes(master), master])
+    return stored, data, address(master.stored), own
+
+
+def _data_writes(master: Any) -> Tensor:
+    """What counts writes through the ``data`` of a parameter: of a DTensor, the shard does."""
+    writes: Tensor = master.data_writes
+    return local(master.stored) if hasattr(type(master.stored), "to_local") else writes
 
 
 class Pairs:
@@ -48,25 +55,49 @@ class Pairs:
         self.stored: list[nn.Parameter] = [master.stored for master in self.masters]
         self._targets = [local(parameter) for parameter in self.stored]
         self._sources = [local(master) for master in self.masters]
+        self._data = [_data_writes(master) for master in self.masters]
+        self._sample: Sample | None = None
         now = [(marks or {}).get(id(parameter), _UNKNOWN) for parameter in self.stored]
-        self._written, self._addresses, self._updated = ([mark[i] for mark in now] for i in range(3))
+        self._written, self._data_written, self._addresses, self._updated = (
+            [mark[i] for mark in now] for i in range(4)
+        )
 
     def marks(self) -> dict[int, Mark]:
         """Of each parameter, by its ``id``."""
-        marks = zip(self._written, self._addresses, self._updated, strict=True)
-        return dict(zip(map(id, self.stored), marks, strict=True))
+        return dict(zip(map(id, self.stored), self._marks(), strict=True))
+
+    def _marks(self) -> Iterable[Mark]:
+        return zip(self._written, self._data_written, self._addresses, self._updated, strict=True)
 
     # --- before a step, and where somebody looks ------------------------------------------------------------
 
     def pull(self) -> None:
         """Before a step: see to whatever was written by hand."""
-        written, addresses = _torch.versions(self.stored), [address(p) for p in self.stored]
-        updated = _torch.versions(self.masters)
-        if written != self._written or addresses != self._addresses or updated != self._updated:
-            before = list(zip(self._written, self._addresses, self._updated, strict=True))
-            for index, mark in enumerate(zip(written, addresses, updated, strict=True)):
+        now = (
+            _torch.versions(self.stored),
+            _torch.versions(self._data),
+            [address(p) for p in self.stored],
+            _torch.versions(self.masters),
+        )
+        if now != (self._written, self._data_written, self._addresses, self._updated):
+            before = list(self._marks())
+            for index, mark in enumerate(zip(*now, strict=True)):
                 if mark != before[index]:
                     self._settle(index)
+
+    def look(self) -> None:
+        """Before a step, when all that is counted was seen to: look for writes that are not."""
+        if self._sample is None:
+            self._sample = Sample(self._targets, self._sources)
+        if self._sample.differs():
+            if any(target.device.type != "cpu" for target in self._targets):
+                warnings.warn(
+                    "Parameters of a prepared model were changed in a way that torch does not count as a write (DLPack or a kernel "
+                    "that is no operator of torch, for example), and optimizer.step() has overwritten them from their fp32 masters "
+                    "since. Call castwise.masters.refresh_master(parameter) after each such change, or write by an operator of torch.",
+                    stacklevel=4,
+                )
+            self.refresh()
 
     def push_written(self) -> None:
         """Bring the model up to date with masters that were written outside of a step."""
@@ -100,8 +131,10 @@ class Pairs:
                 f"model was prepared and is {parameter.dtype} now, as model.float() or model.half() makes it; its master would "
                 "no longer reach it. Prepare the model again after changing its dtype: amp.close() gives the masters' values back."
             )
-        written, where, _ = mark_of(master)
-        ahead, cast = self._ahead(index), written == self._written[index]
+        self._data[index] = _data_writes(master)
+        written, data, where, _ = mark_of(master)
+        ahead = self._ahead(index)
+        cast = (written, data) == (self._written[index], self._data_written[index])
         changed = not cast or where != self._addresses[index]
         layout = (parameter.shape, parameter.stride(), parameter.device)
         if (master.shape, master.stride(), master.device) != layout:
@@ -112,8 +145,11 @@ class Pairs:
             optimizer = self._optimizer()
             if optimizer is not None:
                 restride_state(optimizer)
-        target = self._targets[index] = local(parameter)
-        source = self._sources[index] = local(master)
+        target, source = local(parameter), local(master)
+        for held, now in (self._targets, target), (self._sources, source):
+            if held[index].data_ptr() != now.data_ptr() or held[index].stride() != now.stride():
+                self._sample = None
+            held[index] = now
         if not ahead:
             if (changed or look) and merge_values(source, target, cast=cast) and cast:
                 _torch.copy_each([target], [source])  # what model.half().bfloat16() has rounded comes back
@@ -127,7 +163,9 @@ class Pairs:
                 stacklevel=5,
             )
             _torch.copy_each([target], [source])
-        self._written[index], self._addresses[index], self._updated[index] = mark_of(master)
+        self._written[index], self._data_written[index], self._addresses[index], self._updated[index] = (
+            mark_of(master)
+        )
 
     # --- after a step ---------------------------------------------------------------------------------------
 
@@ -147,6 +185,7 @@ class Pairs:
         """Write every master into its parameter, rounded."""
         self._targets = [local(parameter) for parameter in self.stored]
         self._sources = [local(master) for master in self.masters]
+        self._sample = None
         self._push(range(len(self.stored)))
 
     def _push(self, due: list[int] | range) -> None:
@@ -155,8 +194,9 @@ class Pairs:
             _torch.copy_each(self._targets, self._sources)
         else:
             _torch.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
-        # The copy counts as a write to its sources, too.
+        # The copy counts as a write to its sources, too; of DTensors the shard counts it.
         self._written, self._updated = _torch.versions(self.stored), _torch.versions(self.masters)
+        self._data_written = _torch.versions(self._data)
 
 
 def _is_cast(master: Any) -> bool:

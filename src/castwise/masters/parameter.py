@@ -4,11 +4,17 @@ A parameter and its master have one gradient between them, in fp32, and it lives
 of torch make that possible: ``Tensor.grad_dtype`` lets autograd accumulate fp32 gradients on a parameter stored
 in bf16 or fp16, and ``grad`` of the master is a property that reads and writes the parameter's. So whatever
 clears, scales or clips either of the two acts on what is applied, with no copy and after every reduction.
+
+Attributes that users set (``p.use_muon``, ``p.grad_sample``) lie on the parameter as well, whichever of the two they were set on.
+
+The parameter itself is of the class :class:`Stored` as long as it has a master, for what torch does not count as a write.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -16,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from castwise import _torch
+from castwise.masters.copies import excuse, watch, watch_clone
 from castwise.masters.originals import (
     assign,
     fit_grad,
@@ -27,6 +34,7 @@ from castwise.masters.originals import (
 
 _own_data: Any = torch.Tensor.data
 _own_grad: Any = torch.Tensor.grad
+_own_attributes: Any = torch.Tensor.__dict__["__dict__"]
 _masters: Any = WeakTensorKeyDictionary()
 
 
@@ -44,6 +52,8 @@ class Master:
     """Its ``grad_dtype`` before it had a master; None: any."""
     former_dtype: torch.dtype
     """What it was stored in then."""
+    data_writes: Tensor
+    """Empty; its version counts writes through the parameter's ``data``."""
 
     @property
     def data(self) -> Tensor:
@@ -82,6 +92,10 @@ class Master:
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        if value is not None and is_low(value) and self.stored.grad_dtype is torch.float32:
+            value = value.to(
+                torch.float32
+            )  # from an optimizer that takes the gradient's dtype to be the parameter's
         self.stored.grad = value
 
     @grad.deleter
@@ -102,6 +116,42 @@ class Master:
         self.stored.requires_grad = requires_grad
         return self
 
+    def register_hook(self, hook: Any) -> Any:
+        """Of the parameter, which autograd knows."""
+        return self.stored.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Of the parameter, which autograd knows."""
+        return self.stored.register_post_accumulate_grad_hook(hook)
+
+    # --- attributes: those of a tensor are the master's own, all others the parameter's -----------------------
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return vars(self.stored)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Master.__annotations__ or name.startswith(_OF_COMPILERS):
+            raise AttributeError(name)
+        return getattr(self.stored, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _is_own(self, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.stored, name, value)
+            if hasattr(Tensor, name):
+                _own_attributes.__get__(self)[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if _is_own(self, name):
+            super().__delattr__(name)
+        else:
+            delattr(self.stored, name)
+            _own_attributes.__get__(self).pop(name, None)
+
+    # --- keys, copies, pickles ------------------------------------------------------------------------------
+
     def __hash__(self) -> int:
         return id(self.stored)
 
@@ -112,8 +162,6 @@ class Master:
         return torch.Tensor.__eq__(tensor, other)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy
-
         if id(self) not in memo:
             tensor: Any = self
             data = tensor.detach().clone(memory_format=torch.preserve_format)
@@ -121,16 +169,89 @@ class Master:
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """As an ordinary parameter, which ``torch.load(weights_only=True)`` takes; :func:`become_master` makes it a master again."""
         tensor: Any = self
         data = tensor.detach()
-        return make_master, (
-            self.stored,
-            data.as_subclass(Tensor) if isinstance(data, MasterParameter) else data,
+        if not _is_plain(type(self)):
+            return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)
+        plain = nn.Parameter(data.as_subclass(Tensor), self.requires_grad)
+        vars(plain).update(vars(self.stored))
+        return plain.__reduce_ex__(protocol)
+
+
+class Stored:
+    """A parameter that has a master, or a copy of one."""
+
+    @property
+    def data(self) -> Tensor:
+        """As of any parameter: its memory without history, whose writes autograd does not count; its master counts them.
+
+        Of a copy of the model, autograd counts them: see ``copies``.
+        """
+        parameter: Any = self
+        master: Any = None if torch.compiler.is_compiling() else master_of(parameter)
+        return parameter.detach() if master is None else _torch.counted_alias(parameter, master.data_writes)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _own_data.__set__(self, value)
+
+    def clone(self, **options: Any) -> Tensor:
+        """As of any parameter; an average that begins as this clone is told that it loses its movement."""
+        parameter: Any = self
+        clone = Tensor.clone(parameter, **options)
+        if not torch.compiler.is_compiling() and master_of(parameter) is not None:
+            watch_clone(clone, parameter)
+        return clone
+
+    def __eq__(self, other: object) -> Any:
+        parameter: Any = self
+        return (
+            True
+            if isinstance(other, Master) and other.stored is parameter
+            else Tensor.__eq__(parameter, other)
         )
 
+    __hash__ = Tensor.__hash__
 
-class MasterParameter(Master, nn.Parameter):
-    """The master of an ordinary parameter."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        parameter: Any = self
+        known = id(self) in memo
+        copied = super().__deepcopy__(memo)  # type: ignore[misc]
+        if not known and master_of(parameter) is not None:
+            watch(copied, parameter)
+        return copied
+
+    def __repr__(self) -> str:
+        parameter: Any = self
+        return repr(nn.Parameter.__new__(_former(type(self)), parameter.detach(), parameter.requires_grad))
+
+
+def _former(kind: type) -> type:
+    """The class that a parameter has without a master."""
+    return kind.__mro__[2] if issubclass(kind, Stored) else kind
+
+
+_OF_COMPILERS = "_dynamo_"
+"""How the names of attributes begin by which torch.compile notes what a tensor itself is."""
+
+
+def _is_own(master: Any, name: str) -> bool:
+    """Whether an attribute is the master's own; slots of a user's class of parameters are not."""
+    if name in Master.__annotations__ or name.startswith(_OF_COMPILERS):
+        return True
+    if not _is_plain(type(master)) and name in _own_attributes.__get__(master):
+        return True
+    home = next((base for base in type(master).__mro__ if name in vars(base)), object)
+    found = vars(home).get(name)
+    return hasattr(found, "__set__") and not (
+        isinstance(found, MemberDescriptorType) and issubclass(home, nn.Parameter)
+    )
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether parameters of a class are memory and no more, as those of a subclass of ``nn.Parameter`` are."""
+    return issubclass(kind, nn.Parameter)
 
 
 def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
@@ -146,6 +267,10 @@ def adopt(master: Any) -> None:
     if master_of(master.stored) is not master:
         _masters[master.stored] = TensorWeakRef(master)
         fit_grad(master.stored, torch.float32)
+        kind: Any = type(master.stored)
+        if _is_plain(kind) and not issubclass(kind, Stored):
+            master.stored.__class__ = _class_of("Stored", Stored, kind)
+        excuse(master.stored)
 
 
 def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
@@ -173,13 +298,35 @@ def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Paramet
         or source.device != stored.device
     ):
         data = torch.empty_like(stored, dtype=torch.float32, requires_grad=False).copy_(source)
-    if type(data) is Tensor:
-        master: Any = MasterParameter(data, requires_grad=True)
+    if _is_plain(type(stored)):
+        master: Any = nn.Parameter.__new__(_former(type(stored)), data.as_subclass(Tensor))
     else:  # DTensor and the like: nn.Parameter keeps their class, and so must the master
         master = nn.Parameter(data.detach(), requires_grad=True)
-        master.__class__ = _class_of("Master", Master, type(data))
-    master.stored, master.former_grad_dtype, master.former_dtype = stored, stored.grad_dtype, stored.dtype
-    return master  # type: ignore[no-any-return]
+    return _as_master_of(stored, master)
+
+
+def become_master(parameter: nn.Parameter, stored: nn.Parameter) -> None:
+    """Make what a pickle of a master gave back the master that it was, where it lies."""
+    if not isinstance(parameter, Master):
+        adopt(_as_master_of(stored, parameter))
+
+
+def _as_master_of(stored: nn.Parameter, values: Any) -> nn.Parameter:
+    fields = vars(values)
+    if _is_plain(
+        type(values)
+    ):  # a user's attributes are looked up on the parameter, but for those named as a method of tensors
+        fields.clear()
+        fields.update((name, value) for name, value in vars(stored).items() if hasattr(Tensor, name))
+    fields.update(
+        stored=stored,
+        former_grad_dtype=stored.grad_dtype,
+        former_dtype=stored.dtype,
+        data_writes=torch.empty(0),
+    )
+    kind: Any = type(values)
+    values.__class__ = _class_of("Master", Master, kind)
+    return values  # type: ignore[no-any-return]
 
 
 class _DifferentiatedByStored:
@@ -238,6 +385,7 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
     elif write_back is False:
         remember_original(parameter, master.data, master.former_dtype)
     fit_grad(parameter, parameter.dtype if follows else master.former_grad_dtype)
+    parameter.__class__ = _former(type(parameter))
     _masters.pop(parameter, None)
     return parameter
 

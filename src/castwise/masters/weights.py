@@ -118,8 +118,10 @@ class LoadIntoMasters:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadIntoMasters:
         module = None if self._module is None else self._module()
-        if module is not None:
-            watch(module, memo)
+        for parameter in () if module is None else module.parameters(recurse=False):
+            copied = memo.get(id(parameter))
+            if isinstance(copied, Tensor) and master_of(parameter) is not None:
+                watch(copied, parameter)
         return LoadIntoMasters()
 
     @torch.no_grad()

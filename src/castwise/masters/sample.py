@@ -1,0 +1,89 @@
+"""A few elements of every parameter, compared with its master: for writes that no counter of torch's shows.
+
+Those are writes through numpy, DLPack, or kernels of somebody else's. Whoever writes a whole parameter in such a way is seen
+at once, whoever writes a part of one when the part is met.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ELEMENTS = 4
+"""Of a parameter, evenly spaced in its memory."""
+TURNS = 4
+"""Parameters of which others are taken at each look."""
+READ = 64
+"""Looks between two at which the host asks an accelerator what was seen."""
+
+
+class Sample:
+    """Elements of parameters and their masters.
+
+    Args:
+        targets: What parameters hold, detached.
+        sources: What their masters hold; of the same shapes.
+    """
+
+    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        self._looks = 0
+        self._places: list[tuple[tuple[list[Tensor], list[Tensor]], int, Tensor, Tensor]] = []
+        lists: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(
+            lambda: ([], [])
+        )
+        for target, source in zip(targets, sources, strict=True):
+            if target.numel() and _is_dense(target) and target.stride() == source.stride():
+                into = lists[target.device, target.dtype]
+                self._places.append((into, len(into[0]), target, source))
+                for views, whole in zip(into, (target, source), strict=True):
+                    views.append(_elements(whole, 0.0))
+        self._lists = list(lists.values())
+        self._seen: dict[torch.device, Tensor] = {}
+
+    def differs(self) -> bool:
+        """Whether parameters were seen that are not their masters, rounded.
+
+        On a CPU this is told at once. On an accelerator it is told at every :data:`READ`-th look, which waits for the device,
+        of all looks since the last.
+        """
+        self._turn()
+        found = False
+        for targets, sources in self._lists:
+            low = torch.cat(targets)
+            rounded = torch.cat(sources).to(low.dtype)
+            if low.device.type == "cpu":
+                found = found or (not torch.equal(low, rounded) and bool(_differ(low, rounded)))
+            else:
+                differ = _differ(low, rounded)
+                self._seen.setdefault(low.device, differ).logical_or_(differ)
+        if self._seen and self._looks % READ == 0:
+            found = any(map(bool, self._seen.values())) or found
+            self._seen.clear()
+        return found
+
+    def _turn(self) -> None:
+        """Take others, in turn."""
+        for number in range(self._looks * TURNS, (self._looks + 1) * TURNS if self._places else 0):
+            (low, full), at, target, source = self._places[number % len(self._places)]
+            place = (number // len(self._places) * 0.6180339887) % 1.0
+            low[at], full[at] = _elements(target, place), _elements(source, place)
+        self._looks += 1
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether elements lie side by side, in whatever order."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.layout is torch.strided and reach + 1 == tensor.numel()
+
+
+def _elements(tensor: Tensor, place: float) -> Tensor:
+    count = min(ELEMENTS, tensor.numel())
+    step = tensor.numel() // count
+    return tensor.as_strided((count,), (step,), tensor.storage_offset() + int(place * step))
+
+
+def _differ(low: Tensor, rounded: Tensor) -> Tensor:
+    return ((low != rounded) & (low == low)).any()  # NaN is of a step
