@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import textwrap
 import tomllib
 import types
@@ -284,6 +285,12 @@ def test_public_names_are_listed_once_and_in_order() -> None:
     assert set(castwise.__all__) < set(dir(castwise))
     with pytest.raises(AttributeError, match=r"module 'castwise' has no attribute 'autocats'; it has Amp, "):
         castwise.autocats  # noqa: B018 - the access is the test
+
+
+def test_what_the_docs_name_is_there_after_import_castwise() -> None:
+    code = "import castwise; print(castwise.ranks.ALONE, castwise.errors.PlanError.__name__, castwise.checkpoint.newest.__name__)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["castwise.ranks.ALONE", "PlanError", "newest"]
 
 
 def test_the_program_that_a_type_checker_reads_uses_every_public_name() -> None:

@@ -100,12 +100,16 @@ _HOME = {
     }.items()
     for name in names.split()
 }
+_ROOMS = ("checkpoint", "compat", "errors", "integrations", "masters", "parallel", "ranks")
+"""Whose own names the docs give: ``castwise.ranks.ALONE`` is there after ``import castwise``."""
 
 
 if not TYPE_CHECKING:  # or a checker would take every wrong name for Any
 
     def __getattr__(name: str) -> Any:
         """Import a public name when it is first used: ``import castwise`` itself costs next to nothing."""
+        if name in _ROOMS:
+            return importlib.import_module(f"castwise.{name}")
         if name not in _HOME:
             raise AttributeError(f"module 'castwise' has no attribute {name!r}; it has {', '.join(__all__)}")
         value = getattr(importlib.import_module(f"castwise.{_HOME[name]}"), name)

@@ -1664,6 +1664,11 @@ def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torc
     ]
 
 
+def default_store() -> Any:
+    """The store by which the processes of the default group have met; safe to use from several threads."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def is_in_join(ddp: Any) -> bool:
     """Whether a DistributedDataParallel is inside of torch's ``Join``."""
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))

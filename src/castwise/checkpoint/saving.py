@@ -107,6 +107,7 @@ def save(
     global _last
     settle()
     ranks = Ranks(process_group, CheckpointError)
+    ranks.meet(None)
     ranks.each(lambda: _check(step, keep, amp))
     draft = Draft(Path(folder).absolute(), step)
     contents = ranks.each(lambda: collect(joined(model), as_list(optimizers), amp, extra, ranks))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from castwise.plans.plan import Plan
-from castwise.ranks.group import named
+from castwise.ranks.text import named
 from castwise.result import Result
 
 Verdict = Literal["born", "amplifies", "rounding", "passes", "exact", "unseen"]

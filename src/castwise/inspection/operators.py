@@ -26,7 +26,7 @@ from castwise.measure.environment import environment
 from castwise.numerics.together import together
 from castwise.plans.formats import get_format
 from castwise.plans.plan import Plan, as_plan
-from castwise.ranks.group import named
+from castwise.ranks.text import named
 from castwise.result import Result
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from castwise.monitor.moments import Moment
 from castwise.monitor.passes import gradients_not_finite
 from castwise.parallel import wrappers
 from castwise.ranks import ALONE, Ranks
-from castwise.ranks.group import named
 from castwise.ranks.pieces import is_dtensor
+from castwise.ranks.text import named
 from castwise.scaler import StepResult
 from castwise.session.amp import Amp, Inside
 

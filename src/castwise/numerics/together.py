@@ -15,7 +15,7 @@ from castwise.parallel.whole import is_cut, ranks_of
 from castwise.parallel.wrappers import inside_ddp, unwrap
 from castwise.plans.plan import Plan
 from castwise.ranks import Ranks
-from castwise.ranks.group import named
+from castwise.ranks.text import named
 from castwise.workload import users_code
 
 _T = TypeVar("_T")

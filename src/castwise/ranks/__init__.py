@@ -1,7 +1,7 @@
 """What processes do together.
 
 ``group``: who acts together, and what all of them do or none. ``agreement``: whether gradients are finite, and their norm.
-``pieces``: which parameters are cut, and into how many. ``plans``: ranks that were given different plans.
+``waiting``: who has not come, in words. ``pieces``: which parameters are cut, and into how many. ``plans``: ranks that were given different plans.
 """
 
 from __future__ import annotations

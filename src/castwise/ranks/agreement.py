@@ -11,6 +11,7 @@ Gradients that DistributedDataParallel has averaged over all ranks agree already
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,20 +24,36 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import _torch, masters
 from castwise.errors import StateError
-from castwise.ranks.group import Ranks
+from castwise.ranks.group import ALONE, Ranks
 from castwise.ranks.pieces import Pieces, is_dtensor
+from castwise.ranks.text import named
+from castwise.ranks.waiting import Waiting
 from castwise.scaler import GradScaler, Window
+from castwise.scaler.result import peek
+
+_SUMMED = 0.5
+"""A flag that is not zero, and finds nothing: gradients somewhere are supposed to be a sum over ranks."""
+_FURTHER = 0.25
+"""The same: the gradients of one more named loss have been computed, and this is no step yet."""
+_NOT = object()
+"""In the place of the group of ranks that step: this rank does not."""
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Agreement:
-    """What the ranks of a group, as :class:`Ranks` takes it, agree on about the parameters of one session's models."""
+    """What the ranks of a group, as :class:`Ranks` takes it, agree on about the parameters that one session trains."""
 
     def __init__(self, group: Any = None, params: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self.group = group
         self.pieces = Pieces()
+        self.window: Window | None = None
         self._params = params
         self._averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._can_differ: bool | None = None
+        self._seen: list[bool] | None = None
+        """Which parameters were trained when several ranks found that they cannot differ."""
+        self._steps: Any = None
+        """The group of those that step, where some ranks of the session have no optimizer; ALONE where this one is the only."""
         self._flags_wait = False
 
     @property
@@ -45,21 +62,52 @@ class Agreement:
         return Ranks(self.group)
 
     def forget(self) -> None:
-        """Look at the layout again before the next agreement: something was prepared, declared or wrapped."""
-        self._can_differ = None
+        """The session is closed: all is decided anew."""
+        self._can_differ = self._steps = None
+
+    def look_again(self) -> None:
+        """Something was prepared or declared, on this rank at least.
+
+        That ranks can differ stays decided: it is right whatever this rank trains, and others need not hear of it.
+        """
+        if self._can_differ is False:
+            self._can_differ, self._seen = (None if self._seen is None else False), []
 
     def note_averaged(self, params: Iterable[Tensor], ddp: Any) -> None:
         """Take note that a DistributedDataParallel, which is being made, will average the gradients of these parameters."""
-        by = weakref.ref(ddp), dist.get_world_size(ddp.process_group)
+        members = frozenset(dist.get_process_group_ranks(ddp.process_group))
         for parameter in params:
-            self._averaged[parameter] = by
-        self.forget()
+            if (
+                parameter.requires_grad
+            ):  # it reduces what is trained when it is made, and nothing that is unfrozen later
+                self._averaged[parameter] = weakref.ref(ddp), members
+        if self.group is not ALONE and members.issuperset(self._members()):
+            self._can_differ = None  # all ranks of the session are here, and decide again at the next step
 
     def forget_averaged(self, params: Iterable[Tensor]) -> None:
         """Undo :meth:`note_averaged`, or nothing."""
         for parameter in params:
             self._averaged.pop(parameter, None)
-        self.forget()
+        self._can_differ = None
+
+    def _members(self) -> list[int]:
+        """The session's ranks, by their numbers among all."""
+        return dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group)
+
+    def settle_who_steps(self, here: bool) -> None:
+        """Leave ranks that step no optimizer out of what is agreed at each step. A collective of the session's ranks.
+
+        ``here``: whether this one steps any. Stages without parameters, or frozen ones, may have none.
+        """
+        ranks = self.ranks
+        steps = [at for at, steps_there in enumerate(ranks.meet(here)) if steps_there]
+        self._can_differ = None
+        if len(steps) in (0, ranks.size):
+            self._steps = None
+        elif ranks.rank not in steps:
+            self._steps = _NOT
+        else:
+            self._steps = ranks.some(steps, "steps").group
 
     def check_even(self, call: str) -> None:
         """See that ranks make the same steps: torch's Join has them end at different ones, and who has ended answers nobody.
@@ -67,31 +115,64 @@ class Agreement:
         Raises:
             StateError: On every rank in its first step.
         """
-        by: Callable[[], Any] = next(iter(self._averaged.values()), (lambda: None, 0))[0]
+        by: Callable[[], Any] = next(iter(self._averaged.values()), (lambda: None, None))[0]
         if _torch.is_in_join(by()):
             raise StateError(
                 f"{call}: DistributedDataParallel is in torch's Join, where ranks end at different steps; {call} has them "
                 "talk at each. Give all ranks the same number of batches (DistributedSampler does), or leave it out"
             )
 
-    def _is_averaged(self, parameter: Tensor, world: int) -> bool:
-        by: tuple[Callable[[], Any], int] = self._averaged.get(parameter, (lambda: None, 0))
-        return by[1] == world and hasattr(by[0](), "reducer")  # what it makes last: its construction can fail
+    def _is_averaged(self, parameter: Tensor, members: Iterable[int]) -> bool:
+        by, over = self._averaged.get(parameter, (None, frozenset()))
+        # the reducer is what it makes last: its construction can fail
+        return by is not None and over.issuperset(members) and hasattr(by(), "reducer")
 
     def can_differ(self) -> bool:
         """Whether ranks can find different gradients on some parameters, and so must be asked.
 
-        They can with several ranks, unless DistributedDataParallel has averaged all of them over all ranks. The answer
-        is kept until :meth:`forget`.
+        They can with several ranks, unless DistributedDataParallel has averaged, over all of them, all that any of them trains.
+        They decide it together, at the first step and at the first after something has changed; a rank that trains nothing
+        takes part.
+
+        Raises:
+            StateError: This rank had no optimizer when the others settled who steps.
         """
-        if self._can_differ is None:
-            world = self.ranks.size
-            self._can_differ = world > 1 and not all(
-                self._is_averaged(p, world) and self.pieces.group_of(p) is None
-                for p in map(masters.model_param_of, self._params())
-                if p.requires_grad
+        known = self._can_differ
+        if known or (known is False and (self._seen is None or self._seen == self._are_trained())):
+            return known
+        ranks = self._who_steps()
+        if ranks.size == 1:
+            self._can_differ, self._seen = False, None
+            return False
+        members = self._members()
+        here = any(
+            not self._is_averaged(p, members) or self.pieces.group_of(p) is not None
+            for p in map(masters.model_param_of, self._params())
+            if p.requires_grad
+        )
+        if known is None or here:
+            self._can_differ = any(ranks.meet(here))
+        self._seen = self._are_trained()
+        return bool(self._can_differ)
+
+    def _who_steps(self) -> Ranks:
+        if self._steps is _NOT:
+            raise StateError(
+                "step: this rank had no optimizer when amp.pipeline(schedule) was called, so that the other ranks step without it. "
+                "Prepare the optimizers of all stages before amp.pipeline"
             )
-        return self._can_differ
+        return self.ranks if self._steps is None else Ranks(self._steps)
+
+    def _are_trained(self) -> list[bool]:
+        """By parameter, whether it is trained now: asked at each step where ranks have agreed that they cannot differ."""
+        return [*map(_requires_grad, self._params())]
+
+    def _reduce(self, number: Tensor, how: Any) -> None:
+        """The message of a step, over the ranks that step."""
+        group = self.group if self._steps is None else self._steps
+        with Waiting(group) as waiting:
+            dist.all_reduce(number, how, group=group)
+            waiting.on_device(number)
 
     def agree(self, flag: Tensor) -> Tensor:
         """Make a non-finite flag (0-dim fp32) the largest over all ranks, in place.
@@ -99,8 +180,63 @@ class Agreement:
         Nothing is sent where all must see the same, or where it travels with the norm.
         """
         if self.can_differ() and not self._flags_wait:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+            summed, further = self._summed(), self.window is not None and self.window.in_backward
+            if (summed or further) and flag.is_cpu:
+                flag.clamp_(min=_FURTHER if further else _SUMMED)
+            elif summed:
+                flag.fill_(1.0)
+            self._reduce(flag, dist.ReduceOp.MAX)
+            value = peek(flag)
+            if value == _SUMMED:
+                self._compare(summed)
+            elif value == _FURTHER and not further:
+                raise StateError(
+                    "step: another rank computes the gradients of one more named loss meanwhile, and this rank has not called backward "
+                    "for it. Call amp.backward(loss, name) on all ranks, of a loss times 0 where there is no batch for it"
+                )
+            elif value is None and summed:
+                raise self._unknown([self.ranks.rank])
+            if value is not None and value < 1.0:
+                flag.zero_()
         return flag
+
+    def _summed(self) -> list[Optimizer]:
+        """Those of this rank's optimizers whose gradients are supposed to be a sum over ranks; told once."""
+        if self.window is None or not self.window.summed:
+            return []
+        summed = [*self.window.summed]
+        self.window.summed.clear()
+        return summed
+
+    def _compare(self, summed: Sequence[Optimizer]) -> None:
+        """See that gradients which are supposed to be a sum over ranks are those of a rank that had a backward. A collective.
+
+        Raises:
+            StateError: On all ranks.
+        """
+        held = self.window.optimizers if self.window is not None else []
+        norms = [_norm_here(optimizer) for optimizer in held]
+        supposed = {at for at, optimizer in enumerate(held) if any(optimizer is one for one in summed)}
+        heard = self._who_steps().meet((norms, supposed))
+        wrong = [
+            place
+            for place, (own, doubtful) in enumerate(heard)
+            for at in doubtful
+            if not any(
+                at < len(other) and at not in known and math.isclose(own[at], other[at], rel_tol=1e-4)
+                for other, known in heard
+            )
+        ]
+        if wrong:
+            raise self._unknown(wrong)
+
+    @staticmethod
+    def _unknown(places: Sequence[int]) -> StateError:
+        return StateError(
+            f"step: {named(sorted({*places}))} had no backward since the last step, and gradients that no other rank has, so that "
+            "nobody can tell whether the loss scale is in them. Let each rank call amp.backward(loss), of a loss times 0 where it has "
+            "no batch, or clear the gradients; where they are set or summed by hand, call amp.unscale_(optimizer) on all ranks before"
+        )
 
     def clip(self, params: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm over whole parameters; returns it."""
@@ -112,6 +248,13 @@ class Agreement:
         _clip_by(norm, params, max_norm)
         return norm
 
+    def decide(self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer]) -> None:
+        """Unscale, and have these optimizers of all ranks step or skip together, by one message however many they are here."""
+        if self._unscale(window, optimizers):
+            scaler.set_flag(optimizers, self.agree(scaler.joint_flag(optimizers)))
+        else:
+            scaler.decide_together(optimizers)
+
     def decide_and_clip(
         self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer], max_norm: float
     ) -> Tensor:
@@ -121,13 +264,7 @@ class Agreement:
             window.note_norm(optimizers, norm)
             return norm
         late = any(scaler.is_unscaled(optimizer) for optimizer in optimizers)
-        differ = self._flags_wait = self.can_differ()
-        try:
-            for optimizer in optimizers:
-                window.unscale_(optimizer)
-        finally:
-            self._flags_wait = False
-        params = _params_of(optimizers)
+        differ, params = self._unscale(window, optimizers), _params_of(optimizers)
         if differ:
             flag = scaler.joint_flag(optimizers)
             norm = self.norm(params, joined=True, flag=flag)
@@ -140,8 +277,24 @@ class Agreement:
             window.note_norm(optimizers, norm)
         return norm
 
+    def _unscale(self, window: Window, optimizers: Iterable[Optimizer]) -> bool:
+        """Unscale, and say whether ranks can differ, so that what was found here is still to be agreed on."""
+        differ = self._flags_wait = window.scaler.works and self.can_differ()
+        try:
+            for optimizer in optimizers:
+                window.unscale_(optimizer)
+        finally:
+            self._flags_wait = False
+        return differ
+
     def norm(
-        self, params: Iterable[Tensor], norm_type: float = 2.0, *, joined: bool, flag: Tensor | None = None
+        self,
+        params: Sequence[Tensor],
+        norm_type: float = 2.0,
+        *,
+        joined: bool,
+        flag: Tensor | None = None,
+        compared: bool = False,
     ) -> Tensor:
         """Norm of the gradients over whole parameters, each counted once, with a flag in the same number.
 
@@ -151,9 +304,13 @@ class Agreement:
             joined: Ask all ranks, as :meth:`can_differ` says. They must all do.
             flag: 0-dim fp32, 1 where a gradient on this rank is not finite. It becomes 1, in place, where that is so on
                 any rank, or where the norm is not finite; the norm is then infinite or NaN.
+            compared: Gradients that are supposed to be sums over ranks have been compared.
 
         Returns:
             0-dim fp32, equal on all ranks. What all ranks hold whole counts with its mean over ranks.
+
+        Raises:
+            StateError: With a flag, on all ranks: gradients of which nobody can tell whether they hold the loss scale.
         """
         infinite = math.isinf(norm_type)
         world = self.ranks.size if joined else 1
@@ -173,11 +330,22 @@ class Agreement:
             each = torch.stack([one.to(home) for one in parts]) if len(parts) > 1 else parts[0]
             part = each.amax() if infinite else each.sum()
         if joined:
+            summed = self._summed()
             if (
                 flag is not None
             ):  # one number is half as slow to send as two: an infinite norm says it as well
-                part = torch.where(flag.to(home) > 0, math.inf, part)
-            dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self.group)
+                found = flag.to(home) > 0
+                if summed:
+                    part = torch.full_like(part, -math.inf if home.type == "cpu" else math.inf)
+                part = torch.where(found, math.inf, part)
+            self._reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+            if flag is not None and not compared:
+                value = peek(part)
+                if value is not None and not value >= 0.0:
+                    self._compare(summed)
+                    return self.norm(params, norm_type, joined=joined, flag=flag, compared=True)
+                if value is None and summed:
+                    raise self._unknown([self.ranks.rank])
         if flag is not None:
             flag.copy_(~torch.isfinite(part))  # fused kernels look for exactly 1
         return part if infinite else part ** (1.0 / norm_type)
@@ -200,6 +368,11 @@ def local_grad(parameter: Tensor) -> Tensor | None:
             parameter.grad = sharded
         return _torch.local_tensor(sharded)
     return _torch.dense_values(grad)
+
+
+def _norm_here(optimizer: Optimizer) -> float:
+    grads = [grad for p in _params_of((optimizer,)) if (grad := local_grad(p)) is not None]
+    return float(nn.utils.get_total_norm([grad.float() for grad in grads]))
 
 
 def _params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:

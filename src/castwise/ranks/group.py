@@ -9,11 +9,12 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from castwise.errors import CastwiseError, RankError, StateError, place
-from castwise.plans.text import some
+from castwise.ranks.text import named
+from castwise.ranks.waiting import Waiting
 
 _T = TypeVar("_T")
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
-"""gloo groups by their use and the ranks that they hold, as long as the group of all."""
+"""Groups by their use and the ranks that they hold, as long as the group of all."""
 
 
 class _Alone:
@@ -66,6 +67,13 @@ class Ranks:
         heard: list[Any] = [None] * self.size
         dist.all_gather_object(heard, value, group=self.group)
         return heard
+
+    def meet(self, value: _T) -> list[_T]:
+        """:meth:`gather` where all should come at the same time: who waits for seconds says who has not come."""
+        if self.size == 1:
+            return [value]
+        with Waiting(self.group):
+            return self.gather(value)
 
     def to_first(self, value: _T) -> list[_T]:
         """What each of them gives, by rank, on the first; an empty list on the others."""
@@ -141,12 +149,18 @@ class Ranks:
         if self.size == 1:
             return self
         group = self.group if self.group is not None else dist.group.WORLD
-        return Ranks(_gloo(use, dist.get_process_group_ranks(group)), self._error)
+        return Ranks(_group(use, dist.get_process_group_ranks(group)), self._error)
 
     @classmethod
     def among(cls, members: Sequence[int], use: str) -> Ranks:
         """Some of all ranks, by number, in a group as :meth:`duplicate` makes it."""
-        return cls(ALONE if len(members) == 1 else _gloo(use, members))
+        return cls(ALONE if len(members) == 1 else _group(use, members))
+
+    def some(self, places: Sequence[int], use: str) -> Ranks:
+        """Some of these, by their numbers here, in a group that is made once for each use and has the backend of this one."""
+        group: Any = self.group if self.group is not None else dist.group.WORLD
+        members = [dist.get_global_rank(group, place) for place in places]
+        return Ranks(ALONE if len(members) == 1 else _group(use, members, dist.get_backend(group)))
 
     def merge(self, value: _T, join: Callable[[list[_T]], _T]) -> _T:
         """What ``join`` makes on the first rank of what each of them gives, by rank; the same on all."""
@@ -171,10 +185,10 @@ class Ranks:
         return False
 
 
-def _gloo(use: str, members: Sequence[int]) -> Any:
+def _group(use: str, members: Sequence[int], backend: str = "gloo") -> Any:
     known, key = _groups.setdefault(dist.group.WORLD, {}), (use, tuple(sorted(members)))
     if key not in known:
-        known[key] = dist.new_group([*key[1]], backend="gloo", use_local_synchronization=True)
+        known[key] = dist.new_group([*key[1]], backend=backend, use_local_synchronization=True)
     return known[key]
 
 
@@ -188,11 +202,6 @@ def _attempt(task: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 def first_line(error: BaseException) -> str:
     """What an error says, in a line."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def named(ranks: Sequence[int]) -> str:
-    """``rank 1``, or ``ranks 2, 3``."""
-    return f"rank{'s' * (len(ranks) > 1)} {some([*map(str, ranks)], 8)}"
 
 
 def _by_rank(texts: Mapping[int, str]) -> str:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from castwise.errors import PatternError, PlanError
 from castwise.plans.plan import Plan
 from castwise.plans.text import shown
-from castwise.ranks.group import Ranks, named
+from castwise.ranks.group import Ranks
+from castwise.ranks.text import named
 
 
 def check_same_plan(plan: Plan, ranks: Ranks) -> None:
@@ -18,7 +19,7 @@ def check_same_plan(plan: Plan, ranks: Ranks) -> None:
     Raises:
         PlanError: On every rank, naming the ranks and the fields that differ.
     """
-    plans = [Plan.from_json(text) for text in ranks.gather(plan.to_json())]
+    plans = [Plan.from_json(text) for text in ranks.meet(plan.to_json())]
     holders: dict[str, list[int]] = {}
     for place, one in enumerate(plans):
         holders.setdefault(one.digest, []).append(place)
@@ -43,7 +44,7 @@ def check_patterns(plan: Plan, matched: set[str], ranks: Ranks) -> None:
     Raises:
         PatternError: On every rank, naming the pattern.
     """
-    everywhere = set().union(*ranks.gather(matched))
+    everywhere = set().union(*ranks.meet(matched))
     for region in plan.regions:
         if not region.is_type and region.pattern not in everywhere:
             raise PatternError(

@@ -85,26 +85,40 @@ class Window:
         """Optimizers whose step goes through here."""
         self.hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         """By optimizer, parameters and what a step that somebody else makes must not see on them."""
+        self.ranks_differ: Callable[[], bool] = lambda: False
+        """Whether ranks step together and have to be asked, so that all of them make the same calls whatever each has done."""
+        self._last_loss: dict[int, tuple[str, bool]] = {}
+        """By optimizer, the loss whose scale its last gradients had, and whether it was the first to step in that window: without a
+        backward a rank takes the next window to be alike."""
+        self.summed: list[Optimizer] = []
+        """Optimizers that are being unscaled, of whose gradients this rank only supposes that they hold the scale of others."""
         self.skips = 0
         """Steps that the host knows to have been skipped."""
         self._unread: torch.Tensor | None = None
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that may own gradients, in the order in which they were prepared."""
+        return [*self._optimizers()]
+
     # --- opening ----------------------------------------------------------------------------------------------
 
-    def open(self, name: str = DEFAULT, *, lend: bool = False) -> None:
+    def open(self, name: str = DEFAULT, *, lend: bool = False, idle: bool = False) -> None:
         """Before gradients are added: move the scale if there was a step, and bring what is held to it.
 
         A new window has the scale of the loss called ``name``. ``lend``: the scaled loss is handed out, so that
-        whoever holds gradients later may have them from it.
+        whoever holds gradients later may have them from it. ``idle``: no gradients are added on this rank, and those that
+        came from no backward here stay as they are.
         """
         self.used = True
+        self.summed.clear()
         if not self.settled or self._holds_plain():
             self._put_back_unstepped()
             self._by_hand.clear()
             self.hidden.clear()  # of steps that raised: who goes on to a backward is done with them
             dropped = self._count_dropped()
             if self.scales:
-                self._settle(name, dropped)
+                self._settle(name, dropped, idle)
             else:
                 self.scaler.forget()
             self.settled = True
@@ -145,13 +159,15 @@ class Window:
                     self.scaler.note_given_up(optimizer)
         return found
 
-    def _settle(self, name: str, dropped: Mapping[int, Mapping[torch.device, torch.Tensor]]) -> None:
+    def _settle(
+        self, name: str, dropped: Mapping[int, Mapping[torch.device, torch.Tensor]], idle: bool
+    ) -> None:
         scaler = self.scaler
         scaled: dict[int, torch.Tensor] = {}
         plain: dict[int, torch.Tensor] = {}
         for optimizer in self._optimizers():
             grads = gradients.held(optimizer)
-            if grads:
+            if grads and not (idle and not self.is_scaled(optimizer)):
                 of = scaled if self.is_scaled(optimizer) else plain
                 of.update((id(grad), grad) for grad in grads)
         old = scaler.scale_tensor().clone() if scaled and (self.stepped or dropped) else None
@@ -240,6 +256,28 @@ class Window:
             if state is not None and state["stage"] is OptState.UNSCALED and params <= which:
                 self._dropped[key], state["found_inf_per_device"] = state["found_inf_per_device"], {}
 
+    def _take_part(self, optimizer: Optimizer) -> None:
+        """Begin the window of a rank without a backward since the last step, where the others step together with it.
+
+        Theirs has begun with a backward, so that its scale has moved. Gradients that lie here are then taken for a sum over
+        ranks, which holds that scale; whoever has the ranks agree sees to it that this is so (:attr:`summed`).
+        """
+        key = id(optimizer)
+        if key in self._owners or self._runs():
+            return
+        known = self.scaler.optimizer_states.get(key)
+        name, was_first = self._last_loss.get(key, (self.scaler.current.name, False))
+        over = self.stepped and was_first if known is None else known["stage"] is OptState.STEPPED
+        if not over and (known is not None or self.is_scaled(optimizer)):
+            return
+        if self.ranks_differ():
+            self.used = True
+            if over:
+                self.open(idle=True)
+                self.scaler.open_for(name)
+            if gradients.move(optimizer):
+                self.summed.append(optimizer)
+
     # --- unscaling --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer, *, by_hand: bool = False) -> None:
@@ -251,8 +289,10 @@ class Window:
             StateError: They were changed while they were scaled.
         """
         scaler = self.scaler
-        if by_hand and self.scales:
-            _refuse_per_sample(optimizer)
+        if self.scales:
+            if by_hand:
+                _refuse_per_sample(optimizer)
+            self._take_part(optimizer)
         call = "unscale_ by hand" if by_hand else "unscale_"
         if self._check(optimizer, call) if self.scales else not scaler.is_unscaled(optimizer):
             self.settled = False
@@ -301,7 +341,7 @@ class Window:
         if known is not None:
             return False  # unscaled already, and stepped perhaps
         if not self.is_scaled(optimizer):
-            if gradients.move(optimizer):
+            if gradients.move(optimizer) and not self.ranks_differ():
                 raise StateError(
                     f"{call}({type(optimizer).__name__}): its gradients came from no scaled loss. Compute them by "
                     "amp.backward(loss), or by amp.scale(loss).backward(); those computed otherwise are stepped by "
@@ -364,6 +404,7 @@ class Window:
             self.open()
             closure = self._wrap(optimizer, closure)
         elif self.scales:
+            self._take_part(optimizer)
             self._get_ready(optimizer)
         elif self._by_hand:
             self._look_again(optimizer)
@@ -372,6 +413,7 @@ class Window:
             result = self.scaler.take(optimizer, closure)
             if self.scales:
                 self._owners.pop(id(optimizer), None)
+                self._last_loss[id(optimizer)] = self.scaler.current.name, not self.stepped
                 self.stepped = True
             self._remember(optimizer)
         except BaseException as error:

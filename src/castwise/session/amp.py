@@ -110,7 +110,7 @@ class Amp:
         check_torch()
         check_group(group)
         self._members = members = Members()
-        self._agreement = Agreement(group, members.parameters)
+        self._agreement = Agreement(group, members.updated)
         self._wrapping = Wrapping(members, self._agreement)
         self._buffers = Buffers()
         chosen = as_plan(plan)
@@ -132,10 +132,12 @@ class Amp:
         self.scaler.admit = functools.partial(give_late_masters, plan)
         # what lives in a session does not hold it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays, self._buffers)
+        self._window.ranks_differ, self._agreement.window = self._agreement.can_differ, self._window
         self._watch = Watch(self._window)
         self._claim = process.Claim(plan, self.device_type)
         weakref.finalize(self, self._claim.close_collected).atexit = False
         self._dropped = DroppedUpdates()
+        self._met = False
         self._block: autocast | None = None
         self._root: borders.Border | None = None
 
@@ -168,7 +170,7 @@ class Amp:
         Works in place, by hooks: the same objects come back, and references to parameters stay good. Prepare before
         ``torch.compile`` and before DistributedDataParallel, after FSDP2's ``fully_shard`` and tensor parallelism's
         ``parallelize_module``; of a pipeline prepare each stage. Under a plan that compiles this compiles the model, in place. Where torch.distributed is initialised, all ranks make
-        the first call together, and their plans are compared.
+        the first call with an optimizer (or ``part=True``) together, and their plans are compared.
 
         Args:
             model: In any state of training, on its device.
@@ -243,8 +245,8 @@ class Amp:
         dtypes = storage.dtypes_of(resolution, target)
         fsdp.check_shards(target, dtypes)
         storage.check_range(target, dtypes)
-        if optimizers and not self._members.models and self._agreement.ranks.size > 1:
-            check_same_plan(self.plan, self._agreement.ranks)
+        if (optimizers or part) and not inference:  # a stage of a pipeline may have no optimizer
+            self._meet()
         arrived = storage.low_dtypes(target)
         with self._undo.transaction() as log:
             if not self._claim.held:
@@ -277,6 +279,12 @@ class Amp:
         trained = None if inference else next((p for p in target.parameters() if p.requires_grad), None)
         root.first = None if trained is None else (weakref.ref(trained), trained.dtype)
         self._note_prepared(target, optimizers, how)
+
+    def _meet(self) -> None:
+        """Compare plans, once: at the first model of each rank that is trained, whatever else some ranks have prepared before."""
+        if not self._met and self._agreement.ranks.size > 1:
+            check_same_plan(self.plan, self._agreement.ranks)
+        self._met = True
 
     def _note_prepared(self, model: nn.Module, optimizers: Sequence[Optimizer], how: _HowPrepared) -> None:
         self._prepares.append(_Prepare(weakref.ref(model), tuple(map(weakref.ref, optimizers)), how))
@@ -348,6 +356,7 @@ class Amp:
         check_late(model, optimizers, self.resolve(model, part=part))
         if self.scaler.is_enabled():
             check_apart(model, [*self._members.optimizers, *optimizers])
+        self._meet()
         with self._undo.transaction() as log:
             apply_late(model, optimizers, self.plan, log)
             self._take_in(optimizers, log)
@@ -647,9 +656,7 @@ class Amp:
             if max_norm is not None:
                 norm = self._agreement.decide_and_clip(self.scaler, window, optimizers, max_norm)
             elif closure is None:
-                for optimizer in optimizers:
-                    window.unscale_(optimizer)
-                self.scaler.decide_together(optimizers)
+                self._agreement.decide(self.scaler, window, optimizers)
             results = [window.step(optimizer, closure) for optimizer in optimizers]
         except BaseException:
             window.give_up(optimizers)
@@ -775,7 +782,7 @@ class Amp:
             StateError: torch.distributed is not initialised.
         """
         self._agreement.pieces.mark(parameter, group, dim)
-        self._agreement.forget()
+        self._agreement.look_again()
 
     def pipeline(self, schedule: Any) -> Any:
         """Let a schedule of ``torch.distributed.pipelining`` train by the plan.

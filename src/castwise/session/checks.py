@@ -119,7 +119,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, plan: Plan) -> None:
         raise StateError(f"prepare: {kind} is not a torch.optim.Optimizer; create it before prepare")
     held = {id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]}
     own = {id(parameter) for parameter in model.parameters()}
-    if own and own.isdisjoint(held):  # a stage of a pipeline may have none
+    if own and held and own.isdisjoint(held):  # a rank that trains nothing may have none
         raise StateError(
             f"prepare: this {kind} holds no parameter of this {type(model).__name__}; give each model with the optimizer that "
             "updates it, made from model.parameters() after the last change that replaces them"

@@ -72,6 +72,13 @@ class Members:
                     seen.add(id(parameter))
                     yield parameter
 
+    def updated(self) -> Iterator[torch.Tensor]:
+        """What the optimizers hold, masters or the parameters themselves; without an optimizer the models' parameters."""
+        optimizers = self.optimizers
+        if not optimizers:
+            return self.parameters()
+        return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+
     def strays(self) -> list[torch.Tensor]:
         """Parameters of the models that none of the optimizers held when it was prepared."""
         optimizers = self.optimizers

@@ -38,7 +38,7 @@ class Wrapping:
         cut = frozenset(name for name, parameter in model.named_parameters() if is_dtensor(parameter))
         self.unchecked.append((weakref.ref(model), cut))
         self._patterns |= {region.pattern for region in plan.regions}
-        self._agreement.forget()
+        self._agreement.look_again()
 
     def forget(self) -> None:
         """The session is closed."""
@@ -76,6 +76,7 @@ class Wrapping:
             self._agreement.pieces.mark_stage(inner, stage.group or torch.distributed.group.WORLD)
         if self._agreement.ranks.size > 1:
             check_patterns(plan, self._patterns, self._agreement.ranks)
+            self._agreement.settle_who_steps(bool(self._members.optimizers))
 
         def scale() -> torch.Tensor | None:
             return scaler.scale_tensor() if scaler.is_enabled() else None
@@ -86,7 +87,6 @@ class Wrapping:
             scale()
 
         pipeline.adapt(schedule, scale, enter)
-        self._agreement.forget()
         return schedule
 
     def join_ddp(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:

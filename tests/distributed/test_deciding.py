@@ -1,0 +1,476 @@
+"""Ranks that do different things in a step: whatever each has done, all send the same and decide the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import castwise
+from castwise.errors import StateError
+from castwise.ranks import Agreement
+from tests.soak import each_value
+
+from .test_agreement import Counted
+from .test_layouts import tolerance
+from .world import World
+
+PLANS = ["fp32", "fp16-mixed", "bf16-mixed", "bf16-master", "fp16-master", "bf16-true", "O1", "O2"]
+GROWS = "+loss_scale.interval=2+loss_scale.init=1024"
+STEPS = 6
+
+
+def grown(plan: str) -> str:
+    """Where the plan has a loss scale, one that moves during the test."""
+    return plan + GROWS if castwise.Plan.parse(plan).loss_scale is not None else plan
+
+
+def network() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
+def works(rank: int, step: int) -> bool:
+    """Whether a rank has a batch: both in the first two steps, then one of them by turns, then none."""
+    return step < 2 or (step < STEPS - 1 and (rank + step) % 2 == 0)
+
+
+def oracle(steps: list[int], max_norm: float | None) -> Tensor:
+    """Plain fp64 training on these steps' batches."""
+    net = network().double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in steps:
+        net(batch(step).double()).square().mean().backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.weight.detach()
+
+
+# --- a rank without a backward ---------------------------------------------------------------------------------
+
+
+class Case:
+    """A loop on one rank, of ranks that are idle by turns."""
+
+    def __init__(self, plan: str, optimizers: int, max_norm: float | None) -> None:
+        self.nets = [network() for _ in range(optimizers)]
+        self.optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in self.nets]
+        self.amp = castwise.Amp(plan, device="cpu")
+        for net, optimizer in zip(self.nets, self.optimizers, strict=True):
+            self.amp.prepare(net, optimizer)
+        self.max_norm = max_norm
+        self.sent: list[int] = []
+
+    def params(self) -> Iterator[Any]:
+        return (parameter for net in self.nets for parameter in net.parameters())
+
+    def backward(self, step: int, share: float = 1.0) -> None:
+        for net in self.nets:
+            self.amp.backward(net(batch(step)).square().mean() * share)
+
+    def sum_gradients(self) -> None:
+        for parameter in self.params():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            dist.all_reduce(parameter.grad)
+
+    def step(self, number: int, how: str) -> None:
+        with Counted() as counts:
+            if how == "joint" or self.max_norm is not None:
+                self.amp.step(*self.optimizers, max_norm=self.max_norm)
+            else:
+                for optimizer in self.optimizers:
+                    self.amp.step(optimizer)
+        self.sent.append(counts.get("all_reduce", 0))
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=number % 3 == 0)
+
+    def end(self) -> tuple[Tensor, float]:
+        weights = [self.amp.model_state_dict(net)["weight"].clone().double() for net in self.nets]
+        assert all(torch.equal(weight, weights[0]) for weight in weights)
+        scale = self.amp.get_scale()
+        self.amp.close()
+        return weights[0], scale
+
+
+def idle(
+    rank: int, size: int, plan: str, how: str, optimizers: int, max_norm: float | None
+) -> tuple[Tensor, float, list[int]]:
+    case = Case(plan, optimizers, max_norm)
+    for step in range(STEPS):
+        if works(rank, step):
+            case.backward(step, share=0.5 if how != "alone" and step < 2 else 1.0)
+        if how == "unscaled":
+            for optimizer in case.optimizers:
+                case.amp.unscale_(optimizer)
+        if how != "alone":
+            case.sum_gradients()
+        case.step(step, how)
+    return (*case.end(), case.sent)
+
+
+@each_value()
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("how", ["alone", "summed", "unscaled"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_rank_without_a_batch_takes_part(
+    two: World, plan: str, how: str, optimizers: int, max_norm: float | None
+) -> None:
+    """Each by its own weights; by gradients summed over ranks, which hold the others' scale; or summed when they do not."""
+    if how == "alone" and max_norm is not None:
+        max_norm = 100.0  # the norm is that of all ranks together
+    (first, scale, sent), (second, other_scale, other_sent) = two.run(
+        idle, grown(plan), how, optimizers, max_norm
+    )
+    atol = max(1e-6, tolerance(plan)[2])
+    joint = None if max_norm is None else max_norm * (optimizers**-0.5)
+    if how == "alone":
+        for rank, weight in ((0, first), (1, second)):
+            want = oracle([step for step in range(STEPS) if works(rank, step)], None)
+            torch.testing.assert_close(weight, want, atol=atol, rtol=0)
+    else:
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, oracle([*range(STEPS - 1)], joint), atol=atol, rtol=0)
+    assert scale == other_scale
+    assert sent == other_sent
+    # beside the norm a sum cannot be told, so once it was compared the norm is sent anew
+    assert len({*sent}) == 1 or (how == "summed" and max_norm is not None)
+
+
+def from_the_start(rank: int, size: int, way: str) -> list[float]:
+    """Rank 1 never has a batch, nor a scale of its own before."""
+    case = Case("fp16-mixed", 1, None)
+    (optimizer,) = case.optimizers
+    for step in range(3):
+        if rank == 0:
+            loss = case.nets[0](batch(step)).square().mean()
+            case.amp.scale(loss).backward() if way == "scale" else case.amp.backward(loss)
+        if way == "plain":
+            case.amp.unscale_(optimizer)
+            case.sum_gradients()
+            optimizer.step()
+        elif way == "clipped":
+            case.sum_gradients()
+            case.amp.clip_grad_norm_(optimizer, 1e9)
+            case.amp.step(optimizer)
+        else:
+            case.sum_gradients()
+            case.amp.step(optimizer)
+        optimizer.zero_grad()
+    weight, _ = case.end()
+    return weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("way", ["backward", "scale", "clipped", "plain"])
+def test_a_rank_that_never_has_a_batch(two: World, way: str) -> None:
+    first, second = two.run(from_the_start, way)
+    assert first == second
+    assert first == pytest.approx(oracle([0, 1, 2], None).flatten().tolist(), abs=2e-3)
+
+
+def overflows(rank: int, size: int, max_norm: float | None) -> tuple[list[bool], float]:
+    case = Case("fp16-mixed", 1, max_norm)
+    skipped = []
+    for step in range(4):
+        if rank == 0 or step != 2:
+            case.backward(step)
+        if rank == 0 and step == 2:
+            case.nets[0].weight.grad[0, 0] = float("inf")
+        skipped.append(case.amp.step(case.optimizers[0], max_norm=max_norm).skipped)
+        case.optimizers[0].zero_grad()
+    return skipped, case.end()[1]
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_an_idle_rank_skips_with_the_others_and_its_scale_falls(two: World, max_norm: float | None) -> None:
+    assert two.run(overflows, max_norm) == [([False, False, True, False], 32768.0)] * 2
+
+
+def gradients_of_ones_own(rank: int, size: int, max_norm: float | None) -> str:
+    """Not computed by a backward, and no sum either: nobody can tell whether the scale is in them."""
+    case = Case("fp16-mixed", 1, max_norm)
+    (optimizer,) = case.optimizers
+    case.backward(0)
+    case.step(0, "alone")
+    case.nets[0].zero_grad()
+    if rank == 0:
+        case.backward(1)
+    else:
+        for parameter in case.params():
+            parameter.grad = torch.full_like(parameter, 0.5)
+    with pytest.raises(StateError) as refused:
+        case.amp.step(optimizer, max_norm=max_norm)
+    optimizer.zero_grad()
+    case.backward(2)
+    case.step(2, "alone")
+    case.end()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_gradients_that_no_backward_gave_are_refused_on_all_ranks(two: World, max_norm: float | None) -> None:
+    for text in two.run(gradients_of_ones_own, max_norm):
+        assert text.startswith(
+            "step: rank 1 had no backward since the last step, and gradients that no other rank has"
+        )
+        assert "call amp.unscale_(optimizer) on all ranks before" in text
+
+
+def twice(rank: int, size: int) -> str:
+    case = Case("fp16-mixed", 1, None)
+    case.backward(0)
+    case.amp.step(case.optimizers[0])
+    with pytest.raises(StateError) as refused:
+        case.amp.step(case.optimizers[0])
+    case.amp.close()
+    return type(refused.value).__name__
+
+
+def test_a_second_step_on_the_same_gradients_is_refused(two: World) -> None:
+    assert two.run(twice) == ["StateError"] * 2
+
+
+def names(rank: int, size: int) -> tuple[list[float], str]:
+    """The loss of a step has the name that it had before; one more of a window is no loss for some ranks alone."""
+    case = Case("fp16-mixed" + GROWS, 2, None)
+    for step in range(4):
+        for name, net, optimizer in zip("ab", case.nets, case.optimizers, strict=True):
+            if rank == 0 or step < 2:
+                case.amp.backward(net(batch(step)).square().mean() * (1e9 if name == "b" else 1.0), name)
+            case.amp.step(optimizer)
+            optimizer.zero_grad()
+    scales = [case.amp.get_scale(name) for name in "ab"]
+    said = ""
+    loss = case.nets[0](batch(0)).square().mean()
+    case.amp.backward(loss, "a")
+    if rank == 0:
+        case.amp.backward(case.nets[0](batch(1)).square().mean(), "b")
+        case.amp.close()
+    else:
+        with pytest.raises(StateError) as refused:
+            case.amp.step(case.optimizers[0])
+        said = str(refused.value)
+        dist.all_reduce(torch.zeros(()))  # the other rank's second message
+        case.amp.close()
+    return scales, said
+
+
+def test_an_idle_rank_and_named_losses(two: World) -> None:
+    (scales, _), (other, said) = two.run(names)
+    assert scales == other
+    assert scales[0] != scales[1]
+    assert "step: another rank computes the gradients of one more named loss meanwhile" in said
+
+
+# --- a rank that trains nothing --------------------------------------------------------------------------------
+
+
+def nothing_to_train(
+    rank: int, size: int, plan: str, what: str, max_norm: float | None
+) -> tuple[list[bool], list[float]]:
+    net: nn.Module = network()
+    if rank == 1 and what == "module":
+        net = nn.ReLU()
+    if rank == 1 and what == "frozen":
+        net.requires_grad_(False)
+    params = [{"params": [*net.parameters()]}]
+    if rank == 1 and what == "group":
+        params = [{"params": []}]
+    optimizer = torch.optim.SGD(params, 0.1)
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(net, optimizer)
+    skipped, own = [], []
+    for step in range(4):
+        amp.backward(net(batch(step).requires_grad_()).square().mean())
+        if rank == 0 and step == 2:
+            net.weight.grad[0, 0] = float("inf")
+        skipped.append(amp.step(optimizer, max_norm=max_norm).skipped)
+        count = torch.ones(())
+        dist.all_reduce(count)
+        own.append(float(count))
+        net.zero_grad()
+    amp.close()
+    return skipped, own
+
+
+@each_value()
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("what", ["module", "frozen", "group"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_rank_that_trains_nothing_answers(two: World, plan: str, what: str, max_norm: float | None) -> None:
+    """And all_reduce calls of the user's own meet none of castwise's."""
+    assert two.run(nothing_to_train, plan, what, max_norm) == [([False, False, True, False], [2.0] * 4)] * 2
+
+
+class Half(nn.Module):
+    """A model whose second part is left out of DistributedDataParallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = network(), network()
+        self._ddp_params_and_buffers_to_ignore = ["own.weight", "own.bias"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.shared(x))
+
+
+def changes(rank: int, size: int, what: str) -> tuple[list[int], list[bool]]:
+    """Under DistributedDataParallel nothing is sent, until some parameter is trained that it does not average."""
+    amp = castwise.Amp("fp16-mixed", device="cpu")
+    late = network()
+    if what == "another model here" and rank == 1:
+        amp.prepare(network(), inference=True)
+    model = Half()
+    model.own.requires_grad_(what == "left out")
+    optimizer = torch.optim.SGD([*model.parameters()], 0.1)
+    amp.prepare(model, optimizer)
+    ddp = DistributedDataParallel(model)
+    sent, skipped = [], []
+    for step in range(4):
+        if step == 1:
+            if what == "another model here" and rank == 0:
+                amp.prepare(network(), inference=True)
+            if what == "unfrozen":
+                model.own.requires_grad_(True)
+            if what == "joined":
+                amp.prepare(late, torch.optim.SGD(late.parameters(), 0.1))
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        amp.backward(ddp(batch(step)).square().mean())
+        if rank == 0 and step == 3 and what != "another model here":
+            grads = [
+                p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+            ]
+            grads[-1].view(-1)[0] = float("inf")
+        with Counted() as counts:
+            skipped.append(amp.step(optimizer).skipped)
+        sent.append(counts.get("all_reduce", 0))
+        optimizer.zero_grad()
+    amp.close()
+    return sent, skipped
+
+
+@pytest.mark.parametrize(
+    ("what", "sent"),
+    [
+        ("another model here", [0, 0, 0, 0]),
+        ("left out", [1, 1, 1, 1]),
+        ("unfrozen", [0, 1, 1, 1]),
+        ("joined", [0, 1, 1, 1]),
+    ],
+)
+def test_what_changes_is_decided_by_all(two: World, what: str, sent: list[int]) -> None:
+    skipped = [False] * 3 + [what != "another model here"]
+    assert two.run(changes, what) == [(sent, skipped)] * 2
+
+
+def more_models_on_one(rank: int, size: int) -> list[bool]:
+    """Three optimizers that step together here, one there."""
+    nets = [network() for _ in range(3 if rank == 0 else 1)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+    amp = castwise.Amp("fp16-mixed", device="cpu")
+    if rank == 0:
+        amp.prepare(network(), inference=True)
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        amp.prepare(net, optimizer)
+    skipped = []
+    for step in range(3):
+        for net in nets:
+            amp.backward(net(batch(step)).square().mean())
+        if rank == 1 and step == 1:
+            nets[0].weight.grad[0, 0] = float("nan")
+        skipped.append(amp.step(*optimizers).skipped)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    amp.close()
+    return skipped
+
+
+def test_ranks_that_prepare_different_numbers_of_models(two: World) -> None:
+    assert two.run(more_models_on_one) == [[False, True, False]] * 2
+
+
+def stage_without_optimizer(
+    rank: int, size: int, what: str, plan: str
+) -> tuple[list[bool | None], list[float]]:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.manual_seed(rank)
+    stage: nn.Module = nn.Linear(4, 4)
+    if rank == 1:
+        stage = nn.ReLU() if what == "module" else stage.requires_grad_(False)
+    amp = castwise.Amp(plan, device="cpu")
+    optimizer = None if rank == 1 else torch.optim.SGD(stage.parameters(), 0.1)
+    amp.prepare(stage, *([] if optimizer is None else [optimizer]), part=True)
+    schedule = amp.pipeline(
+        ScheduleGPipe(
+            PipelineStage(stage, rank, size, torch.device("cpu")), 2, loss_fn=nn.functional.mse_loss
+        )
+    )
+    skipped: list[bool | None] = []
+    own = []
+    for step in range(3):
+        args = (batch(step),) if rank == 0 else ()
+        schedule.step(*args, target=torch.ones(8, 4) if rank == size - 1 else None)
+        if rank == 2 and step == 1:
+            stage.weight.grad[0, 0] = float("inf")
+        skipped.append(None if optimizer is None else amp.step(optimizer, max_norm=1.0).skipped)
+        stage.zero_grad()
+        count = torch.ones(())
+        dist.all_reduce(count)
+        own.append(float(count))
+    amp.close()
+    return skipped, own
+
+
+@pytest.mark.parametrize(("what", "plan"), [("module", "fp16-mixed"), ("frozen", "fp32")])
+def test_stages_without_an_optimizer_are_not_waited_for(four: World, what: str, plan: str) -> None:
+    step = [False, True, False]
+    want = [(skipped, [4.0] * 3) for skipped in (step, [None] * 3, step, step)]
+    assert four.run(stage_without_optimizer, what, plan) == want
+
+
+# --- whose DistributedDataParallel -----------------------------------------------------------------------------
+
+
+def other_ranks(rank: int, size: int) -> tuple[bool, bool, bool]:
+    """A session of ranks 0 and 1, or 2 and 3; DistributedDataParallel of two others, of all, and of these."""
+    mine = [dist.new_group([at, at + 1]) for at in (0, 2)][rank // 2]
+    across = [dist.new_group([at, at + 2]) for at in (0, 1)][rank % 2]
+    found = []
+    for group in (across, None, mine):
+        amp = castwise.Amp("fp16-mixed", device="cpu", group=mine)
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        amp.prepare(net, optimizer)
+        ddp = DistributedDataParallel(net, process_group=group)
+        loss = ddp(batch(0)).square().mean()
+        if rank % 2 == 1 and group is across:  # reaches ranks 1 and 3, of each session one
+            loss = loss * float("inf")
+        with Counted() as counts:
+            amp.backward(loss)
+            result = amp.step(optimizer)
+        assert result.skipped == (group is across)
+        found.append(counts.get("all_reduce", 0) > 0)
+        amp.close()
+    return tuple(found)  # type: ignore[return-value]
+
+
+def test_only_an_average_over_the_sessions_own_ranks_counts(four: World) -> None:
+    assert four.run(other_ranks) == [(True, False, False)] * 4
+
+
+def test_alone_nothing_is_asked() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not Agreement(castwise.ranks.ALONE, lambda: [parameter]).can_differ()
