@@ -12,6 +12,7 @@ import copy
 import ctypes
 import functools
 import gc
+import heapq
 import itertools
 import math
 import operator
@@ -247,6 +248,74 @@ def running_node() -> tuple[str, int] | None:
     """
     node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
     return None if node is None else (node.name(), int(node._sequence_nr()))
+
+
+def failed_node(loss: torch.Tensor, error: BaseException, most: int = 2000) -> Any:
+    """The node of a graph whose backward raised an error: each that has not run is run once more by itself, on zeros.
+
+    Called by itself a node computes its formula and nothing else: no hook runs and no ``.grad`` is written. Nodes in Python,
+    whose code is somebody's, are left out. The engine takes the newest node first, and so does this.
+
+    Returns:
+        The node; None where none of the ``most`` newest raises the error.
+    """
+    from torch.autograd.function import BackwardCFunction
+
+    seen: set[Any] = set()
+    waiting: list[tuple[int, int, Any]] = []
+
+    def add(node: Any) -> None:
+        if node is not None and node not in seen and hasattr(node, "_sequence_nr"):
+            seen.add(node)
+            heapq.heappush(waiting, (-node._sequence_nr(), len(seen), node))
+
+    add(loss.grad_fn)
+    while waiting and len(seen) < most:
+        node = heapq.heappop(waiting)[2]
+        for below, _ in node.next_functions:
+            add(below)
+        if isinstance(node, BackwardCFunction) or type(node).__name__ == "AccumulateGrad":
+            continue
+        try:
+            node(*[torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata])
+        except Exception as again:
+            if type(again) is type(error) and str(again).partition("\n")[0] == str(error).partition("\n")[0]:
+                return node
+    return None
+
+
+def forward_of(node: Any) -> Iterator[tuple[OpOverload, dict[str, Any]]]:
+    """The operators that may have made a node, with the arguments that it keeps; zeros stand for tensors that it does not."""
+    letters = re.sub(r"Backward\d*$", "", type(node).__name__).lower()
+    names = {name.removeprefix("aten::").partition(".")[0] for name in operator_names("aten")}
+    for name in sorted(name for name in names if name.replace("_", "") == letters and not name.endswith("_")):
+        packet = getattr(torch.ops.aten, name)
+        for overload in map(packet.__getattr__, packet.overloads()):
+            if overload_kind(overload) == "functional":
+                yield overload, _arguments_of(node, overload)
+
+
+def _arguments_of(node: Any, overload: OpOverload) -> dict[str, Any]:
+    arguments = overload._schema.arguments
+    tensors = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
+    edges = (
+        dict(zip(tensors, node.next_functions, strict=True))
+        if len(node.next_functions) == len(tensors)
+        else {}
+    )
+    given = {}
+    for argument in arguments:
+        kept = getattr(node, f"_saved_{argument.name}", None)
+        if kept is not None:
+            given[argument.name] = kept.detach() if isinstance(kept, torch.Tensor) else kept
+        elif argument.name in tensors:
+            below, index = edges.get(argument.name, (None, 0))
+            like = node._input_metadata[0] if below is None else below._input_metadata[index]
+            shape = getattr(node, f"_saved_{argument.name}_sym_sizes", like.shape)
+            given[argument.name] = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+        if edges.get(argument.name, (None, 0))[0] is not None:
+            given[argument.name].requires_grad_()
+    return given
 
 
 ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
@@ -739,6 +808,62 @@ def is_composite(overload: OpOverload) -> bool:
     """Whether an overload is made of other operators, which torch.autocast then sees one by one."""
     name: str = overload.name()
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+
+
+_COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+"""Namespaces of operators in which ranks wait for each other."""
+
+
+def operator_name(value: object) -> str:
+    """What plans call an operator of ``torch.ops``, or one of ``torch.library.custom_op``; empty for anything else.
+
+    Operators in which ranks wait for each other have none.
+    """
+    from torch._library.custom_ops import CustomOpDef
+
+    if isinstance(value, torch._ops.OpOverload):
+        name = value.name().partition(".")[0]
+    elif isinstance(value, torch._ops.OpOverloadPacket):
+        name = value._qualified_op_name
+    elif isinstance(value, CustomOpDef):
+        name = value._qualname
+    else:
+        return ""
+    space = name.partition("::")[0]
+    return "" if space in _COLLECTIVE else name.removeprefix("aten::")
+
+
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether tensors hold values of their own: none is of a class with code of its own, on meta, or part of a transform."""
+    return all(
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and not tensor.is_meta
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        for tensor in tensors
+    )
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """A block whose operators nobody's mode sees, and whose saved tensors nobody's hooks get."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(_disable_current_modes())
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            stack.enter_context(
+                torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
+            )
+        yield
+
+
+def without_transforms(tensor: torch.Tensor) -> tuple[torch.Tensor, dict[int, int]]:
+    """What a tensor inside transforms of torch.func holds, and which dimension each level of ``vmap`` maps over."""
+    api, dims = torch._C._functorch, {}
+    while api.is_functorch_wrapped_tensor(tensor):
+        if api.is_batchedtensor(tensor):
+            dims[api.maybe_get_level(tensor)] = api.maybe_get_bdim(tensor)
+        tensor = api.get_unwrapped(tensor)
+    return tensor, dims
 
 
 def operator_names(namespace: str) -> frozenset[str]:

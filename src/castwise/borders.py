@@ -35,7 +35,7 @@ from castwise.casting.context import override_rows
 from castwise.casting.frames import Frame
 from castwise.casting.kernels import frame_of
 from castwise.casting.trees import cast_floating, map_tensors
-from castwise.complaints import explain_mismatch
+from castwise.complaints import Site, explain_backward, explain_mismatch
 from castwise.errors import StateError
 from castwise.plans import rules
 from castwise.plans.formats import FORMATS, LOW_DTYPES
@@ -93,6 +93,7 @@ class Border:
         first: Of the whole model a trained parameter and its format, which stands for all of them in front of a call in training.
         begin: Around a whole model: called with whether it trains, when a forward of it begins outside of compiled code.
         loaded: Around a whole model: called when a state was loaded into it.
+        site: What the frame is made from.
     """
 
     frame: Frame
@@ -105,6 +106,7 @@ class Border:
     first: tuple[weakref.ref[nn.Parameter], torch.dtype] | None = None
     begin: Callable[[bool], object] | None = None
     loaded: Callable[[], object] | None = None
+    site: Site | None = None
 
     def __post_init__(self) -> None:
         self.key = self.frame.key
@@ -208,7 +210,8 @@ class Border:
             return cast_floating(output, cast)
         if output is None and not is_compiling():
             explain_cast(sys.exc_info()[1], module)
-            explain_mismatch(sys.exc_info()[1], module, self.frame)
+            if self.site is not None:
+                explain_mismatch(sys.exc_info()[1], module, self.site)
         if isinstance(output, torch.Tensor):
             output = _widened(output) if output.dtype in LOW_DTYPES else output
             return output.float() if cast is not None and output.dtype in LOW_DTYPES else output
@@ -260,7 +263,8 @@ class Method:
         except BaseException as error:
             frames.unwind(depth)
             explain_cast(error, self.module)
-            explain_mismatch(error, self.module, border.frame)
+            if border.site is not None:
+                explain_mismatch(error, self.module, border.site)
             raise
         return border.leave(self.module, args, output)
 
@@ -349,6 +353,20 @@ def root_of(model: nn.Module) -> Border | None:
     return border if border is not None and border.root else None
 
 
+def explain(error: BaseException, models: Iterable[nn.Module], loss: torch.Tensor | None = None) -> None:
+    """Say of an error where dtypes met and what cures it, where it came from the use of weights outside of prepared models.
+
+    With a ``loss``, where it came from its backward.
+    """
+    for model in models:
+        if (border := root_of(model)) is None or border.site is None:
+            continue
+        if loss is None:
+            explain_mismatch(error, model, border.site, outside=True)
+        else:
+            explain_backward(error, model, border.site, loss)
+
+
 def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
     """See that a model has the methods that are to be run by the plan.
 
@@ -408,7 +426,8 @@ def install(
     """
     plan, root_place = resolution.plan, resolution.places[""]
     computes = {place.compute for place in resolution.places.values()}
-    rows = dict(override_rows(plan, device_type)) if any(casts_operators(plan, c) for c in computes) else {}
+    own = dict(override_rows(plan, device_type)) if any(casts_operators(plan, c) for c in computes) else {}
+    rows = dict(own)
     if (
         device_type == "cpu"
         and computes & ({"fp16"} if _torch.cpu_has_bf16() else {"fp16", "bf16"})
@@ -431,6 +450,11 @@ def install(
 
     def frame(place: Place) -> Frame:
         return (meeting if place.meets else made)[place.compute]
+
+    beside = {op: row for op, row in rows.items() if own.get(op) is not row}
+
+    def site(place: Place) -> Site:
+        return Site(plan, place.compute, device_type, beside, place.meets)
 
     def outer(path: str) -> Frame:
         """Frame of the next border above a module."""
@@ -472,6 +496,7 @@ def install(
         cast_outputs=torch.float32 if plan.output == "fp32" else None,
         root=True,
         follow_backward=follow,
+        site=site(root_place),
     )
     put(model, root)
     modules = dict(model.named_modules())
@@ -483,6 +508,7 @@ def install(
             cast_outputs=_cast_outputs(plan, place.compute, place.around),
             outer=outer(place.path),
             follow_backward=follow,
+            site=site(place),
         )
         put(modules[place.path], border)
     for method in methods:

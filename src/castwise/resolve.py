@@ -473,6 +473,15 @@ def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
     return bool(mask and (values == lowest).logical_or(values == 0).all())
 
 
+def has_constants(model: nn.Module) -> bool:
+    """Whether a model has buffers that follow its parameters where operators are not autocast, see :func:`resolve`."""
+    return any(
+        buffer.is_floating_point() and _is_constant(path, module, buffer)
+        for path, module in model.named_modules()
+        for buffer in module.buffers(recurse=False)
+    )
+
+
 # --- weights for inference -----------------------------------------------------------------------------------
 
 _OPERATORS: Final[tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = (

@@ -11,7 +11,7 @@ from torch import nn
 from castwise.errors import CastwiseError, sentence
 from castwise.inspection.trace import Place
 from castwise.plans.formats import LOW
-from castwise.plans.plan import PRESETS, Plan, Region
+from castwise.plans.plan import PRESETS, Plan, Region, with_rule
 
 _RESCALES = 4
 _RESCALE = 2.0**-4
@@ -125,8 +125,7 @@ def _narrow(plan: Plan, place: Place | None, model: nn.Module) -> Iterator[tuple
     name = place.forward or place.operator
     for called in _CALLED.get(name, (name.strip("_"),)):
         if plan.autocasts:
-            rules = {**dict(plan.ops), called: "fp32"}
-            yield f"the rule ops.{called}=fp32", dataclasses.replace(plan, ops=tuple(rules.items()))
+            yield f"the rule ops.{called}=fp32", with_rule(plan, called, "fp32")
     path = place.module
     modules = dict(model.named_modules())
     while path:

@@ -7,14 +7,11 @@ number. What checkpointing computes again is recomputation, and belongs to the m
 
 from __future__ import annotations
 
-import linecache
 import re
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal, Self
 
@@ -22,38 +19,12 @@ import torch
 from torch import nn
 
 from castwise import _torch
+from castwise.complaints.source import Line, is_shown
 
 Phase = Literal["forward", "backward", "recomputation"]
 
 _NEAREST = 16
 """A node without an operator of its own, such as the one that wraps a write into a view, is that many numbers behind at most."""
-_TORCH, _CASTWISE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-_WORKLOADS = str(Path(_CASTWISE) / "workloads")
-_STDLIB = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of Python.
-
-    Attributes:
-        file: Its path.
-        number: From 1 on.
-        function: Whose line it is.
-    """
-
-    file: str
-    number: int
-    function: str
-
-    def __str__(self) -> str:
-        """``model.py, line 12, in forward``."""
-        return f"{Path(self.file).name}, line {self.number}, in {self.function}"
-
-    @property
-    def text(self) -> str:
-        """What is written there; empty where the file cannot be read."""
-        return linecache.getline(self.file, self.number).strip()
 
 
 @dataclass(frozen=True)
@@ -185,7 +156,7 @@ class Trace(_torch.OperatorMode):
             if in_backward and code is _torch.ENGINE_CODE:
                 return None
             if (own := self._own.get(code)) is None:
-                own = self._own[code] = _is_shown(code.co_filename)
+                own = self._own[code] = is_shown(code.co_filename)
             if own:
                 return Line(code.co_filename, frame.f_lineno, code.co_name)
             frame = frame.f_back
@@ -194,11 +165,3 @@ class Trace(_torch.OperatorMode):
 
 def _letters(name: str) -> str:
     return name.replace("_", "").lower()
-
-
-def _is_shown(file: str) -> bool:
-    if file.startswith(_WORKLOADS):
-        return True
-    if file.startswith((_TORCH, _CASTWISE, "<frozen")):
-        return False
-    return not file.startswith(_STDLIB) or "-packages" in file

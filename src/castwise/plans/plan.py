@@ -432,6 +432,16 @@ PRESETS: Final[Mapping[str, Plan]] = MappingProxyType(dict(_presets()))
 _AUTOCASTING_TO: Final = {torch.float32: "fp32", torch.bfloat16: "bf16-mixed", torch.float16: "fp16-mixed"}
 
 
+def with_rule(plan: Plan, op: str, rule: str) -> Plan:
+    """A plan that has a rule for an operator, in the place of the one that it may have had.
+
+    Raises:
+        PlanError: A rule that could never work.
+    """
+    ops = {name.removeprefix("aten::"): given for name, given in plan.ops}
+    return dataclasses.replace(plan, ops=tuple({**ops, op: rule}.items()))
+
+
 def as_plan(value: Plan | str | os.PathLike[str] | torch.dtype) -> Plan:
     """Make a plan of whatever a user may name one by.
 

@@ -271,7 +271,9 @@ def _differs(row: Row, native: Row | None) -> bool:
         return (row.rule, row.only_low) != (native.rule, native.only_low)
     # Without a native row an operator gets no cast anyway, but the parts it is made of may. Tables list those alone.
     listed = row.rule != "as_is" or row.reason != _CHOSEN
-    return listed or any(map(_torch.is_composite, operator_overloads(row.op)))
+    return listed or any(
+        _torch.is_dispatched(op) and _torch.is_composite(op) for op in operator_overloads(row.op)
+    )
 
 
 def _rows(groups: Iterable[tables.Group]) -> dict[str, Row]:

@@ -483,6 +483,9 @@ class Amp:
                 scaler.backward(loss, name, params=self._members.parameters, **kwargs)
             else:
                 _torch.backward_of_scalar(scaler.scale(loss, name))
+        except RuntimeError as error:
+            borders.explain(error, self._members.models, loss)
+            raise
         finally:
             scaled.running -= 1
             window.in_backward = False
@@ -871,7 +874,9 @@ class Amp:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            borders.explain(error, self._members.models)  # while the weights are as they were
         self.close()
 
     def __repr__(self) -> str:
