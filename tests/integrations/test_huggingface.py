@@ -129,6 +129,24 @@ def by_hand(folder: Path, plan: str) -> tuple[dict[str, torch.Tensor], list[floa
     return amp.model_state_dict(model), norms, losses
 
 
+@pytest.mark.filterwarnings("ignore:prepare. more than 1 % of the weights:UserWarning")
+def test_buffers_that_a_skipped_step_poisoned_are_put_back_and_logged(tmp_path: Path) -> None:
+    model = gpt()
+    model.lm_head.register_buffer("mean", torch.zeros(()))
+
+    def note(head: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output * (float("inf") if run.state.global_step == 1 else 1.0)
+        head.mean.lerp_(output.detach().float().mean(), 0.1)
+        return output
+
+    model.lm_head.register_forward_hook(note)
+    run = trainer(tmp_path, "bf16-mixed", model=model, logging_nan_inf_filter=False)
+    run.train()
+    assert logged(run, "skipped_steps") == [0, 1, 1, 1]
+    assert logged(run, "restored_buffers") == [1, 1, 1]
+    assert model.lm_head.mean.isfinite()
+
+
 @every(2, 1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_trainer_computes_what_the_loop_by_hand_does(plan: str, tmp_path: Path) -> None:

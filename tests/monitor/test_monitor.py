@@ -23,6 +23,7 @@ import castwise
 from castwise.errors import CheckpointError, PlanError, UnknownNameError, WorkloadError
 from castwise.monitor import Alarm, Line, Monitor
 from castwise.monitor.statistics import _Ear
+from castwise.report.monitor import answer
 from tests.monitor.jobs import OPTIMIZERS, batches, generators, loss, model, same, train
 from tests.soak import every, pairs
 
@@ -275,6 +276,22 @@ def test_skipped_steps_are_counted_whoever_steps(plan: str, by_hand: bool) -> No
     assert monitor.step == 6
     assert [s.step for s in monitor.samples if s.skipped] == [2, 5]
     assert monitor.report().skipped_steps == 2
+
+
+def test_buffers_that_were_put_back_are_in_the_report() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    amp, made = castwise.Amp("bf16-mixed"), torch.optim.SGD(net.parameters(), 0.1)
+    amp.prepare(net, made)
+    with Monitor(amp) as monitor:
+        for number in (1.0, float("nan"), float("nan")):
+            amp.backward(net(number * torch.randn(8, 4)).sum())
+            made.step() if monitor.step == 1 else amp.step(made)
+            made.zero_grad()
+        report = monitor.report()
+        assert report.restored_buffers == (("0.running_mean", 2), ("0.running_var", 2))
+        assert "2 skipped, buffers put back after them: 0.running_mean, 0.running_var; " in answer(
+            report.to_dict()
+        )
 
 
 def test_a_plain_step_without_anything_of_castwise_in_the_loop() -> None:

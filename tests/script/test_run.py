@@ -300,3 +300,27 @@ def test_gradients_are_true_whoever_holds_them(plan: str, tmp_path: Path) -> Non
     *gradients, skipped = python(tmp_path, OTHERS).splitlines()
     assert found.splitlines() == [*gradients, "True"]
     assert skipped == "False"
+
+
+POISONED = """
+import torch
+m = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+o = torch.optim.SGD(m.parameters(), 0.1)
+for number in (1.0, float("nan"), 1.0):
+    o.zero_grad()
+    m(number * torch.randn(8, 3)).square().mean().backward()
+    o.step()
+print(all(value.isfinite().all() for value in m.state_dict().values()))
+"""
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-master"])
+def test_a_script_with_a_bad_batch_ends_with_sound_weights_and_buffers(plan: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(POISONED)
+    ran = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "ran")
+    assert ran.wait(100) == 0
+    assert ran.said("out") == "True\n"
+    assert "buffers that they had made non-finite were put back: 1.running_mean, 1.running_var" in ran.said(
+        "err"
+    )
+    assert python(tmp_path, POISONED) == "False\n"
