@@ -535,6 +535,15 @@ def test_evaluation_between_is_no_window() -> None:
     assert same(held(run.model), good)
 
 
+def test_statistics_that_are_computed_anew_are_good() -> None:
+    run = Run()
+    run.step(batch())
+    torch.optim.swa_utils.update_bn([batch(seed=seed) for seed in range(3)], run.model)
+    good = held(run.model)
+    run.step(batch(NAN))
+    assert same(held(run.model), good)
+
+
 def test_a_forward_that_raised_half_way() -> None:
     run = Run()
     run.step(batch())

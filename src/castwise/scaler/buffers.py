@@ -131,6 +131,8 @@ class KeptBuffers:
         self.kind = type(model).__name__
         self.seen = -_UNSEEN - 1
         self._taken = -1
+        self._unsure = False
+        """Whether only forwards without gradients were seen in this window, as where statistics are computed anew."""
         alive = weakref.ref(self)
 
         def end(_: object) -> None:
@@ -156,12 +158,17 @@ class KeptBuffers:
 
     def begin(self, training: bool) -> None:
         """A forward of the whole model begins: the first one in a window that trains, or may write, finds what is good."""
-        session = self._session
-        if self._taken != session.number and (training or torch.is_grad_enabled()):
-            if self._groups and _torch.is_stand_in_call():
-                return  # with other buffers in their place, perhaps
+        session, grad = self._session, torch.is_grad_enabled()
+        if self._taken == session.number and not (self._unsure and grad):
+            return
+        if not (training or grad) or (self._groups and _torch.is_stand_in_call()):
+            return  # nothing is written, or other buffers are in their place, perhaps
+        if self._taken == session.number:
+            _torch.outside_dispatch_modes(_torch.without_grad, self._take_sound)
+        else:
             self._taken, self.seen = session.number, session.rounds
             self.begin_window()
+        self._unsure = not grad
 
     def begin_window(self) -> None:
         """Take what lies there now as good, and look now and then for large buffers that change, or do not."""
@@ -181,6 +188,10 @@ class KeptBuffers:
             self._lay_out()
             for group in self._groups:
                 group.copy()
+
+    def _take_sound(self) -> None:
+        for group in self._groups:
+            group.copy_sound()
 
     def _lay_out(self) -> None:
         """Make room for copies of the buffers that there are."""

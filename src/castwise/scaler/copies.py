@@ -80,6 +80,14 @@ class Copies:
             return False
         return True
 
+    def copy_sound(self) -> None:
+        """Copy those that did not become non-finite; nothing where one does not fit."""
+        now = self._now()
+        if all(map(self.fits, now, self.copies)):
+            flat = torch.cat([values_of(buffer).reshape(-1) for buffer in now])
+            self._flat.copy_(torch.where(self._spread(self._worse(flat)), self._flat, flat))
+            self._ids = [*map(id, now)]
+
     def put_back(self, flag: Tensor | None) -> list[Restored]:
         """Put back what became non-finite; see :meth:`Buffers.put_back`."""
         now = self._now()
@@ -101,11 +109,10 @@ class Copies:
                     found.append(((self.names[at],), None))
         else:
             worse &= flag.to(worse.device) > 0
-            old = worse.repeat_interleave(self._lengths, output_size=flat.numel())
             if self._chosen is None:
                 chosen = torch.empty_like(self._flat)
                 self._chosen = chosen, self._pieces(chosen)
-            torch.where(old, self._flat, flat, out=self._chosen[0])
+            torch.where(self._spread(worse), self._flat, flat, out=self._chosen[0])
             places = [at for at, fits in enumerate(fitting) if fits]
             _torch.copy_each([values[at] for at in places], [self._chosen[1][at] for at in places])
             found.append((self.names, worse))
@@ -121,6 +128,10 @@ class Copies:
         worse = (~new.isfinite() & old.isfinite()) | (new.isnan() & ~old.isnan())
         counts = nn.functional.pad(worse.cumsum(0, dtype=torch.int32), (1, 0))
         return counts[self._ends].diff() > 0
+
+    def _spread(self, by_buffer: Tensor) -> Tensor:
+        """What holds for each buffer, for each of its elements."""
+        return by_buffer.repeat_interleave(self._lengths, output_size=self._flat.numel())
 
     def _replace(self, at: int, buffer: Tensor | None) -> bool:
         """Put a copy in the place of a buffer of another shape or format; whether it was not finite, and the copy is."""
