@@ -430,6 +430,8 @@ class CastwisePrecision(Precision):
             self.last_step = self.amp.step(optimizer, closure=noting(closure, values))
         else:
             values += [] if closure is None else [closure()]
+            if values == [None] and all(p.grad is None for p in params_of(optimizer)):
+                return None  # a training_step that returned None has left this batch out
             self.last_step = self.amp.step(optimizer)
         return self.last_step if not values or values[0] is None else values[0]
 
