@@ -196,6 +196,92 @@ def test_close_takes_the_looks_off() -> None:
     assert not optimizer._optimizer_step_post_hooks
 
 
+class Signs(torch.optim.Optimizer):
+    """Moves every element by the rate, and keeps what rounding drops in one of the ways there are."""
+
+    def __init__(self, params: Any, way: str, lr: float = 1e-4) -> None:
+        super().__init__(params, {"lr": lr})
+        self.way = way
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                    self.update(p, -group["lr"] * p.grad.float().sign())
+
+    def update(self, p: torch.Tensor, by: torch.Tensor) -> None:
+        low, state, before = p.dtype is not torch.float32, self.state[p], p.clone()
+        if not low or self.way == "dropped":
+            p.copy_(p.float() + by)
+        elif self.way == "kahan":
+            lost = state.setdefault("lost", torch.zeros_like(p))
+            lost += by.to(p.dtype)
+            p += lost
+            lost += before - p
+        elif self.way == "textbook":
+            excess = state.setdefault("excess", torch.zeros_like(p))
+            wanted = by.to(p.dtype) - excess
+            p += wanted
+            excess.copy_((p - before) - wanted)
+        elif self.way == "copy":
+            p.copy_(state.setdefault("wide", p.float()).add_(by))
+        elif self.way == "random":
+            bits = (p.float() + by).view(torch.int32)
+            p.copy_(((bits + torch.randint_like(bits, 1 << 16)) & -(1 << 16)).view(torch.float32))
+
+
+@pytest.mark.parametrize("lr", [1e-5, 1e-4, 1e-2])
+@pytest.mark.parametrize("way", ["kahan", "textbook", "copy", "random"])
+def test_optimizers_that_keep_what_rounding_drops_are_not_accused(way: str, lr: float) -> None:
+    model = layer()
+    optimizer = Signs(model.parameters(), way, lr)
+    amp = castwise.Amp("bf16-true", device="cpu")
+    amp.prepare(model, optimizer)
+    run(amp, model, optimizer, 16)
+    assert amp.dropped_updates is not None
+    assert amp.dropped_updates < 0.01
+    assert ("none of the updates is lost to rounding to bf16 (" in amp.summary()) == (
+        amp.dropped_updates == 0
+    )
+
+
+@pytest.mark.parametrize("lr", [1e-5, 1e-4])
+def test_those_that_keep_nothing_still_are(lr: float) -> None:
+    model = layer()
+    optimizer = Signs(model.parameters(), "dropped", lr)
+    amp = castwise.Amp("bf16-true", device="cpu")
+    amp.prepare(model, optimizer)
+    run(amp, model, optimizer, 16)
+    assert amp.dropped_updates is not None
+    assert amp.dropped_updates > 0.7
+    assert "which fp32 masters would keep: the plan 'bf16-master'" in amp.summary()
+
+
+def test_what_was_taken_for_lost_is_given_back() -> None:
+    """A rounding at random of which the first looks saw nothing, since its updates were too small."""
+    model = layer()
+    optimizer = Signs(model.parameters(), "random", 1e-9)
+    amp = castwise.Amp("bf16-true", device="cpu")
+    amp.prepare(model, optimizer)
+    run(amp, model, optimizer, 2)
+    assert amp.dropped_updates == 1.0
+    optimizer.param_groups[0]["lr"] = 1e-4
+    run(amp, model, optimizer, 6)
+    assert amp.dropped_updates == 0.0
+    assert all(lost == 0 for _, lost in amp._dropped.by_parameter.values())
+
+
+def test_whole_numbers_are_not_called_quantised() -> None:
+    model = layer().float()
+    model.register_parameter("steps", nn.Parameter(torch.arange(5), requires_grad=False))
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp.prepare(model, torch.optim.SGD([model.weight], 1e-2))
+    assert "5 parameters in int64, frozen" in amp.summary()
+    assert "quantised" not in amp.summary()
+
+
 def test_the_summary_says_how_a_model_arrived_and_is_stored() -> None:
     model = nn.ModuleDict({"base": layer().requires_grad_(False), "head": nn.Linear(32, 4).bfloat16()})
     model["base"].register_parameter(

@@ -23,7 +23,7 @@ WIDEN = (False, True, "all")
 """Allowed for ``widen=``: nothing; what is trained and the buffers beside it; the frozen base too."""
 _PLAIN = (torch.float32, torch.float64, *LOW_DTYPES)
 """Formats of weights that mean what they say."""
-_PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
+PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
 def check_widen(call: str, widen: object) -> None:
@@ -57,9 +57,9 @@ def is_sealed(tensor: Tensor) -> bool:
 def is_quantised(module: nn.Module) -> bool:
     """Whether a module's own weights are quantised, so that what lies beside them (scales, a bias) is its own matter."""
     own = list(module.parameters(recurse=False))
-    if any(is_sealed(p) or p.dtype in _PACKED for p in own):
+    if any(is_sealed(p) or p.dtype in PACKED for p in own):
         return True
-    packed = any(b.dtype in _PACKED and b.dim() > 1 for b in module.buffers(recurse=False))
+    packed = any(b.dtype in PACKED and b.dim() > 1 for b in module.buffers(recurse=False))
     return packed and not any(p.dim() > 1 for p in own)
 
 

@@ -133,7 +133,7 @@ class Sampler:
         for parameter, (moved, lost) in counts:
             before = self._dropped.get(parameter, (0, 0))
             path = regions.get(id(parameter), "")
-            for name, count in (("moved", moved - before[0]), ("lost", lost - before[1])):
+            for name, count in (("moved", moved - before[0]), ("lost", max(0, lost - before[1]))):
                 if moved > before[0]:
                     numbers[path, name] = numbers.get((path, name), 0.0) + count
             self._dropped[parameter] = moved, lost

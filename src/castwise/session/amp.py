@@ -724,7 +724,8 @@ class Amp:
         """The share of updates that rounding dropped so far, where parameters are stored low without masters.
 
         Of those that are not zero in fp32; measured at a few steps (the first, second, fourth, ... and every 64th) on pieces
-        of the parameters of this process; those steps wait for the device. None under other plans, before the first step, and for an optimizer whose steps
+        of the parameters of this process; those steps wait for the device. What the optimizer keeps in its state (Kahan summation)
+        is not dropped, and neither is anything where it rounds at random. None under other plans, before the first step, and for an optimizer whose steps
         cannot be made again beside it: one that evaluates the loss itself or holds more than options and state.
         """
         return self._dropped.share

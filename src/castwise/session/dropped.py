@@ -3,6 +3,10 @@
 At a few steps a few pieces of the parameters are stepped twice: by the optimizer as always, and before that, in fp32
 and beside it, by a copy of the optimizer with what it keeps of them. An update is dropped where fp32 moves an element
 and what is stored stays. Nothing of the run is changed: weights, state and random numbers are those of a run without.
+
+Two kinds of optimizers drop nothing although elements stay, and are told by what they do. One keeps in its state what the
+parameter does not take (Kahan summation, fp32 copies of its own): there the state moves by the update. The other rounds at
+random, up or down by chance: there elements move whose update is far below half of a rounding step.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ ELEMENTS = 8192
 """Of a piece, about: whole rows."""
 WHOLE = 2**20
 """Elements of the largest parameter that is taken whole, where the optimizer keeps rows and columns of it."""
+NEAR = 0.1
+"""How far, relative to an update, an entry of the state may move from it and still be what keeps the update."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
@@ -42,6 +48,8 @@ class _Piece:
     rows: Any
     before: Tensor
     wide: Tensor
+    state: dict[str, Tensor]
+    """Before the step, in fp32: what the optimizer has of each of these elements."""
 
 
 @dataclass
@@ -52,7 +60,7 @@ class DroppedUpdates:
         steps: Of all optimizers, so far.
         looks: At how many of them updates were looked at.
         moved: Updates seen that are not zero in fp32.
-        lost: Those of them that left the stored value as it was.
+        lost: Those of them that left the stored value as it was, and that the optimizer does not keep in its state either.
         by_parameter: Of each parameter what was seen of it, moved and lost.
         unmeasured: Optimizers whose updates cannot be made again beside them, by class name, and why.
     """
@@ -64,6 +72,9 @@ class DroppedUpdates:
     by_parameter: Any = field(default_factory=WeakIdKeyDictionary)
     unmeasured: dict[str, str] = field(default_factory=dict)
     _made: Any = field(default_factory=WeakIdKeyDictionary)
+    _by_chance: Any = field(default_factory=WeakIdKeyDictionary)
+    """By optimizer, of elements whose update is far below half of a rounding step: how many would move if rounding were at random,
+    and how many did."""
     _pieces: list[_Piece] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -111,15 +122,91 @@ class DroppedUpdates:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         pieces, self._pieces = self._pieces, []
+        if not pieces:
+            return
+        self.looks += 1
+        keepers = _keepers(optimizer, pieces)
+        by_chance = self._rounds_at_random(optimizer, pieces)
         for piece in pieces:
             moved = piece.wide.detach() != piece.before.float()
-            stays = masters.local(piece.parameter)[piece.rows] == piece.before
-            count, lost = int(moved.sum()), int((moved & stays).sum())
+            dropped = moved & _stays(piece) & ~_kept(optimizer, piece, keepers)
+            count, lost = int(moved.sum()), 0 if by_chance else int(dropped.sum())
             before = self.by_parameter.get(piece.parameter, (0, 0))
             self.by_parameter[piece.parameter] = before[0] + count, before[1] + lost
             self.moved += count
             self.lost += lost
-        self.looks += bool(pieces)
+
+    def _rounds_at_random(self, optimizer: Optimizer, pieces: list[_Piece]) -> bool:
+        """Whether the optimizer moves elements that rounding to nearest leaves alone, as often as rounding at random would.
+
+        What was counted as lost before that was seen is taken back.
+        """
+        expected, moved = self._by_chance.get(optimizer, (0.0, 0))
+        for piece in pieces:
+            values = piece.before.float()
+            step = torch.ldexp(
+                torch.full_like(values, torch.finfo(piece.before.dtype).eps), values.frexp()[1] - 1
+            )
+            share = (piece.wide.detach() - values).abs() / step
+            small = share < 1 / 4
+            expected += float(share[small].sum())
+            moved += int((small & ~_stays(piece)).sum())
+        self._by_chance[optimizer] = expected, moved
+        if moved == 0 or moved < expected / 4:
+            return False
+        for parameter in {id(p): p for group in optimizer.param_groups for p in group["params"]}.values():
+            seen, lost = self.by_parameter.get(parameter, (0, 0))
+            if lost:
+                self.by_parameter[parameter] = seen, 0
+                self.lost -= lost
+        return True
+
+
+def _stays(piece: _Piece) -> Tensor:
+    return masters.local(piece.parameter)[piece.rows] == piece.before
+
+
+def _keepers(optimizer: Optimizer, pieces: list[_Piece]) -> dict[str, int]:
+    """The entries of the state that move by the update where the parameter stays, with the sign by which they do.
+
+    Kahan's sum of what is lost is kept with either sign.
+    """
+    judged: dict[str, int] = defaultdict(int)
+    alike: dict[tuple[str, int], int] = defaultdict(int)
+    for piece in pieces:
+        update = piece.wide.detach() - piece.before.float()
+        size, stays = update.abs(), (update != 0) & _stays(piece)
+        for name, change, step in _changes(optimizer, piece):
+            told = stays & (step < NEAR * size)
+            judged[name] += int(told.sum())
+            for sign in (1, -1):
+                alike[name, sign] += int((told & ((change - sign * update).abs() <= 2 * NEAR * size)).sum())
+    return {name: sign for (name, sign), count in alike.items() if count > 0.9 * judged[name]}
+
+
+def _kept(optimizer: Optimizer, piece: _Piece, keepers: dict[str, int]) -> Tensor:
+    """Where the state has taken at least half of an update."""
+    update = piece.wide.detach() - piece.before.float()
+    kept = torch.zeros_like(update, dtype=torch.bool)
+    for name, change, _ in _changes(optimizer, piece) if keepers else ():
+        if name in keepers:
+            kept |= (change - keepers[name] * update).abs() <= update.abs() / 2
+    return kept
+
+
+def _changes(optimizer: Optimizer, piece: _Piece) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Entries of the state of a piece's elements: by how much each has changed, and its own rounding step."""
+    for name, value in optimizer.state.get(piece.parameter, {}).items():
+        if _is_beside(value, piece.parameter):
+            own = masters.local(value)[piece.rows]
+            values, start = own.float(), piece.state.get(name)
+            if start is None:  # a sum of what is lost begins at zero, a copy of the parameter as that
+                start = torch.where(values.abs() < piece.before.float().abs() / 2, 0.0, piece.before.float())
+            yield name, values - start, values.abs() * torch.finfo(own.dtype).eps
+
+
+def _is_beside(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
 
 
 def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
@@ -147,7 +234,12 @@ def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
                 **copy.deepcopy({k: v for k, v in group.items() if k != "params"}),
             }
         groups[id(group)]["params"].append(wide)
-        pieces.append(_Piece(parameter, rows, values[rows].clone(), wide))
+        beside = {
+            name: _in_fp32(masters.local(value)[rows])
+            for name, value in state.items()
+            if _is_beside(value, parameter)
+        }
+        pieces.append(_Piece(parameter, rows, values[rows].clone(), wide, beside))
     trial.param_groups = list(groups.values())
     devices = {piece.before.device for piece in pieces if piece.before.device.type != "cpu"}
     kinds = {device.type for device in devices}

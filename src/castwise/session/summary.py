@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from castwise import masters
-from castwise.arrival import is_sealed
+from castwise.arrival import PACKED, is_sealed
 from castwise.plans.plan import Plan
 from castwise.plans.text import some
 from castwise.session.dropped import DroppedUpdates
@@ -21,11 +21,13 @@ def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator
         yield f"{type(model).__name__}: {', '.join(_kinds(model, members))}"
     for kind, why in dropped.unmeasured.items():
         yield f"updates that rounding drops are not measured for {kind}: {why}"
-    if dropped.share is not None:
+    seen = f"({dropped.moved:,} seen at {dropped.looks} of {dropped.steps} steps)"
+    if dropped.share == 0:
+        yield f"none of the updates is lost to rounding to {plan.compute} {seen}"
+    elif dropped.share is not None:
         instead = f"the plan {plan.compute + '-master'!r}" if plan.stores_low else "master='fp32' in the plan"
         yield (
-            f"rounding to {plan.compute} dropped {dropped.share:.1%} of the updates ({dropped.moved:,} seen at {dropped.looks} of "
-            f"{dropped.steps} steps), which fp32 masters would keep: {instead}"
+            f"rounding to {plan.compute} dropped {dropped.share:.1%} of the updates {seen}, which fp32 masters would keep: {instead}"
         )
 
 
@@ -40,7 +42,7 @@ def _kinds(model: nn.Module, members: Members) -> Iterator[str]:
     counts: dict[str, int] = defaultdict(int)
     more, known = 0, members.arrived.get(model, {})
     for parameter in model.parameters():
-        if is_sealed(parameter) or not (parameter.is_floating_point() or parameter.is_complex()):
+        if is_sealed(parameter) or parameter.dtype in PACKED:
             kind = "quantised"
         else:
             stored, arrived = parameter.dtype, known.get(parameter, parameter.dtype)
