@@ -326,3 +326,19 @@ def test_a_compiled_model_outlives_its_session() -> None:
     with torch.no_grad():
         model.a.weight.add_(1.0)
     assert torch.equal(run(batches(1)[0]), model(batches(1)[0]))
+
+
+@pytest.mark.parametrize("plan", MASTERS)
+def test_a_getter_after_data_was_replaced_writes_nothing_back(plan: str) -> None:
+    """``parameter.data = average``, as torch's model averaging has it: some elements are old ones in another format by chance."""
+    amp, model, _ = session(plan, torch.optim.AdamW)
+    with amp:
+        shift = torch.Generator().manual_seed(3)
+        for parameter in model.parameters():
+            moved = parameter.data.float() * (1 + 0.002 * torch.randn(parameter.shape, generator=shift))
+            parameter.data = moved.to(parameter.dtype)
+        want = [parameter.detach().clone() for parameter in model.parameters()]
+        weights = amp.model_state_dict(model)
+        assert all(map(torch.equal, model.parameters(), want))
+        assert all(torch.equal(weights[key].to(p.dtype), p) for key, p in model.named_parameters())
+        assert agrees(model)

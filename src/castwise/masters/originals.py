@@ -53,10 +53,12 @@ def assign(parameter: Tensor, values: Tensor) -> None:
 
 def agree(full: Tensor, values: Tensor) -> bool:
     """Whether low values are the full ones rounded, NaN included. Synchronises with the device."""
-    rounded, values = local(full).to(values.dtype), local(values)
-    return torch.equal(rounded, values) or bool(
-        ((rounded == values) | (rounded.isnan() & values.isnan())).all()
-    )
+    return _equal(local(full).to(values.dtype), local(values))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype have the same elements, NaN included."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 @torch.no_grad()
@@ -73,7 +75,8 @@ def merge_values(
         values: Same shape, on the same device.
         through: The low format that they were rounded to, if that is not their dtype.
         cast: They may have come to their dtype by way of other formats, as by ``model.half().float()``, which autograd
-            does not count as a write; elements that nothing else has changed keep the full value.
+            does not count as a write; elements that nothing else has changed keep the full value. Where the dtype is the
+            former one that has to be so of all elements: of some it is chance, as after ``parameter.data = average``.
 
     Returns:
         Whether anything differed. Synchronises with the device.
@@ -84,7 +87,11 @@ def merge_values(
         return False
     same = rounded.to(values.dtype) == values
     for way in LOW_DTYPES if cast else ():
-        same |= rounded.to(way).to(values.dtype) == values
+        by_way = rounded.to(way).to(values.dtype)
+        if values.dtype is not rounded.dtype:
+            same |= by_way == values
+        elif _equal(by_way, values):
+            return True
     full.copy_(torch.where(same, full, values.to(full.dtype)))
     return True
 
