@@ -1799,6 +1799,50 @@ def is_in_join(ddp: Any) -> bool:
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
+def on_join_end(listener: Callable[[Any, int], object]) -> None:
+    """Have ``listener(ddp, rank)`` called on all ranks where torch's ``Join`` has given them the weights of one, by its rank."""
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def sync_final_model(ddp: Any, is_last_joiner: bool) -> None:
+            original(ddp, is_last_joiner)
+            listener(ddp, ddp._authoritative_rank)
+
+        return sync_final_model
+
+    around_function(torch.nn.parallel.DistributedDataParallel, "_sync_final_model", around)
+
+
+def delays_reductions(ddp: Any) -> bool:
+    """Whether a DistributedDataParallel was given ``delay_all_reduce_named_params``."""
+    return bool(getattr(ddp, "_delay_all_reduce_params", None))
+
+
+def _is_loaded(thing: Any, module: str, name: str) -> bool:
+    """Whether a thing is of a class that may not have been imported."""
+    return isinstance(thing, getattr(sys.modules.get(module), name, ()))
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether an optimizer is torch's ZeroRedundancyOptimizer."""
+    return _is_loaded(
+        optimizer, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
+    )
+
+
+def is_fsdp1(module: Any) -> bool:
+    """Whether a module is FSDP1's FullyShardedDataParallel."""
+    return _is_loaded(
+        module, "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+    )
+
+
+def has_fsdp1(model: torch.nn.Module) -> bool:
+    """Whether FSDP1 holds parameters of a model, in it or around it."""
+    return any(map(is_fsdp1, model.modules())) or any(
+        getattr(parameter, "_fsdp_flattened", False) for parameter in model.parameters()
+    )
+
+
 def is_fsdp(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard``, or the ``replicate`` made of it, was called on a module itself."""
     return hasattr(type(module), "_get_fsdp_state")  # a module around it may hand on its attributes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import castwise
-from castwise.masters import attach, fp32_state_dict
+from castwise.errors import StateError
+from castwise.masters import attach, attachment_of, fp32_state_dict
 from tests.test_masters_gradients import held
 from tests.test_masters_optimizers import Weights, lower
 
@@ -137,3 +139,175 @@ def _ddp(rank: int, size: int, as_view: bool) -> None:
 def test_under_ddp_gradients_reach_masters_after_the_reduction(two: World, as_view: bool) -> None:
     """Two processes: gradients agree, in fp32, and what is clipped is what is applied."""
     two.run(_ddp, as_view)
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def _batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _alike(tensors: Any) -> bool:
+    """Whether all ranks hold the same, bit for bit."""
+    for tensor in tensors:
+        first = tensor.detach().clone()
+        dist.broadcast(first, 0)
+        if not torch.equal(first, tensor.detach()):
+            return False
+    return True
+
+
+def _wrap(model: nn.Sequential, how: str) -> Any:
+    if how == "parts":
+        for index, part in enumerate(model):
+            model[index] = nn.parallel.DistributedDataParallel(part)
+        return model
+    if how == "replicate":
+        from torch.distributed._composable.replicate import replicate
+
+        return replicate(model)
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def _wrapped(rank: int, size: int, plan: str, how: str) -> Any:
+    torch.manual_seed(rank)  # what wraps the model makes weights equal
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        wrapped = _wrap(model, how)
+        for step in range(4):
+            amp.backward(wrapped(_batch(step, rank)).square().mean())
+            amp.step(optimizer, max_norm=1.0)
+            optimizer.zero_grad()
+        assert _alike(held(optimizer))
+        return [p.detach().clone() for p in held(optimizer)]
+
+
+@pytest.mark.parametrize("plan", ["bf16-master", "fp16-mixed"])
+def test_parts_in_ddp_and_replicate_train_as_the_whole_in_ddp(two: World, plan: str) -> None:
+    """DistributedDataParallel around a part of a prepared model, and around its parameters alone."""
+    whole, parts, replicated = (two.run(_wrapped, plan, how)[0] for how in ("whole", "parts", "replicate"))
+    assert all(map(torch.equal, whole, parts))
+    assert all(map(torch.equal, whole, replicated))
+
+
+def _joined(rank: int, size: int, plan: str) -> None:
+    torch.manual_seed(rank)
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        ddp = nn.parallel.DistributedDataParallel(model)
+        for epoch in range(2):
+            with ddp.join():
+                for step in range(2 + (rank + epoch) % 2):
+                    amp.backward(ddp(_batch(10 * epoch + step, rank)).square().mean())
+                    amp.step(optimizer)
+                    optimizer.zero_grad()
+            attachment = attachment_of(optimizer)
+            assert attachment is not None
+            assert _alike([*attachment.masters, *model.parameters(), *amp.model_state_dict(model).values()])
+            full = [
+                m for m in attachment.masters if not torch.equal(m.to(m.dtype), m.to(torch.bfloat16).float())
+            ]
+            assert full, "low bits are kept"
+
+
+@pytest.mark.parametrize("plan", ["bf16-master", "fp16-master"])
+def test_masters_are_equal_after_join(two: World, plan: str) -> None:
+    """Torch's ``Join`` gives all ranks the weights of one that ended last: its masters too."""
+    two.run(_joined, plan)
+
+
+def _averaged(rank: int, size: int, plan: str, what: str) -> None:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    torch.manual_seed(0)
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    averager = PeriodicModelAverager(period=1, warmup_steps=0)
+    with castwise.Amp(plan, device="cpu", group=castwise.ranks.ALONE) as amp:
+        amp.prepare(model, optimizer)
+        for step in range(3):
+            amp.backward(model(_batch(step, rank)).square().mean())
+            amp.step(optimizer)
+            averager.average_parameters(model.parameters() if what == "model" else optimizer.param_groups)
+            optimizer.zero_grad()
+            before = [p.detach().clone() for p in model.parameters()]
+            weights = amp.model_state_dict(model)
+            if what == "model":
+                assert all(map(torch.equal, before, model.parameters()))
+            else:
+                assert _alike(weights.values())
+            assert _alike(model.parameters())
+
+
+@pytest.mark.parametrize("what", ["model", "masters"])
+def test_averaged_models_stay_averaged(two: World, what: str) -> None:
+    """Whether torch's model averaging is given the model's parameters or the optimizer's groups; getters undo nothing."""
+    two.run(_averaged, "fp16-master", what)
+
+
+@pytest.mark.usefixtures("alone")
+def test_delayed_reductions_are_refused_under_masters_alone() -> None:
+    for plan in ("bf16-master", "bf16-mixed"):
+        model = _net()
+        with castwise.Amp(plan, device="cpu") as amp:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            amp.prepare(model, optimizer)
+            delayed: dict[str, Any] = {
+                "delay_all_reduce_named_params": [("2.weight", model[2].weight)],
+                "param_to_hook_all_reduce": model[0].weight,
+            }
+            if plan == "bf16-mixed":
+                nn.parallel.DistributedDataParallel(model, **delayed)
+                continue
+            with pytest.raises(StateError, match=r"delay_all_reduce_named_params=.* Leave that argument out"):
+                nn.parallel.DistributedDataParallel(model, **delayed)
+            nn.parallel.DistributedDataParallel(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_that_shards_its_state_is_refused_under_masters_alone() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for plan in ("bf16-master", "fp16-mixed"):
+        model = _net()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01)
+        with castwise.Amp(plan, device="cpu") as amp:
+            if plan == "bf16-master":
+                with pytest.raises(StateError, match="ZeroRedundancyOptimizer steps an optimizer of its own"):
+                    amp.prepare(model, optimizer)
+                continue
+            amp.prepare(model, optimizer)
+            amp.backward(model(torch.ones(2, 8)).sum())
+            amp.step(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*FullyShardedDataParallel:FutureWarning")
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master"])
+def test_fsdp1_is_refused_around_and_inside_of_a_model(plan: str) -> None:
+    """In words that name FSDP2; a model that no session knows is left alone."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def shard(module: nn.Module, original: bool) -> Any:
+        return FullyShardedDataParallel(module, use_orig_params=original, device_id=torch.device("cpu"))
+
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(first := _net(), torch.optim.SGD(first.parameters(), lr=0.1))
+        with pytest.raises(StateError, match=r"FullyShardedDataParallel\(Sequential\): FSDP1 .* Use FSDP2"):
+            shard(first, True)
+    for original in (False, True):
+        inside = _net()
+        inside[2] = shard(inside[2], original)
+        for model in (shard(_net(), original), inside):
+            with (
+                castwise.Amp(plan, device="cpu") as amp,
+                pytest.raises(StateError, match=r"prepare\(.*\): FSDP1"),
+            ):
+                amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

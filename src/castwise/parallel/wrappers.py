@@ -1,7 +1,7 @@
-"""DistributedDataParallel and FSDP2, recognised.
+"""DistributedDataParallel and FSDP, recognised.
 
 DistributedDataParallel wraps a model after it was prepared, and tells nobody. But a module that becomes another's child
-is announced by a public hook of torch, and that is where a prepared model learns of it.
+is announced by a public hook of torch, and that is where a prepared model learns of it. So it is with FSDP1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,44 @@ from castwise.errors import StateError
 from castwise.ranks.pieces import is_dtensor
 
 _listeners: list[Callable[[DistributedDataParallel, nn.Module], None]] = []
+_fsdp1_listeners: list[Callable[[nn.Module], None]] = []
+_join_listeners: list[Callable[[DistributedDataParallel, int], None]] = []
 
 
 def _announce(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if name == "module" and child is not None and isinstance(parent, DistributedDataParallel):
         for listener in _listeners:
             listener(parent, child)
+    elif name == "_fsdp_wrapped_module" and child is not None and _torch.is_fsdp1(parent):
+        for look in _fsdp1_listeners:
+            look(child)
+
+
+def refuse_fsdp1(call: str, module: nn.Module) -> None:
+    """Refuse FSDP1, whose flat parameters and norms no plan knows, around or inside of a prepared model.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        f"{call}({type(module).__name__}): FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel) is not supported: it replaces "
+        "parameters by flat ones that a plan does not know, and norms would be those of one rank's part. Use FSDP2: "
+        "amp.fully_shard(model, blocks=...) before the optimizer is made and before prepare, or DistributedDataParallel after prepare."
+    )
+
+
+def on_join_end(listener: Callable[[DistributedDataParallel, int], None]) -> None:
+    """Call ``listener(ddp, rank)`` on all ranks whenever torch's ``Join`` has given them the weights of one of them."""
+    if not _join_listeners:
+        _torch.on_join_end(lambda ddp, rank: [told(ddp, rank) for told in _join_listeners])
+    if listener not in _join_listeners:
+        _join_listeners.append(listener)
+
+
+def on_fsdp1(listener: Callable[[nn.Module], None]) -> None:
+    """Call ``listener(module)`` whenever FSDP1 has taken a module in; for those who listen :func:`on_ddp` as well."""
+    if listener not in _fsdp1_listeners:
+        _fsdp1_listeners.append(listener)
 
 
 def on_ddp(listener: Callable[[DistributedDataParallel, nn.Module], None]) -> None:

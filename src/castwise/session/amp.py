@@ -269,6 +269,8 @@ class Amp:
             log.on(target, self._members.arrived.pop, None)
             self._members.arrived[target] = arrived
             wrappers.on_ddp(_meet_ddp)
+            wrappers.on_fsdp1(_meet_fsdp1)
+            wrappers.on_join_end(_end_join)
             self._wrapping.note(target, resolution.plan)
             log.on(self, setattr, "_root", self._root)
             self._root = self._root or root
@@ -920,9 +922,29 @@ def _in_fp32(grad: Any) -> Any:
     return grad.float() if isinstance(grad, torch.Tensor) and grad.dtype in LOW_DTYPES else grad
 
 
+def _sessions_in(module: nn.Module) -> list[tuple[nn.Module, Amp]]:
+    """The prepared models that have parameters of a module, and their sessions."""
+    own = set(map(id, module.parameters()))
+    return [
+        (model, amp)
+        for model, amp in list(_prepared.items())
+        if any(id(p) in own for p in model.parameters())
+    ]
+
+
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
-    for inner in module.modules():
-        amp = _prepared.get(inner)
-        if amp is not None:
-            amp._undo.on(module, amp._wrapping.leave_ddp)
-            amp._wrapping.join_ddp(ddp, module)
+    """It takes in a prepared model, a part of one, or the parameters alone, as ``replicate`` gives it."""
+    for model, amp in _sessions_in(module):
+        amp._undo.on(model, amp._wrapping.leave_ddp)
+        amp._wrapping.join_ddp(ddp, module, model)
+
+
+def _meet_fsdp1(module: nn.Module) -> None:
+    own = set(module.modules())  # its parameters are others by now
+    if any(inner in own for model in list(_prepared) for inner in model.modules()):
+        wrappers.refuse_fsdp1("FullyShardedDataParallel", module)
+
+
+def _end_join(ddp: nn.parallel.DistributedDataParallel, rank: int) -> None:
+    for _, amp in _sessions_in(ddp):
+        amp._wrapping.share_masters(ddp, ddp.get_submodule("module"), rank)

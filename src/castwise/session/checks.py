@@ -67,6 +67,8 @@ def check_model(model: nn.Module, device_type: str, *, wrapped: bool = False) ->
             f"prepare({type(model).__name__}): prepare the module first and wrap it after: "
             f"{type(model).__name__}(amp.prepare(module))"
         )
+    if _torch.has_fsdp1(model):
+        wrappers.refuse_fsdp1("prepare", model)
     if not wrapped and wrappers.ddp_around(model) is not None:
         raise StateError(
             f"prepare({type(model).__name__}): this module is inside a DistributedDataParallel already; prepare it first and "
@@ -129,6 +131,12 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, plan: Plan) -> None:
         raise StateError(
             f"prepare: {kind} does not call Optimizer.__init__, so its steps cannot be followed as the plan {plan} needs; prepare "
             "the optimizer inside it"
+        )
+    if plan.keeps_masters and _torch.is_zero(optimizer):
+        raise StateError(
+            f"prepare: {kind} steps an optimizer of its own on this rank's share of the parameters, which would pass by the fp32 "
+            f"masters of the plan {plan}. Shard by FSDP2 instead (amp.fully_shard), or use a plan that keeps parameters in fp32, such "
+            "as 'bf16-mixed'."
         )
     if plan.optimizer == "fused":
         check_fused(optimizer)

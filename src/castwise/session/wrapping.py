@@ -89,26 +89,48 @@ class Wrapping:
         pipeline.adapt(schedule, scale, enter)
         return schedule
 
-    def join_ddp(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
-        """DistributedDataParallel takes in a prepared model, on all ranks at once, and will share rank 0's weights."""
+    def join_ddp(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module, model: nn.Module) -> None:
+        """DistributedDataParallel takes in (a part of) a prepared model, on all ranks at once, and will share rank 0's weights.
+
+        Raises:
+            StateError: It was given ``delay_all_reduce_named_params`` and the model has masters; nothing was changed.
+        """
         averaged = wrappers.averaged_params(ddp, module)
-        group, covered = ddp.process_group, set(averaged)
-        for optimizer in self._members.optimizers:
-            attachment = masters.attachment_of(optimizer)
-            if attachment is not None and any(stored in covered for stored in attachment.stored):
-                attachment.accept_low_gradients()
-                attachment.rewrite(
-                    lambda master: torch.distributed.broadcast(master, group=group, group_src=0), covered
-                )
+        own = set(module.parameters())
+        found = [
+            attachment
+            for attachment in map(masters.attachment_of, self._members.optimizers)
+            if attachment is not None and any(stored in own for stored in attachment.stored)
+        ]
+        if found and _torch.delays_reductions(ddp):
+            raise StateError(
+                f"DistributedDataParallel({type(module).__name__}, delay_all_reduce_named_params=...): parameters with fp32 masters "
+                "take part in its ordinary reductions alone. Leave that argument out, or prepare by a plan that keeps parameters in "
+                "fp32, such as 'bf16-mixed'."
+            )
+        for attachment in found:
+            attachment.accept_low_gradients()
+            if attachment not in self._narrows:
                 self._narrows.append(attachment)
+        self.share_masters(ddp, module, 0)
         self._agreement.note_averaged(averaged, ddp)
         if self._narrows:
-            module.register_forward_pre_hook(self._before_forward)
+            _torch.remove_hooks(model, self._before_forward)
+            model.register_forward_pre_hook(self._before_forward)
 
-    def leave_ddp(self, module: nn.Module) -> None:
-        """Undo :meth:`join_ddp`, or nothing."""
-        _torch.remove_hooks(module, self._before_forward)
-        self._agreement.forget_averaged(module.parameters())
+    def share_masters(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module, rank: int) -> None:
+        """Give all ranks one rank's masters, as DistributedDataParallel does with the parameters; ``rank`` of its group."""
+        covered, group = set(wrappers.averaged_params(ddp, module)), ddp.process_group
+        for attachment in self._narrows:
+            attachment.settle()
+            attachment.rewrite(
+                lambda master: torch.distributed.broadcast(master, group=group, group_src=rank), covered
+            )
+
+    def leave_ddp(self, model: nn.Module) -> None:
+        """Undo :meth:`join_ddp` for a prepared model, or nothing."""
+        _torch.remove_hooks(model, self._before_forward)
+        self._agreement.forget_averaged(model.parameters())
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
