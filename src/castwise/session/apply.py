@@ -78,7 +78,10 @@ def apply(
         log.on(optimizer, storage.follow_state, [*changed, *arrived])
     _late[model] = [], changed
     log.callback(_follow_late, _late[model][0], [*changed, *arrived])
+    newcomers = storage.Newcomers(model, dtypes)
     storage.store(model, plan, dtypes, log)
+    if dtypes:
+        log.on(model, newcomers.restore, [weakref.ref(optimizer) for optimizer in optimizers])
     for optimizer in optimizers:
         storage.follow_state(optimizer, changed)
     for optimizer in restrided:

@@ -167,6 +167,47 @@ def _as_before(
         masters.fit_grad(tensor, grad_dtype)
 
 
+class Newcomers:
+    """What a model gets after ``prepare``, by a parametrization put on or off for example, in formats that the plan stores.
+
+    Args:
+        model: Before it is stored.
+        dtypes: What is to be stored otherwise.
+    """
+
+    def __init__(self, model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
+        self._known: Any = WeakTensorKeyDictionary()
+        self._formats: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        """Of modules: how the plan stores what is in them, and how it arrived."""
+        for name, tensor in named_tensors(model):
+            self._known[tensor] = True
+            if tensor in dtypes:
+                self._formats.setdefault(name.rpartition(".")[0], (dtypes[tensor], tensor.dtype))
+
+    def restore(self, model: nn.Module, optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
+        """Store newcomers as what they came to arrived; their state in the optimizers follows."""
+        stored = []
+        for name, tensor in named_tensors(model):
+            low, former = self._formats_around(name)
+            if tensor not in self._known and tensor.dtype is low and masters.master_of(tensor) is None:
+                masters.store(tensor, former)
+                stored += [weakref.ref(tensor)] if isinstance(tensor, nn.Parameter) else []
+        for reference in optimizers if stored else ():
+            optimizer = reference()
+            if optimizer is not None:
+                follow_state(optimizer, stored)
+
+    def _formats_around(self, name: str) -> tuple[torch.dtype | None, torch.dtype]:
+        """Of the innermost module around a tensor that has some, else those that all modules have."""
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self._formats:
+                return self._formats[path]
+        alike = set(self._formats.values())
+        return alike.pop() if len(alike) == 1 else (None, torch.float32)
+
+
 def state_of(
     optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter]]
 ) -> list[tuple[Optimizer, nn.Parameter, Any]]:
