@@ -1933,6 +1933,37 @@ def _fsdp_param_groups(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
         yield from ((path, module, group) for group in groups)
 
 
+def fsdp_units(model: torch.nn.Module) -> list[weakref.ref[Any]]:
+    """What FSDP2 gathers and reduces at once in a model: its groups of parameters, not held."""
+    return [weakref.ref(group) for _, _, group in _fsdp_param_groups(model)]
+
+
+def is_unfrozen(unit: Any) -> bool:
+    """Whether FSDP2 found nothing to train in a group when the model first ran, and there is something now."""
+    return getattr(unit, "_orig_dtype", unit) is None and any(
+        param.sharded_param.requires_grad for param in unit.fsdp_params
+    )
+
+
+def look_again(unit: Any, widen: Callable[[torch.Tensor], bool]) -> None:
+    """Have FSDP2 take the dtypes of a group's gradients from what is trained now.
+
+    Without it gradients of what was frozen when the model first ran come in the format that it is gathered in.
+
+    Args:
+        unit: From :func:`fsdp_units`.
+        widen: Stores a shard otherwise where that is needed, and says whether it did.
+    """
+    trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
+    widened = [param for param in trained if widen(param.sharded_param)]
+    if hasattr(unit, "_orig_dtype"):  # else it has not run
+        if widened and not unit.is_sharded:
+            unit._to_sharded()
+        for param in widened:
+            param.reset_sharded_param()
+        unit._init_mp_dtypes()
+
+
 def schedule_stages(schedule: Any) -> list[Any]:
     """The stages that this rank runs in a schedule of ``torch.distributed.pipelining``."""
     many = getattr(schedule, "_stages", None)

@@ -311,3 +311,55 @@ def test_fsdp1_is_refused_around_and_inside_of_a_model(plan: str) -> None:
                 pytest.raises(StateError, match=r"prepare\(.*\): FSDP1"),
             ):
                 amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def _unfrozen(rank: int, size: int, plan: str, sharded: bool, low: bool, frozen_after: bool) -> Any:
+    """Weights after the middle of the model was frozen and then unfrozen; each rank has the same batches."""
+    torch.manual_seed(0)
+    model = _net()
+    if low:
+        model.bfloat16()
+
+    def freeze(frozen: bool) -> None:
+        for part in model[:2]:
+            part.requires_grad_(not frozen)
+
+    if not frozen_after:
+        freeze(True)
+    with castwise.Amp(plan, device="cpu", group=None if sharded else castwise.ranks.ALONE) as amp:
+        if sharded:
+            amp.fully_shard(model, blocks=[model[0]])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        amp.prepare(model, optimizer)
+        freeze(True)
+        for step in range(4):
+            if step == 2:
+                freeze(False)
+            amp.backward(model(_batch(step, 0)).square().mean())
+            amp.step(optimizer)
+            optimizer.zero_grad()
+        if sharded and plan != "bf16-true":
+            assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        return [
+            w.full_tensor().clone() if sharded else w.clone() for w in amp.model_state_dict(model).values()
+        ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "low", "frozen_after"),
+    [
+        ("bf16-master", False, False),
+        ("bf16-master", True, False),
+        ("O2", False, True),
+        ("bf16-true", True, False),
+        ("bf16-mixed", False, True),
+    ],
+)
+def test_shards_frozen_at_first_train_once_they_are_unfrozen(
+    two: World, plan: str, low: bool, frozen_after: bool
+) -> None:
+    """As the model does that is not sharded; frozen before or after ``prepare``, in fp32 or as it arrived low."""
+    whole = two.run(_unfrozen, plan, False, low, frozen_after)[0]
+    for rank in two.run(_unfrozen, plan, True, low, frozen_after):
+        for got, want in zip(rank, whole, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4 if plan != "bf16-true" else 1e-2, atol=1e-6)

@@ -8,13 +8,14 @@ another format is a group of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from castwise import _torch
+from castwise import _torch, masters
 from castwise.errors import StateError
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan
@@ -143,3 +144,57 @@ def shard_dtypes(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch
             becomes_master = parameter.requires_grad and parameter.dtype in LOW_DTYPES
             found[parameter] = torch.float32 if becomes_master else parameter.dtype
     return found
+
+
+# --- shards that are frozen at first --------------------------------------------------------------------------
+
+
+class _Frozen:
+    """Of a sharded model, what may come to be trained in other dtypes than FSDP2 and the plan count on."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._units = _torch.fsdp_units(model)
+        low = _torch.fsdp_groups(model) if plan.keeps_masters else ()
+        self._low = [weakref.ref(shard) for _, _, shard, _ in low if shard.dtype in LOW_DTYPES]
+        """Shards that arrived low and stay so as long as they are frozen; trained ones are masters, in fp32."""
+
+    def look(self) -> None:
+        units = [unit for reference in self._units if (unit := reference()) is not None]
+        low = [shard for reference in self._low if (shard := reference()) is not None and shard.requires_grad]
+        if low or any(map(_torch.is_unfrozen, units)):
+            own = set(map(id, low))
+            for unit in units:
+                _torch.look_again(unit, lambda shard: id(shard) in own and _widen(shard))
+            self._low = [ref for ref in self._low if (shard := ref()) is not None and id(shard) not in own]
+
+
+def _widen(shard: Tensor) -> bool:
+    masters.store(shard, torch.float32)
+    return True
+
+
+_frozen: weakref.WeakKeyDictionary[nn.Module, _Frozen] = weakref.WeakKeyDictionary()
+
+
+def _look(model: nn.Module, *_: Any) -> None:
+    """Hook before ``forward``; it holds nothing, so models still pickle and copy."""
+    known = _frozen.get(model)
+    if known is not None and not torch.compiler.is_compiling():
+        known.look()
+
+
+def follow_unfreezing(model: nn.Module, plan: Plan, log: Callable[[Callable[[], None]], object]) -> None:
+    """Have shards that are frozen when the model first runs train once they are unfrozen; ``log`` gets what ends it."""
+    if not _torch.fsdp_units(model):
+        return
+    alive = weakref.ref(model)
+
+    def end() -> None:
+        target = alive()
+        if target is not None:
+            _frozen.pop(target, None)
+            _torch.remove_hooks(target, _look)
+
+    log(end)
+    _frozen[model] = _Frozen(model, plan)
+    _torch.hook_first(model, _look)

@@ -20,6 +20,7 @@ from castwise.casting import frames, tracing
 from castwise.errors import StateError
 from castwise.fused import check_updates, fuse
 from castwise.masters.sync import sync
+from castwise.parallel import fsdp
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.resolve import Resolution
@@ -93,6 +94,8 @@ def apply(
         if plan.optimizer == "fused":
             fuse(optimizer, log.callback)
         check_updates(optimizer)
+    if not inference:
+        fsdp.follow_unfreezing(model, plan, log.callback)
     if dtypes and not (plan.keeps_masters and optimizers):
         # what is remembered is loaded too; attaching sees to it elsewhere
         masters.install_hooks(model, log.callback)
