@@ -371,7 +371,7 @@ def uses_of_leaves(outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, 
     """
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     above: dict[Any, list[Any]] = {node: [] for node in waiting}
-    leaves = []
+    leaves: list[Any] = []
     while waiting:
         node = waiting.pop()
         for below, _ in node.next_functions:

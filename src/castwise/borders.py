@@ -42,13 +42,14 @@ from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.plans.text import shown
 from castwise.resolve import Place, Resolution, casts_operators
+from castwise.rounding import RoundedInputs
 from castwise.stored import explain_cast, refuse_cast
 
 _WIDE = "_castwise_wide"
 """Attribute of a rounded output: what it was before, and its version then."""
 
 
-_NOT_COPIED = ("_lease", "begin", "entries", "first", "loaded")
+_NOT_COPIED = ("_lease", "begin", "entries", "first", "loaded", "rounding")
 
 
 class Entries:
@@ -84,12 +85,14 @@ class Border:
     Attributes:
         frame: What is in force inside.
         cast_inputs: Dtype of floating inputs inside; None leaves them.
+        cast_only: Dtypes of the inputs that are cast; None for all.
         cast_outputs: Dtype of floating outputs outside; None leaves them.
         outer: Frame around the border by the module tree; None around the whole model.
         root: Whether this is the border of the whole model.
         follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides. A
             border whose frame alone has overrides notes it by the way.
         entries: Where calls are noted, while somebody wants to know of them.
+        rounding: Looks at the inputs of the first calls, where they are rounded.
         first: Of the whole model a trained parameter and its format, which stands for all of them in front of a call in training.
         begin: Around a whole model: called with whether it trains, when a forward of it begins outside of compiled code.
         loaded: Around a whole model: called when a state was loaded into it.
@@ -98,11 +101,13 @@ class Border:
 
     frame: Frame
     cast_inputs: torch.dtype | None = None
+    cast_only: tuple[torch.dtype, ...] | None = None
     cast_outputs: torch.dtype | None = None
     outer: Frame | None = None
     root: bool = False
     follow_backward: bool = False
     entries: Entries | None = None
+    rounding: RoundedInputs | None = None
     first: tuple[weakref.ref[nn.Parameter], torch.dtype] | None = None
     begin: Callable[[bool], object] | None = None
     loaded: Callable[[], object] | None = None
@@ -142,9 +147,15 @@ class Border:
         """Forward pre-hook with keyword arguments, where inputs are cast or backward must be told of the border."""
         cast = self.cast_inputs
         if cast is not None:
-            if cast not in LOW_DTYPES:
+            if not is_compiling() and self.rounding is not None:
+                kind = type(module).__name__
+                self.rounding = self.rounding if self.rounding.look(kind, (args, kwargs)) else None
+            if cast not in LOW_DTYPES and self.cast_only is None:
                 args, kwargs = map_tensors(_widened, args), map_tensors(_widened, kwargs)
-            args, kwargs = cast_floating(args, cast), cast_floating(kwargs, cast)
+            args, kwargs = (
+                cast_floating(args, cast, self.cast_only),
+                cast_floating(kwargs, cast, self.cast_only),
+            )
         if is_compiling():
             tracing.graph_push(self.key)
             return args, kwargs
@@ -462,7 +473,11 @@ def install(
         place = resolution.places[above]
         return outer(above) if above and place.around is None else frame(place)
 
-    casts_root = plan.params == "compute" or root_place.compute != plan.compute
+    root_input: torch.dtype | None = None
+    if plan.params == "compute" or root_place.compute != plan.compute:
+        root_input = FORMATS[root_place.compute].dtype
+    # operators that cast take fp32 and the plan's format as they come, and round no more than what they compute with
+    casts = root_input is not None and casts_operators(plan, root_place.compute)
     alive = weakref.ref(model)  # what removes the borders must not keep the model
     borders: list[tuple[weakref.ref[nn.Module], Border]] = []
 
@@ -492,12 +507,15 @@ def install(
     log(remove)
     root = Border(
         frame(root_place),
-        cast_inputs=FORMATS[root_place.compute].dtype if casts_root else None,
+        cast_inputs=torch.float32 if casts else root_input,
+        cast_only=tuple({torch.float64, *LOW_DTYPES} - {root_input}) if casts else None,
         cast_outputs=torch.float32 if plan.output == "fp32" else None,
         root=True,
         follow_backward=follow,
         site=site(root_place),
     )
+    if root.cast_inputs in LOW_DTYPES:
+        root.rounding = RoundedInputs(root.cast_inputs)
     put(model, root)
     modules = dict(model.named_modules())
     for place in resolution.borders:

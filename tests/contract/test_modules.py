@@ -191,7 +191,8 @@ def by_hand(recipe: Recipe, plan: castwise.Plan, low_buffers: bool = False) -> R
     masters = module if plan.keeps_masters or not stores_low else low
 
     def cast(value: Any) -> Any:
-        lower = stores_low and isinstance(value, Tensor) and value.is_floating_point()
+        rounds = stores_low and not plan.autocasts  # operators that are cast round by themselves
+        lower = rounds and isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype) if lower else value
 
     def run(*values: Any) -> Any:
@@ -298,7 +299,9 @@ def check(recipe: Recipe, name: str) -> None:
     """One case, eager."""
     plan = plan_of(name)
     own_storage = recipe.state and plan.stores_low and plan.rules == "none"
-    has_equal = plan.rules != "apex" and not own_storage
+    # by hand a composite of torch takes an fp32 input beside a low weight, of whose gradient it rounds a part
+    takes_mixtures = recipe is RECIPES["RMSNorm"] and plan.stores_low and plan.autocasts
+    has_equal = plan.rules != "apex" and not own_storage and not takes_mixtures
     want, theirs = attempt(lambda: by_hand(recipe, plan)) if plan.rules != "apex" else (None, None)
     assert theirs is None or plan.compute != "fp32", f"this recipe does not work: {theirs!r}"
     got, ours = attempt(lambda: by_castwise(recipe, plan))

@@ -49,8 +49,8 @@ class Plan:
 
     Attributes:
         compute: What ``lower`` operators run in: fp32, bf16 or fp16 (a dtype is taken too).
-        params: How the model stores its parameters: ``fp32``, or ``compute`` for the compute format, which
-            also casts floating inputs to it.
+        params: How the model stores its parameters: ``fp32``, or ``compute`` for the compute format. Where operators
+            are not cast, that casts the model's floating inputs too.
         master: ``fp32``: the optimizer works on fp32 copies of the parameters that are stored low. ``none``:
             it works on them directly.
         regions: Parts with formats of their own; the last that matches a module wins. A list, or a mapping
