@@ -60,7 +60,7 @@ class RoundedInputs:
 def _that_collapse(values: Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
     """Two distinct values that are equal in ``dtype``, if there are any that matter."""
     flat = values.reshape(-1)[:_SAMPLE]
-    flat = flat[flat.isfinite()]
+    flat = flat[flat.to(dtype).isfinite()]  # what overflows is another matter
     if values.dim() > 1 or values.numel() == 1:
         flat = flat[flat.abs() >= 2 / torch.finfo(dtype).eps]
     flat = flat.sort().values
