@@ -6,6 +6,9 @@ of ``runs/a`` there may lie, after a crash: ``.step-00000123.partial``, which wa
 ``.step-00000123.replaced``, the former checkpoint of a step that was saved again; ``.step-00000123.deleted``. The
 next save removes them. ``.lock`` says which process saves here.
 
+Whoever reads beside a process that saves may find a folder gone, or another in its place, between two looks. So what was passed
+over counts only if it is still what it was (:func:`look`), and a save that is going on is none that was interrupted.
+
 Whatever is read here may have been written by anybody: it is JSON of known size, and every part of it is checked.
 """
 
@@ -24,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from castwise.checkpoint.lock import hold
+from castwise.checkpoint.lock import hold, is_held
 from castwise.errors import CheckpointError
 from castwise.plans.text import read_json, shown
 
@@ -40,6 +43,10 @@ _LARGEST_MANIFEST = 1 << 26
 _NAME = re.compile(r"step-([0-9]{1,18})")
 _HIDDEN = re.compile(r"\.step-([0-9]{1,18})\.(partial|replaced|deleted)")
 _CHUNK = 1 << 20
+LOOKS = 100
+"""How often at most a folder is looked at again because something has changed in it meanwhile."""
+_writing: set[Path] = set()
+"""What this process saves now."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,28 @@ def candidates(folder: Path) -> list[tuple[int, Path]]:
     return [(step, path) for step, _, path in sorted(plain + hidden, reverse=True)]
 
 
+def look(folder: Path) -> list[tuple[int, Path, tuple[int, int]]]:
+    """:func:`candidates`, and what each is known by: equal again later, nothing has taken its place, nor been written to it.
+
+    What is still being written counts as the same until it has its name.
+    """
+    found = []
+    for step, path in candidates(folder):
+        with contextlib.suppress(OSError):  # gone since
+            about = path.stat()
+            found.append((step, path, (about.st_ino, 0 if _is_partial(path) else about.st_mtime_ns)))
+    return found
+
+
+def is_being_saved(path: Path) -> bool:
+    """Whether a folder that is not finished belongs to a save that is going on, of this process or another."""
+    return _is_partial(path) and (path.absolute() in _writing or is_held(path.parent))
+
+
+def _is_partial(path: Path) -> bool:
+    return path.name.endswith(".partial")
+
+
 def _raw_manifest(path: Path) -> dict[str, Any] | None:
     """What lies there as a manifest, unchecked; None if it is not castwise's."""
     manifest = read_json(_read(path / MANIFEST, _LARGEST_MANIFEST).decode())
@@ -73,11 +102,13 @@ def _raw_manifest(path: Path) -> dict[str, Any] | None:
 
 def read_manifest(path: Path) -> dict[str, Any] | str:
     """The manifest of a checkpoint, or what is wrong with it."""
-    if path.name.endswith(".partial"):
-        return "was never finished: the save was interrupted"
+    if _is_partial(path):
+        return "is being saved" if is_being_saved(path) else "was never finished: the save was interrupted"
     try:
         manifest = _raw_manifest(path)
     except FileNotFoundError:
+        if not path.exists():
+            return "is not there, or not any more: a later save may have deleted it"
         return f"has no {MANIFEST}: damaged, or another program's"
     except (OSError, ValueError) as error:
         return f"its {MANIFEST} cannot be read: {error}"
@@ -229,8 +260,9 @@ class Draft:
             match = _HIDDEN.fullmatch(path.name)
             if match and (match[2] != "replaced" or (self.folder / f"step-{match[1]}").exists()):
                 _remove(path)
-        self.partial.mkdir()
+        _writing.add(self.partial)
         try:
+            self.partial.mkdir()
             _write_json(self.partial / VALUES, values, indent=None)
         except BaseException:
             self.abandon()
@@ -244,16 +276,19 @@ class Draft:
 
     def publish(self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
         """Make the checkpoint the newest: manifest, which says ``about`` and the tensors' files, then rename."""
-        files = {VALUES: measure(self.partial / VALUES), **files}
-        manifest = {"format": FORMAT, "version": VERSION, "step": self.step, **about, "files": files}
-        _write_json(self.partial / MANIFEST, {**manifest, "sha256": _digest(manifest)})
-        _sync(self.partial)
-        replaced = self._hidden("replaced")
-        if self.path.exists():
-            if replaced.exists():
-                _remove(replaced)
-            self.path.rename(replaced)
-        self.partial.rename(self.path)
+        try:
+            files = {VALUES: measure(self.partial / VALUES), **files}
+            manifest = {"format": FORMAT, "version": VERSION, "step": self.step, **about, "files": files}
+            _write_json(self.partial / MANIFEST, {**manifest, "sha256": _digest(manifest)})
+            _sync(self.partial)
+            replaced = self._hidden("replaced")
+            if self.path.exists():
+                if replaced.exists():
+                    _remove(replaced)
+                self.path.rename(replaced)
+            self.partial.rename(self.path)
+        finally:
+            _writing.discard(self.partial)
 
     def confirm(self) -> None:
         """Have the new name on disk, then delete the former checkpoint of the step."""
@@ -284,6 +319,7 @@ class Draft:
     def abandon(self) -> None:
         """Give back the space of a checkpoint that could not be finished."""
         shutil.rmtree(self.partial, ignore_errors=True)
+        _writing.discard(self.partial)
 
     def _later(self) -> Path | None:
         for step, path in candidates(self.folder):

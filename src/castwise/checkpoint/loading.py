@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise.checkpoint.folder import Skipped, candidates, read_manifest, wrong_files
+from castwise.checkpoint.folder import LOOKS, Skipped, is_being_saved, look, read_manifest, wrong_files
 from castwise.checkpoint.names import joined
 from castwise.checkpoint.restore import Restore
 from castwise.checkpoint.saving import as_list, settle
@@ -65,7 +66,10 @@ class Loaded:
 
 
 def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_group: Any = None) -> Found:
-    """Find the newest complete checkpoint, the same on all ranks. Waits for one that is being saved.
+    """Find the newest complete checkpoint, the same on all ranks.
+
+    Waits for one that this process is saving. Beside another process that saves, it is the newest at some moment of the call;
+    one that is not finished yet is passed over without a warning.
 
     Args:
         folder: What :func:`save` was given; it need not exist.
@@ -81,21 +85,36 @@ def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_gr
     """
     settle()
     ranks = Ranks(process_group, CheckpointError)
-    skipped: list[Skipped] = []
-    found = Found()
-    for step, path in ranks.first(lambda: candidates(Path(folder))):
-        manifest = _verified(path, ranks, checksums)
-        if isinstance(manifest, dict):
-            found = Found(path, step, tuple(skipped), manifest)
+    ranks.meet(None)
+    for _ in range(LOOKS):
+        skipped: list[Skipped] = []
+        unfinished: set[Path] = set()
+        found = Found()
+        listed = ranks.first(lambda: look(Path(folder)))
+        for step, path, _ in listed:
+            manifest = _verified(path, ranks, checksums)
+            if isinstance(manifest, dict):
+                found = Found(path, step, tuple(skipped), manifest)
+                break
+            skipped.append(Skipped(path, manifest))
+            if is_being_saved(path):
+                unfinished.add(path)
+        if ranks.first(functools.partial(_is_as_it_was, Path(folder), listed, len(skipped), found)):
             break
-        skipped.append(Skipped(path, manifest))
     if ranks.rank == 0:
         for passed in skipped:
-            warnings.warn(
-                f"newest({os.fspath(folder)!r}): passed over {passed.path.name}: {passed.reason}",
-                stacklevel=2,
-            )
+            if passed.path not in unfinished:
+                warnings.warn(
+                    f"newest({os.fspath(folder)!r}): passed over {passed.path.name}: {passed.reason}",
+                    stacklevel=2,
+                )
     return found if found else Found(skipped=tuple(skipped))
+
+
+def _is_as_it_was(folder: Path, listed: Sequence[Any], passed_over: int, found: Found) -> bool:
+    """Whether a folder still says what was found in it: what was looked at is there, and where that was none nothing has come."""
+    now = look(folder)
+    return all(one in now for one in listed[: passed_over + 1]) if found else now == listed
 
 
 def _verified(path: Path, ranks: Ranks, checksums: bool) -> dict[str, Any] | str:

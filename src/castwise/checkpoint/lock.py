@@ -6,11 +6,14 @@ import contextlib
 import errno
 import os
 import socket
+import time
 from pathlib import Path
 
 from castwise.errors import CheckpointError
 
 LOCK = ".lock"
+_PATIENCE_S = 0.2
+"""Who only asks whether a folder is kept has the lock for some microseconds."""
 _held: tuple[Path, int, int] | None = None
 """The folder, the handle of its lock and the process that took it: children that were forked hold nothing."""
 
@@ -39,7 +42,7 @@ def hold(folder: Path, call: str) -> None:
             f"{call}: {folder / LOCK}, which says who saves there, cannot be opened: {why}. Delete it, or name another folder."
         ) from None
     try:
-        _take(handle)
+        _take(handle, patience_s=_PATIENCE_S)
     except BlockingIOError:
         owner = os.read(handle, 200).decode(errors="replace").strip()
         os.close(handle)
@@ -55,22 +58,46 @@ def hold(folder: Path, call: str) -> None:
     _held = folder, handle, os.getpid()
 
 
-def _take(handle: int) -> None:
-    """Lock a file against other processes at once.
+def is_held(folder: Path) -> bool:
+    """Whether another process saves into a folder; False where this cannot be told."""
+    folder = folder.resolve()
+    if _held is not None and _held[2] == os.getpid() and _held[0] == folder:
+        return False  # and to close the file here would let go of it
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return False
+    try:
+        _take(handle, shared=True)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def _take(handle: int, *, shared: bool = False, patience_s: float = 0.0) -> None:
+    """Lock a file against other processes.
 
     Raises:
-        BlockingIOError: Another process has it.
+        BlockingIOError: Another process has it, and keeps it for longer than ``patience_s``.
     """
     try:
         import fcntl
     except ImportError:  # Windows: there it is the user who sees to it
         return
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise BlockingIOError(error.errno, "locked") from None
-        # Anything else is a file system that knows no locks, as some clusters' do.
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.lockf(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return  # a file system that knows no locks, as some clusters' do
+            if time.monotonic() >= deadline:
+                raise BlockingIOError(error.errno, "locked") from None
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _same_file(path: Path, handle: int) -> bool:

@@ -8,6 +8,7 @@ nothing from it, and of the weights only what differs; of weights in shards each
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 from collections.abc import Mapping
@@ -22,10 +23,11 @@ from torch import Tensor
 from castwise import _torch
 from castwise.checkpoint import storage, values
 from castwise.checkpoint.folder import (
+    LOOKS,
     MANIFEST,
     VALUES,
     Draft,
-    candidates,
+    look,
     read_manifest,
     read_values,
     wrong_files,
@@ -52,12 +54,17 @@ class Base:
     @classmethod
     def newest(cls, folder: Path) -> Base | None:
         """The newest checkpoint of a folder whose files have the sizes that they should; None where there is none."""
-        for _, path in candidates(folder):
-            manifest = read_manifest(path)
-            if isinstance(manifest, dict) and not wrong_files(
-                path, manifest["files"].items(), checksums=False
-            ):
-                return cls.at(path)
+        for _ in range(LOOKS):
+            listed = look(folder)
+            for _, path, _ in listed:
+                manifest = read_manifest(path)
+                if isinstance(manifest, dict) and not wrong_files(
+                    path, manifest["files"].items(), checksums=False
+                ):
+                    with contextlib.suppress(CheckpointError):  # a save may have deleted it since
+                        return cls.at(path)
+            if look(folder) == listed:
+                break
         return None
 
     @classmethod
