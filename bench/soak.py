@@ -1,7 +1,8 @@
 """Every plan on every layout, and training that is killed again and again; run by ``make soak``.
 
 ``layouts``: each layout with each preset and with regions and operator rules, eager and compiled, with and without
-activation checkpointing, clipped and not, fused and not: against one process, as in ``tests/distributed/test_layouts.py``.
+activation checkpointing, clipped and not, fused and not, with a half that trains nothing; gradients summed by hand, early and late,
+with a rank that has no batch, and averaged weights: against one process, as in ``tests/distributed/test_layouts.py``.
 ``kills``: ``castwise train`` under torchrun's elastic restarts, a process killed at random moments; the weights at the
 end against those of an undisturbed run, bit for bit. ``own``: the same of the example in docs/parallel.md.
 """
@@ -32,7 +33,7 @@ from castwise.plans.plan import PRESETS, Plan
 from common import write
 
 LAYOUTS = {
-    2: ("ddp", "fsdp", "tp", "hand", "pp"),
+    2: ("ddp", "fsdp", "tp", "hand", "pp", "manual", "local"),
     4: ("dp.tp", "ddp.hand", "fsdp.tp", "fsdp.hand", "ddp.pp", "fsdp.pp", "tp.pp", "hand.pp"),
     8: ("ddp.hand.pp", "fsdp.tp.pp"),
 }
@@ -44,6 +45,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulate": 2},
     "gpipe": {"schedule": "gpipe"},
     "interleaved": {"schedule": "interleaved"},
+    "frozen": {"frozen": True},
+    "idle": {"idle": True},
+    "late": {"idle": True, "late": True},
 }
 STEPS = 6
 LONG = 50
@@ -57,6 +61,10 @@ KILLED = {"kills": (kills.Training, kills.STEPS, 5), "own": (kills.OwnLoop, 3000
 def fits(layout: str, plan: str, variant: str, size: int) -> bool:
     """Whether a variant means something on a layout; beyond two processes, every plan plain and every variant for some."""
     pipeline = "pp" in layout.split(".")
+    if layout == "local":  # ranks that clip each by itself do not add up to one
+        return variant == "unclipped"
+    if variant in ("idle", "late") and layout != "manual":
+        return False
     if size > 2 and variant != "plain" and (size > 4 or plan not in ("fp16-mixed", "fp16-master", REGIONS)):
         return False
     if variant in ("gpipe", "interleaved"):
@@ -100,7 +108,7 @@ def layouts() -> Iterator[dict[str, Any]]:
                 full += LOSS_SCALE
             steps = LONG if size == 2 and variant == "plain" else STEPS
             options = Options(steps=steps, **VARIANTS[variant])
-            key = (full, steps, options.max_norm, options.accumulate)
+            key = (full, steps, options.max_norm, options.accumulate, options.frozen)
             if key not in references:
                 references[key] = model.alone(full, options)
             try:

@@ -134,6 +134,14 @@ class Options:
     """Rank on which an infinity is planted in the third step."""
     plant_late: bool = False
     """After unscaling instead of before."""
+    frozen: bool = False
+    """The second half of the model trains nothing: of two stages all of one."""
+    idle: bool = False
+    """In every other step the second rank has no batch, and the first has all of it; where gradients are summed by hand."""
+    late: bool = False
+    """Gradients are summed by hand when they are unscaled, instead of before."""
+    pairs: bool = False
+    """Ranks 0 and 1 train apart from 2 and 3."""
 
 
 @dataclass
@@ -179,7 +187,9 @@ class Run:
 
     def __init__(self, plan: Any, options: Options) -> None:
         self.options = options
-        self.amp = castwise.Amp(plan, device="cpu")
+        self.amp = castwise.Amp(plan, device="cpu", group=pair_of() if options.pairs else None)
+        self.kind = ""
+        self.number = 0
         self.model: Any = None
         self.modules: list[Any] = []
         self.call: Any = None
@@ -194,7 +204,32 @@ class Run:
         """This rank's slice of the global batch."""
         if self.dp is None:
             return tensor
+        if self.uneven():
+            return tensor if dist.get_rank(self.dp) == 0 else tensor[:0]
         return tensor.chunk(dist.get_world_size(self.dp))[dist.get_rank(self.dp)]
+
+    def uneven(self) -> bool:
+        """Whether all of this step's batch is the first rank's."""
+        return self.options.idle and self.number % 2 == 1
+
+    def sum_gradients(self) -> None:
+        """What DistributedDataParallel would have done."""
+        if self.options.late:
+            self.amp.unscale_(self.optimizer)
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for parameter in held if self.options.late else self.model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+                dist.all_reduce(parameter.grad, group=self.dp)
+
+    def average_weights(self) -> None:
+        """Over ranks that have trained by themselves."""
+        state = self.amp.model_state_dict(self.model)
+        for value in state.values():
+            dist.all_reduce(value, group=self.dp)
+            value /= dist.get_world_size(self.dp)
+        self.model.load_state_dict(state)
 
     def forward_backward(self, x: Tensor, y: Tensor) -> float | None:
         """One pass over this rank's part of a global batch; the mean loss over ranks, on the last stage."""
@@ -211,18 +246,21 @@ class Run:
             loss = torch.stack(every).mean().detach() * self.options.accumulate if self.last else None
         else:
             parts = list(zip(x.chunk(self.options.accumulate), y.chunk(self.options.accumulate), strict=True))
-            total = 0.0
-            for index, (a, b) in enumerate(parts):
+            total = torch.zeros(())
+            share = dist.get_world_size(self.dp) if self.kind == "manual" and not self.uneven() else 1
+            for index, (a, b) in enumerate(parts if x.numel() else ()):
                 inner = index < len(parts) - 1 and isinstance(self.call, nn.parallel.DistributedDataParallel)
                 with self.call.no_sync() if inner else contextlib.nullcontext():
                     part = LOSS(self.call(a), b) / len(parts)
-                    self.amp.backward(part)
+                    self.amp.backward(part / share)
                 total = total + part.detach()
             loss = total
+        if self.kind == "manual":
+            self.sum_gradients()
         if loss is not None and self.dp is not None:
             loss = loss.clone()
             dist.all_reduce(loss, group=self.dp)
-            loss /= dist.get_world_size(self.dp)
+            loss /= 1 if self.uneven() else dist.get_world_size(self.dp)
         return None if loss is None else float(loss)
 
     def train(self, first: int = 0) -> Trace:
@@ -230,6 +268,7 @@ class Run:
         trace, options = Trace(), self.options
         for step in range(first, options.steps):
             rank = dist.get_rank() if dist.is_initialized() else 0
+            self.number = step
             planting = options.plant == rank and step == 2
             before = planting and isinstance(self.call, nn.parallel.DistributedDataParallel)
             hook = infinite_gradient(self.model) if before else None
@@ -244,6 +283,8 @@ class Run:
                 plant(self.optimizer)
             result = self.amp.step(self.optimizer, max_norm=options.max_norm)
             self.optimizer.zero_grad(set_to_none=options.fused or step % 2 == 0)
+            if self.kind == "local":
+                self.average_weights()
             trace.losses.append(float("nan") if loss is None else loss)
             trace.norms.append(float("nan") if result.grad_norm is None else float(result.grad_norm))
             trace.skipped.append(result.skipped)
@@ -301,6 +342,23 @@ def parallelize(model: Net, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, plan)
 
 
+_pairs: list[Any] = []
+
+
+def pair_of() -> Any:
+    """The group of ranks 0 and 1, or 2 and 3: this rank's."""
+    if not _pairs:
+        _pairs.extend(dist.new_group([at, at + 1]) for at in (0, 2))
+    return _pairs[dist.get_rank() // 2]
+
+
+def freeze(model: Net) -> None:
+    """What the second of two stages has."""
+    held = [block for index, block in model.blocks.items() if int(index) >= BLOCKS // 2]
+    for part in [*held, *filter(None, [model.head])]:
+        part.requires_grad_(False)
+
+
 _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
@@ -313,7 +371,10 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 
 
 def make(layout: str, plan: Any, options: Options) -> Run:
-    """A run on a layout: ``single``, ``ddp``, ``fsdp``, ``tp``, ``hand``, ``pp``, or several as ``ddp.hand``."""
+    """A run on a layout: ``single``, ``ddp``, ``fsdp``, ``tp``, ``hand``, ``pp``, or several as ``ddp.hand``.
+
+    Or one that a loop of one's own makes: ``manual`` sums gradients over ranks, ``local`` averages weights after each step.
+    """
     run = Run(plan, options)
     if run.amp.plan.compile != "as_given":  # in a process that holds ranks alone
         torch.compiler.set_default_backend("aot_eager")
@@ -343,6 +404,8 @@ def make(layout: str, plan: Any, options: Options) -> Run:
         run.pp, run.last = (rank, group), stages - 1 in mine
     for module in modules:
         module.checkpointed = options.checkpointed
+        if options.frozen:
+            freeze(module)
         if "hand" in parts:
             cut_by_hand(module, run, mesh.get_group("hand"))
         if "tp" in parts:
@@ -364,7 +427,8 @@ def make(layout: str, plan: Any, options: Options) -> Run:
     ):  # a stage sees what it is given: DDP around the compiled module, not within
         calls = [torch.compile(call, backend="aot_eager") for call in calls]
     if "ddp" in parts:
-        calls = [nn.parallel.DistributedDataParallel(m, process_group=mesh.get_group("ddp")) for m in calls]
+        group = pair_of() if options.pairs else mesh.get_group("ddp")
+        calls = [nn.parallel.DistributedDataParallel(m, process_group=group) for m in calls]
         if options.hook is not None:
             hook = getattr(castwise.parallel, f"compress_to_{options.hook}")
             for call in calls:
@@ -372,9 +436,10 @@ def make(layout: str, plan: Any, options: Options) -> Run:
     if options.compile and "pp" not in parts:
         calls = [torch.compile(call, backend="aot_eager") for call in calls]
     run.call = calls[0]
-    for name in ("ddp", "fsdp", "dp"):
+    run.kind = layout
+    for name in ("ddp", "fsdp", "dp", "manual", "local"):
         if name in parts:
-            run.dp = mesh.get_group(name)
+            run.dp = pair_of() if options.pairs else mesh.get_group(name)
     if "pp" in parts:
         run.schedule = run.amp.pipeline(schedule_of(calls, mine, stages, group, options))
     return run

@@ -47,8 +47,8 @@ def tolerance(plan: Any) -> tuple[float, float, float]:
 
 
 @functools.cache
-def _alone(plan: str, steps: int, max_norm: float | None, accumulate: int) -> Trace:
-    return model.alone(plan, Options(steps=steps, max_norm=max_norm, accumulate=accumulate))
+def _alone(plan: str, steps: int, max_norm: float | None, accumulate: int, frozen: bool) -> Trace:
+    return model.alone(plan, Options(steps=steps, max_norm=max_norm, accumulate=accumulate, frozen=frozen))
 
 
 def close(got: list[float], want: list[float], relative: float) -> None:
@@ -60,7 +60,9 @@ def close(got: list[float], want: list[float], relative: float) -> None:
 def check(world: World, layout: str, plan: str, options: Options, share: float = 1.0) -> list[Trace]:
     """The run on a layout against that on one process, within a share of the tolerance; what every rank saw."""
     traces = world.run(model.train, layout, plan, options)
-    want = _alone(plan.replace(COMPILES, ""), options.steps, options.max_norm, options.accumulate)
+    want = _alone(
+        plan.replace(COMPILES, ""), options.steps, options.max_norm, options.accumulate, options.frozen
+    )
     loss, norm, weight = (share * each for each in tolerance(plan))
     (losses,) = {tuple(trace.losses) for trace in traces if not math.isnan(trace.losses[-1])}
     close(list(losses), want.losses, loss)
@@ -152,7 +154,7 @@ def test_accumulation(two: World, layout: str, plan: str) -> None:
 def test_compressed_gradients(two: World, hook: str, plan: str) -> None:
     """They lose what the wire's format loses, which is what the tolerance allows; not less."""
     traces = two.run(model.train, "ddp", plan, Options(steps=12, hook=hook))
-    want = _alone(plan, 12, 1.0, 1)
+    want = _alone(plan, 12, 1.0, 1, False)
     loss, norm, weight = (max(a, b) for a, b in zip(TOLERANCE[hook], tolerance(plan), strict=True))
     close(traces[0].losses, want.losses, loss)
     close(traces[0].norms, want.norms, norm)
@@ -160,6 +162,56 @@ def test_compressed_gradients(two: World, hook: str, plan: str) -> None:
         torch.testing.assert_close(traces[1].weights[name], value, atol=weight, rtol=0)
     plain = two.run(model.train, "ddp", plan, Options(steps=12))
     assert traces[0].losses != plain[0].losses or plan == "bf16-master"  # its gradients travel in bf16 anyway
+
+
+# --- ranks that do different things ----------------------------------------------------------------------------
+
+
+@each_value()
+@pytest.mark.parametrize(("layout", "plan"), list(itertools.product([*ONE, "manual"], PLANS)))
+def test_a_half_that_trains_nothing(two: World, layout: str, plan: str) -> None:
+    """Of a pipeline it is all that one rank has."""
+    check(two, layout, plan, Options(steps=6, frozen=True), SHORT)
+
+
+@each_value()
+@pytest.mark.parametrize("max_norm", [1.0, None])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_summed_by_hand(
+    two: World, plan: str, idle: bool, late: bool, max_norm: float | None
+) -> None:
+    """Before they are unscaled or after; with a rank that has no batch in every other step."""
+    if plan.startswith("fp16"):
+        plan += LOSS_SCALE
+    check(two, "manual", plan, Options(steps=8, idle=idle, late=late, max_norm=max_norm), SHORT)
+
+
+@pytest.mark.parametrize("plan", some(PLANS, 2))
+def test_weights_that_are_averaged_after_each_step(two: World, plan: str) -> None:
+    """Ranks decide together, and step by gradients of their own."""
+    check(two, "local", plan, Options(steps=6, max_norm=None), 1.0)
+
+
+@each_value()
+@pytest.mark.parametrize(("layout", "plan"), list(itertools.product(["ddp", "manual", "local"], PLANS)))
+def test_pairs_of_ranks_train_apart(four: World, layout: str, plan: str) -> None:
+    """An infinity on rank 0 skips the step of its pair, and not of the other."""
+    options = Options(steps=6, max_norm=None, plant=0, pairs=True)
+    traces = four.run(model.train, layout, plan, options)
+    want = _alone(plan, 6, None, 1, False)
+    *_, weight = tolerance(plan)
+    for trace in traces[:2]:
+        assert trace.skipped == [False, False, True, False, False, False]
+    for trace in traces[2:]:
+        assert trace.skipped == want.skipped
+        assert trace.scale == want.scale
+        for name, value in want.weights.items():
+            torch.testing.assert_close(trace.weights[name], value, atol=weight, rtol=0, msg=name)
+    for first, second in (traces[:2], traces[2:]):
+        assert first.scale == second.scale
+        assert all(torch.equal(value, second.weights[name]) for name, value in first.weights.items())
 
 
 # --- one rank finds an infinity --------------------------------------------------------------------------------
