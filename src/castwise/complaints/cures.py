@@ -124,7 +124,7 @@ class Complaint:
             owner = trace.tb_frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and owner in self._paths:
                 found = owner
-                for hook in _torch.forward_hooks(owner)[1].values():
+                for hook in _torch.hook_tables(owner)[1].values():
                     site = getattr(getattr(hook, "__self__", None), "site", None) or site
             trace = trace.tb_next
         return found, site
@@ -292,8 +292,10 @@ class Complaint:
         """Buffers that are kept in fp32 and that the call takes in the low format."""
         site = self._site
         low = next((t.dtype for t in call.tensors if t.dtype in LOW_DTYPES), None)
-        found = []
-        for path, module in self._model.named_modules() if low is not None else ():
+        found: list[str] = []
+        if low is None:
+            return found
+        for path, module in self._model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 continue
             if site.plan.params != "compute" and next(module.parameters(recurse=False), None) is not None:

@@ -243,7 +243,8 @@ def handed_on(node: ast.AST | None, outer: FrameType, callee: FrameType) -> dict
     code, given, values = callee.f_code, callee.f_locals, Values(outer)
     names = list(code.co_varnames[: code.co_argcount])
     behind = code.co_argcount + code.co_kwonlyargcount
-    rest, kwargs = (), dict(given)
+    rest: Any = ()
+    kwargs = dict(given)
     if code.co_flags & inspect.CO_VARARGS:
         rest = given.get(code.co_varnames[behind])
         behind += 1
@@ -293,7 +294,8 @@ def _attribute(value: Any, name: str) -> Any:
         raise NotKnown
     if _torch.operator_name(value) or value in (torch.Size, torch.dtype):
         return getattr(value, name)
-    if kind.__getattribute__ is not object.__getattribute__:
+    looks_up: Any = kind.__getattribute__
+    if looks_up is not object.__getattribute__:
         if isinstance(value, type) and value is Tensor:
             return getattr(value, name)
         if not isinstance(value, tuple | list | dict | str | int | float | torch.dtype | torch.device):

@@ -36,7 +36,7 @@ def with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     """
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for place, (parameter, number) in enumerate(zip(group["params"], packed["params"], strict=True)):
-            full = parameter.data if isinstance(parameter, Master) else original_of(parameter)
+            full = parameter.data if _is_master(parameter) else original_of(parameter)
             state = state_dict["state"].get(number)
             if full is None or f"{_ENTRY}.{place}" in packed or (state and _ENTRY in state):
                 continue
@@ -60,6 +60,10 @@ def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             for group in state_dict["param_groups"]
         ],
     }
+
+
+def _is_master(parameter: Any) -> bool:
+    return isinstance(parameter, Master)
 
 
 def _entries(optimizer: Optimizer) -> Iterator[tuple[Any, Tensor | None, dict[str, Any], str]]:
@@ -133,7 +137,7 @@ def note_load(parameter: Tensor, value: Tensor) -> None:
 def _all_given(optimizer: Optimizer) -> bool:
     """Whether every parameter of an optimizer that has a master was given a value by its model's ``load_state_dict``."""
     held = (p for group in optimizer.param_groups for p in group["params"])
-    return all(model_param_of(parameter) in _given for parameter in held if isinstance(parameter, Master))
+    return all(model_param_of(parameter) in _given for parameter in held if _is_master(parameter))
 
 
 @torch.no_grad()
@@ -149,15 +153,15 @@ def _merge(optimizer: Optimizer) -> tuple[int, int, int, bool]:
     count, other, missing, rounded = 0, 0, 0, True
     for parameter, loaded, _, _ in _entries(optimizer):
         stored = model_param_of(parameter)
-        master = parameter if isinstance(parameter, Master) else original_of(stored)
+        master = parameter if _is_master(parameter) else original_of(stored)
         if master is None:
             continue
-        count += isinstance(parameter, Master)
+        count += _is_master(parameter)
         given = _given.get(stored)
         if given == "full":
             continue
         if loaded is None or loaded.shape != master.shape:
-            if isinstance(parameter, Master) and given != "wide":
+            if _is_master(parameter) and given != "wide":
                 missing += 1
                 rounded = rounded and _is_rounded(local(master), stored.dtype)
             continue
@@ -168,7 +172,7 @@ def _merge(optimizer: Optimizer) -> tuple[int, int, int, bool]:
         full = local(master)
         if not every or not torch.equal(full, values):
             full.copy_(values if every else torch.where(same, values, full))
-        if not isinstance(parameter, Master):
+        if not _is_master(parameter):
             remember_original(stored, master)
     return count, other, missing, rounded
 

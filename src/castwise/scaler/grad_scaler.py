@@ -321,7 +321,8 @@ class GradScaler(Verdicts):
     def _streak(self, optimizer: Optimizer, *names: str) -> int:
         """How many windows in a row this optimizer was skipped in, or one of these losses overflowed in."""
         streaks = self._outcomes.streaks
-        return max(streaks.get(key, 0) for key in (id(optimizer), *names)) if streaks else 0
+        keys: tuple[int | str, ...] = (id(optimizer), *names)
+        return max(streaks.get(key, 0) for key in keys) if streaks else 0
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """:meth:`step`, and what became of it."""

@@ -18,7 +18,7 @@ from castwise.scaler.step_guard import StepGuard, hand_over, take_back
 from castwise.scaler.window import Window
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-_Log = Callable[[Callable[[], None]], object]
+_Log = Callable[[Callable[[], object]], object]
 
 _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictionary()
 """By optimizer, the window whose loss scale its gradients may hold."""

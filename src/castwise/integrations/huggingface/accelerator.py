@@ -270,6 +270,7 @@ class CastwiseAccelerator(Accelerator):
         if learning_rate is None:
             self.amp.backward(loss, **kwargs)
         elif self.has_lomo_optimizer:
+            each: Any
             for each in map(inner, self._optimizers):
                 if updates_in_backward(each):
                     each.fused_backward(loss, learning_rate)
