@@ -38,6 +38,7 @@ CLEAR: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "model": lambda model, optimizer: model.zero_grad(),
+    "both": lambda model, optimizer: [optimizer.zero_grad(), model.zero_grad()],
     "hand": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
 }
 
@@ -134,6 +135,21 @@ def test_finite_gradients_that_a_rule_leaves_out_change_nothing() -> None:
         optimizer.zero_grad()
     amp.backward(model(torch.ones(2, 4)).square().mean())
     assert (amp.get_scale(), amp.skipped_steps) == (8.0, 0)
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "zeros", "model"])
+def test_a_state_saved_right_after_a_step_was_left_out_has_the_scale_that_comes(clear: str) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    amp = castwise.Amp("fp16-mixed", device="cpu")
+    amp.prepare(model, optimizer)
+    amp.backward(model(torch.ones(2, 4)).sum() * math.inf)
+    amp.unscale_(optimizer)
+    CLEAR[clear](model, optimizer)
+    for _ in range(2):  # asking changes nothing
+        assert amp.get_scale() == amp.state_dict()["scaler"]["scale"] == 2.0**15
+    amp.backward(model(torch.ones(2, 4)).sum())
+    assert amp.get_scale() == 2.0**15
 
 
 def test_an_optimizer_that_keeps_its_gradients_is_rescaled_when_another_is_left_out() -> None:

@@ -344,6 +344,40 @@ class Life:
             lambda: [optimizer.step() for optimizer in self.optimizers], "a step on scaled gradients"
         )
 
+    def step_on_replaced(self) -> None:
+        """`optimizer.step()` on gradients that others have replaced, made of scaled ones."""
+        if self.amp is None or self.amp.plan.loss_scale is None:
+            return
+
+        def wrong() -> None:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+        self._refused(wrong, "a step on gradients that replaced scaled ones")
+
+    def leave_out(self, overflow: bool, set_to_none: bool) -> None:
+        """A rule of one's own: unscale, look, and clear without a step. Weights stay, and an overflow moves the scale."""
+        if self.amp is None:
+            return
+        self.seed += 1
+        out, want = self.forward(self.seed)
+        factor = 1e9 if overflow and self.amp.plan.loss_scale is not None else 1.0
+        self.amp.backward(factor * out.square().mean())
+        for optimizer in self.optimizers:
+            self.amp.unscale_(optimizer)
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        found = not all(bool(torch.isfinite(grad).all()) for grad in grads)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        self.model.zero_grad()
+        if want is not None and found and self.twin.scale is not None:
+            self.twin.scale.update(True)
+        del out, want, grads
+        self.compare("a step that was left out")
+
     def compile_first(self) -> None:
         """Compile, run, then prepare: refused, since the compiled code would go on without the plan."""
         model = nn.Linear(2, 2)

@@ -534,3 +534,24 @@ def test_a_castwise_plan_is_told_from_none() -> None:
             life.step(together=False, max_norm=0.5, getters=True)
         life.end()
     assert castwise.Amp.of(life.model) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["fp32", "fp16-mixed+loss_scale.interval=1", "bf16-master", "fp16-master+loss_scale.interval=2", "O2"],
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "two"])
+def test_replaced_gradients_and_steps_left_out_between_others(line: str, optimizer: str) -> None:
+    life = Life("plain", optimizer)
+    life.prepare(line)
+    for overflow in (False, True):
+        for set_to_none in (True, False):
+            life.step()
+            life.leave_out(overflow, set_to_none)
+            life.save()
+            life.load()
+            life.step_on_replaced()
+            life.step(False, 0.5, overflow=overflow)
+    life.close()
+    life.end()
+    life.bury()

@@ -106,6 +106,16 @@ class Lives(RuleBasedStateMachine):
     def step_on_scaled(self) -> None:
         self.life.step_on_scaled()
 
+    @precondition(is_prepared)
+    @rule()
+    def step_on_replaced(self) -> None:
+        self.life.step_on_replaced()
+
+    @precondition(is_prepared)
+    @rule(overflow=st.booleans(), set_to_none=st.booleans())
+    def leave_out(self, overflow: bool, set_to_none: bool) -> None:
+        self.life.leave_out(overflow, set_to_none)
+
     @precondition(lambda self: is_plain(self) and not self.compiled)
     @rule()
     def compile_first(self) -> None:

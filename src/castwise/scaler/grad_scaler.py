@@ -105,6 +105,8 @@ class GradScaler(Verdicts):
         self.param_names: Callable[[], Mapping[int, str]] | None = None
         # Whether a window that updates by itself was stepped in, so that the scale is what the update will make of it.
         self.is_over: Callable[[], bool] | None = None
+        # What was found in gradients of such a window that were cleared without a step.
+        self.left_out: Callable[[], list[torch.Tensor]] = list
         # The inverse scale last used, and what it is the inverse of where the host knows that.
         self._inverse: tuple[float | None, torch.Tensor | None] = (None, None)
         self._outcomes = Outcomes(eager=floor is not None)
@@ -143,7 +145,8 @@ class GradScaler(Verdicts):
         return self._state_now()(name).scale if self.scales else 1.0
 
     def _state_now(self) -> Callable[[str], ScaleState]:
-        return self.state_after_update if self.is_over is not None and self.is_over() else self._state_of
+        over = self.is_over is not None and (self.is_over() or self.left_out())
+        return self.state_after_update if over else self._state_of
 
     def next_state(self, found_inf: bool, name: str = DEFAULT) -> ScaleState:
         """What the state of a loss would be after an update with this outcome. Changes nothing; synchronises."""
@@ -151,12 +154,14 @@ class GradScaler(Verdicts):
 
     def state_after_update(self, name: str = DEFAULT) -> ScaleState:
         """What the state of a loss will be after :meth:`update`, by the steps so far. Changes nothing; synchronises."""
-        flag = self._outcome().get(name)
-        return self._state_of(name) if flag is None else self.next_state(bool(flag > 0), name)
+        flag = self._outcome(self.left_out()).get(name)
+        if flag is None or (self.is_over is not None and not self.is_over() and not bool(flag > 0)):
+            return self._state_of(name)
+        return self.next_state(bool(flag > 0), name)
 
-    def _outcome(self) -> dict[str, torch.Tensor]:
+    def _outcome(self, left_out: Iterable[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
         """The losses whose scales :meth:`update` will move, and whether one of their gradients was not finite."""
-        found = self._found()
+        found = [*self._found(), *left_out]
         if not found:
             return {}
         name, flag = self.current.name, gradients.largest(found, self.scale_tensor().device)
@@ -545,7 +550,7 @@ class GradScaler(Verdicts):
         state = super().__getstate__()
         losses = {name: LossState(name, loss.numbers()) for name, loss in self._losses.items()}
         state.update(
-            _losses=losses, current=losses[DEFAULT], param_names=None, admit=None, is_over=None, opened_by=None, _flags={},
+            _losses=losses, current=losses[DEFAULT], param_names=None, admit=None, is_over=None, left_out=list, opened_by=None, _flags={},
             _inverse=(None, None), _outcomes=Outcomes(eager=self._limits.floor is not None),
         )  # fmt: skip
         return state

@@ -62,8 +62,11 @@ class Watch:
         for base in inside(optimizer):
             if _torch.has_step_hooks(base):
                 self._around[id(base)] = weakref.ref(optimizer)
-                log(functools.partial(self._around.pop, id(base), None))
+                log(functools.partial(self._leave, id(base)))
                 self._follow(base, log)
+
+    def _leave(self, key: int) -> None:
+        self._around.pop(key, None)
 
     def _follow(self, optimizer: Optimizer, log: _Log) -> None:
         alive, key = weakref.ref(optimizer), id(optimizer)

@@ -74,6 +74,7 @@ class Window:
         self.used = False
         """Whether anybody has ever asked for a scaled loss."""
         scaler.is_over = lambda: self.stepped
+        scaler.left_out = lambda: [flag for flags in self._dropped.values() for flag in flags.values()]
         self._by_hand: dict[int, tuple[set[int], _Ends | None]] = {}
         """Parameters of optimizers that were unscaled by hand, and their gradients: these may change, or be replaced, and
         parameters may join, before the step."""
@@ -253,8 +254,10 @@ class Window:
             held.release(which)
         for key, (params, _) in self._by_hand.items() if self.scaler.works else ():
             state = self.scaler.optimizer_states.get(key)
-            if state is not None and state["stage"] is OptState.UNSCALED and params <= which:
-                self._dropped[key], state["found_inf_per_device"] = state["found_inf_per_device"], {}
+            if state is None or state["stage"] is not OptState.UNSCALED or not params <= which:
+                continue
+            if flags := state["found_inf_per_device"]:  # none where they were cleared before
+                self._dropped[key], state["found_inf_per_device"] = flags, {}
 
     def _take_part(self, optimizer: Optimizer) -> None:
         """Begin the window of a rank without a backward since the last step, where the others step together with it.
