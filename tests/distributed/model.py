@@ -427,8 +427,8 @@ def make(layout: str, plan: Any, options: Options) -> Run:
     ):  # a stage sees what it is given: DDP around the compiled module, not within
         calls = [torch.compile(call, backend="aot_eager") for call in calls]
     if "ddp" in parts:
-        group = pair_of() if options.pairs else mesh.get_group("ddp")
-        calls = [nn.parallel.DistributedDataParallel(m, process_group=group) for m in calls]
+        over = pair_of() if options.pairs else mesh.get_group("ddp")
+        calls = [nn.parallel.DistributedDataParallel(m, process_group=over) for m in calls]
         if options.hook is not None:
             hook = getattr(castwise.parallel, f"compress_to_{options.hook}")
             for call in calls:

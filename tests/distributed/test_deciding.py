@@ -426,6 +426,12 @@ def stage_without_optimizer(
         if rank == 2 and step == 1:
             stage.weight.grad[0, 0] = float("inf")
         skipped.append(None if optimizer is None else amp.step(optimizer, max_norm=1.0).skipped)
+        late = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+        if optimizer is None and what == "module" and step == 2:
+            amp.prepare(stage, late)
+            late.param_groups[0]["params"][0].grad = torch.ones(2)
+            with pytest.raises(StateError, match=r"had no optimizer when amp\.pipeline"):
+                amp.unscale_(late)
         stage.zero_grad()
         count = torch.ones(())
         dist.all_reduce(count)

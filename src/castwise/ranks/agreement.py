@@ -104,10 +104,9 @@ class Agreement:
         self._can_differ = None
         if len(steps) in (0, ranks.size):
             self._steps = None
-        elif ranks.rank not in steps:
-            self._steps = _NOT
         else:
-            self._steps = ranks.some(steps, "steps").group
+            some = ranks.some(steps, "steps").group
+            self._steps = some if ranks.rank in steps else _NOT
 
     def check_even(self, call: str) -> None:
         """See that ranks make the same steps: torch's Join has them end at different ones, and who has ended answers nobody.
@@ -155,6 +154,10 @@ class Agreement:
         self._seen = self._are_trained()
         return bool(self._can_differ)
 
+    def as_decided(self) -> bool:
+        """:meth:`can_differ` without a look at what is trained by now."""
+        return self.can_differ() if self._can_differ is None else self._can_differ
+
     def _who_steps(self) -> Ranks:
         if self._steps is _NOT:
             raise StateError(
@@ -179,7 +182,7 @@ class Agreement:
 
         Nothing is sent where all must see the same, or where it travels with the norm.
         """
-        if self.can_differ() and not self._flags_wait:
+        if not self._flags_wait and self.can_differ():
             summed, further = self._summed(), self.window is not None and self.window.in_backward
             if (summed or further) and flag.is_cpu:
                 flag.clamp_(min=_FURTHER if further else _SUMMED)

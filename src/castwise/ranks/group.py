@@ -157,10 +157,17 @@ class Ranks:
         return cls(ALONE if len(members) == 1 else _group(use, members))
 
     def some(self, places: Sequence[int], use: str) -> Ranks:
-        """Some of these, by their numbers here, in a group that is made once for each use and has the backend of this one."""
+        """Some of these, by their numbers here, in a group that is made once for each use and has the backend of this one.
+
+        All of these call it. What is none of them gets a group of its own: torch names a group by how many a process has, so
+        that ranks which have made fewer could make no further one together (seen in torch 2.13).
+        """
         group: Any = self.group if self.group is not None else dist.group.WORLD
         members = [dist.get_global_rank(group, place) for place in places]
-        return Ranks(ALONE if len(members) == 1 else _group(use, members, dist.get_backend(group)))
+        if len(members) == 1:
+            return Ranks(ALONE)
+        mine = members if self.rank in places else [dist.get_rank()]
+        return Ranks(_group(f"{use} {members}", mine, dist.get_backend(group)))
 
     def merge(self, value: _T, join: Callable[[list[_T]], _T]) -> _T:
         """What ``join`` makes on the first rank of what each of them gives, by rank; the same on all."""

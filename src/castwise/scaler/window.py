@@ -88,7 +88,7 @@ class Window:
         """By optimizer, parameters and what a step that somebody else makes must not see on them."""
         self.ranks_differ: Callable[[], bool] = lambda: False
         """Whether ranks step together and have to be asked, so that all of them make the same calls whatever each has done."""
-        self._last_loss: dict[int, tuple[str, bool]] = {}
+        self._habits: dict[int, tuple[str, bool]] = {}
         """By optimizer, the loss whose scale its last gradients had, and whether it was the first to step in that window: without a
         backward a rank takes the next window to be alike."""
         self.summed: list[Optimizer] = []
@@ -265,11 +265,11 @@ class Window:
         Theirs has begun with a backward, so that its scale has moved. Gradients that lie here are then taken for a sum over
         ranks, which holds that scale; whoever has the ranks agree sees to it that this is so (:attr:`summed`).
         """
-        key = id(optimizer)
-        if key in self._owners or self._runs():
+        key, held = id(optimizer), self._owners.get(id(optimizer))
+        if (held is not None and held.holds()) or self._runs():
             return
         known = self.scaler.optimizer_states.get(key)
-        name, was_first = self._last_loss.get(key, (self.scaler.current.name, False))
+        name, was_first = self._habits.get(key, (self.scaler.current.name, False))
         over = self.stepped and was_first if known is None else known["stage"] is OptState.STEPPED
         if not over and (known is not None or self.is_scaled(optimizer)):
             return
@@ -292,9 +292,9 @@ class Window:
             StateError: They were changed while they were scaled.
         """
         scaler = self.scaler
+        if by_hand and self.scales:
+            _refuse_per_sample(optimizer)
         if self.scales:
-            if by_hand:
-                _refuse_per_sample(optimizer)
             self._take_part(optimizer)
         call = "unscale_ by hand" if by_hand else "unscale_"
         if self._check(optimizer, call) if self.scales else not scaler.is_unscaled(optimizer):
@@ -416,7 +416,7 @@ class Window:
             result = self.scaler.take(optimizer, closure)
             if self.scales:
                 self._owners.pop(id(optimizer), None)
-                self._last_loss[id(optimizer)] = self.scaler.current.name, not self.stepped
+                self._habits[id(optimizer)] = self.scaler.current.name, not self.stepped
                 self.stepped = True
             self._remember(optimizer)
         except BaseException as error:

@@ -642,7 +642,7 @@ class Amp:
             self._wrapping.check_order()
         window = self._window
         if closure is None:
-            window.check_step(optimizers, alone=not self._agreement.can_differ())
+            window.check_step(optimizers, alone=not self._agreement.as_decided())
         if max_norm is None and closure is None and len(optimizers) == 1:
             result = window.step(optimizers[0])
             frames.clear_weight_cache()

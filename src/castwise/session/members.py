@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from collections.abc import Iterator, Mapping
 
@@ -77,7 +79,8 @@ class Members:
         optimizers = self.optimizers
         if not optimizers:
             return self.parameters()
-        return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        groups = itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+        return itertools.chain.from_iterable(map(operator.itemgetter("params"), groups))
 
     def strays(self) -> list[torch.Tensor]:
         """Parameters of the models that none of the optimizers held when it was prepared."""
