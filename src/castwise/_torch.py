@@ -1615,10 +1615,10 @@ class WeakMemory:
         return None if storage is None else self._writes.new_empty(0).set_(storage, *self._where)
 
 
-def counted_alias(tensor: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """``tensor.data``, except that writes to it raise the version of ``counter``; with no operator that a mode would see."""
+def counted_alias(data: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """``data``, except that writes to it raise the version of ``counter``; with no operator that a mode would see."""
     alias: Any = torch.Tensor._make_subclass(torch.Tensor, counter)
-    _set_data(alias, _get_data(tensor))
+    _set_data(alias, data)
     return alias  # type: ignore[no-any-return]
 
 
@@ -1749,7 +1749,6 @@ def dispatches_itself(tensor: torch.Tensor) -> bool:
     return own and not kind.__module__.startswith("torch._subclasses")
 
 
-_get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # also where a subclass has a property data
 
 

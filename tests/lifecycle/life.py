@@ -329,6 +329,29 @@ class Life:
         del out, want
         self.compare(what)
 
+    def write_through_data(self, number: int) -> None:
+        """A parameter is halved by ``p.data``, as clipping, pruning and initialising do it; the next step starts from there."""
+        params = list(self.model.parameters())
+        at = number % len(params)
+        params[at].data.mul_(0.5)
+        if self.follows:
+            own = list(self.twin.model.parameters())[at]
+            with torch.no_grad():
+                own.copy_(own.to(params[at].dtype).mul_(0.5))
+
+    def mark(self, number: int) -> None:
+        """An attribute that is set on a parameter is on what the optimizer holds, and the other way round."""
+        params = list(self.model.parameters())
+        parameter: Any = params[number % len(params)]
+        for optimizer in self.optimizers:
+            for held in (p for group in optimizer.param_groups for p in group["params"]):
+                if castwise.masters.model_param_of(held) is parameter:
+                    parameter.marked, held.marked_back = number, number
+                    assert held.marked == parameter.marked_back == number
+                    del held.marked, parameter.marked_back
+                    assert not hasattr(parameter, "marked")
+                    assert not hasattr(held, "marked_back")
+
     def step_of_a_stranger(self) -> None:
         """A step of an optimizer that `prepare` never saw, on the model's parameters."""
         if self.amp is None:

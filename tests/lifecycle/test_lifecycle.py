@@ -91,6 +91,14 @@ class Lives(RuleBasedStateMachine):
     def step_that_overflows(self, together: bool, max_norm: float | None) -> None:
         self.life.step(together, max_norm, overflow=True)
 
+    @rule(number=st.integers(0, 20))
+    def write_through_data(self, number: int) -> None:
+        self.life.write_through_data(number)
+
+    @rule(number=st.integers(0, 20))
+    def mark(self, number: int) -> None:
+        self.life.mark(number)
+
     @precondition(is_prepared)
     @rule(together=st.booleans(), max_norm=st.sampled_from([None, 0.5]))
     def step_that_is_poisoned(self, together: bool, max_norm: float | None) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.dlpack
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -92,6 +95,32 @@ def test_writes_through_data_are_writes(plan: str, write: Callable[[list[Tensor]
         assert torch.equal(got, want)
 
 
+@pytest.mark.skipif(not dist.is_available(), reason="this torch is built without torch.distributed")
+@pytest.mark.parametrize("local", [False, True])
+def test_writes_to_whole_shards_are_found_at_the_next_step(local: bool, tmp_path: Path) -> None:
+    """DTensors count no writes through ``data``."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model: Any = parallelize_module(net(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+        amp = castwise.Amp("bf16-master", device="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        amp.prepare(model, optimizer)
+        for number in range(3):
+            step(amp, model, optimizer, number)
+            data = model[0].weight.data.to_local() if local else model[0].weight.data
+            data.clamp_(-0.01, 0.01).mul_(number + 1)
+            want = model[0].weight.to_local().detach().clone()
+            step(amp, model, optimizer, number)
+            assert torch.equal(model[0].weight.to_local(), want)
+            master: Any = master_of(model[0].weight)
+            assert torch.equal(master.to_local().detach().bfloat16(), want)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_an_alias_of_data_is_followed_as_long_as_it_is_held() -> None:
     amp, model, optimizer = session()
     alias, row = model[0].weight.data, model[0].weight.data[3]
@@ -156,17 +185,52 @@ def test_under_torch_compile_data_is_read_and_written() -> None:
     assert torch.equal(model[0].weight, before / 2)
 
 
-def test_parameters_are_as_they_were_after_close() -> None:
-    """And look like parameters before: in print, in files, to ``isinstance``."""
+class Own(nn.Parameter):
+    """A user's class, which torch.compile looks into."""
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Own])
+def test_compiled_code_that_reads_data_and_clones_has_no_breaks(kind: type[nn.Parameter]) -> None:
+    amp, model, optimizer = session()
+    amp.close()
+    model[0].weight = kind(model[0].weight.detach())
+    optimizer.param_groups[0]["params"][0] = model[0].weight
+    amp = castwise.Amp("bf16-master", device="cpu")
+    amp.prepare(model, optimizer)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def norm() -> Tensor:
+        return model[0].weight.data.square().sum() + model[0].weight.clone().sum()
+
+    want = model[0].weight.detach()
+    assert torch.equal(norm().detach(), want.square().sum() + want.sum())
+
+
+def test_parameters_with_masters_are_ordinary_ones() -> None:
+    """In print, in files, for whoever makes another parameter of one."""
     amp, model, _ = session()
     p = model[0].weight
-    assert isinstance(p, nn.Parameter)
-    assert repr(p) == repr(nn.Parameter(p.detach()))
-    assert type(pickle.loads(pickle.dumps(p))) is nn.Parameter
-    p.data.mul_(2)
-    amp.close()
     assert type(p) is nn.Parameter
     assert type(p.data) is Tensor
+    assert repr(p) == repr(nn.Parameter(p.detach()))
+    assert type(pickle.loads(pickle.dumps(p))) is nn.Parameter
+    assert nn.Parameter(p).data_ptr() == p.data_ptr()
+    nn.utils.parametrizations.weight_norm(copy.deepcopy(model)[0])
+    p.data.mul_(2)
+    amp.close()
+    assert type(p.data) is Tensor
+
+
+def test_data_of_parameters_without_masters_is_as_ever() -> None:
+    session()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        p = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=dtype.is_floating_point)
+        p.data.add_(1)
+        assert p._version == 0
+        p.data = torch.zeros(2, dtype=dtype)
+        assert p.shape == (2,)
+        with pytest.raises(RuntimeError, match="Deleting tensor data is not allowed"):
+            del p.data
 
 
 # --- what is no write to torch -----------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Parameters stored low with fp32 masters, for any torch optimizer.
 
-``parameter``: the master itself, which shares its gradient with the parameter. ``originals``: fp32 values of parameters
-without a master. ``attachment``: masters in an optimizer; ``pairs``: kept at the model's values; ``steps``: at each step. ``sync``: before whatever reads
-a model. ``state``: optimizer state under new keys, dtypes and strides. ``weights``: fp32 weights out of a model and into
-it. ``files``: masters in the files of every loop. ``averages``: averages of weights; ``copies``: averages that would lose their movement.
+``parameter``: the master itself, which shares its gradient and attributes with the parameter. ``originals``: fp32 values of
+parameters without a master. ``attachment``: masters in an optimizer; ``pairs``: kept at the model's values; ``steps``: at each
+step. ``following``, ``sample``: writes that torch does not count. ``sync``: before whatever reads a model. ``state``: optimizer
+state under new keys, dtypes and strides. ``weights``: fp32 weights out of a model and into it. ``files``: masters in the files of
+every loop. ``averages``: averages of weights; ``copies``: averages that would lose their movement.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from castwise.errors import StateError
 from castwise.masters import sync
 from castwise.masters.copies import look_at_copies
 from castwise.masters.files import Loads, with_masters
+from castwise.masters.following import follow_parameters
 from castwise.masters.originals import (
     forget_original,
     is_low,
@@ -149,6 +150,7 @@ class Attachment:
         optimizer.__reduce_ex__ = _Reducer(optimizer)  # type: ignore[method-assign]
         sync.live[id(self)] = self
         _follow_all_steps()
+        follow_parameters()
 
     @property
     def masters(self) -> tuple[nn.Parameter, ...]:

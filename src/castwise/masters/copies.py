@@ -48,6 +48,11 @@ def watch_clone(clone: Tensor, source: Tensor) -> None:
     _clones.append(_Clone(memory, TensorWeakRef(source), memory.version))
 
 
+def is_watched(copied: Tensor) -> bool:
+    """Whether a parameter is such a copy."""
+    return bool(_watched) and copied in _watched
+
+
 def excuse(parameter: Tensor) -> None:
     """Do not watch a copy any more: it was given values of its own."""
     _watched.pop(parameter, None)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from castwise import _torch
@@ -25,14 +25,8 @@ _UNKNOWN: Mark = (-1, -1, -1, -1)
 
 def mark_of(master: Any) -> Mark:
     """The mark of a master and its parameter, which are equal now."""
-    stored, data, own = _torch.versions([master.stored, _data_writes(master), master])
+    stored, data, own = _torch.versions([master.stored, master.data_writes, master])
     return stored, data, address(master.stored), own
-
-
-def _data_writes(master: Any) -> Tensor:
-    """What counts writes through the ``data`` of a parameter: of a DTensor, the shard does."""
-    writes: Tensor = master.data_writes
-    return local(master.stored) if hasattr(type(master.stored), "to_local") else writes
 
 
 class Pairs:
@@ -55,7 +49,7 @@ class Pairs:
         self.stored: list[nn.Parameter] = [master.stored for master in self.masters]
         self._targets = [local(parameter) for parameter in self.stored]
         self._sources = [local(master) for master in self.masters]
-        self._data = [_data_writes(master) for master in self.masters]
+        self._data = [master.data_writes for master in self.masters]
         self._sample: Sample | None = None
         now = [(marks or {}).get(id(parameter), _UNKNOWN) for parameter in self.stored]
         self._written, self._data_written, self._addresses, self._updated = (
@@ -131,7 +125,6 @@ class Pairs:
                 f"model was prepared and is {parameter.dtype} now, as model.float() or model.half() makes it; its master would "
                 "no longer reach it. Prepare the model again after changing its dtype: amp.close() gives the masters' values back."
             )
-        self._data[index] = _data_writes(master)
         written, data, where, _ = mark_of(master)
         ahead = self._ahead(index)
         cast = (written, data) == (self._written[index], self._data_written[index])
@@ -197,9 +190,8 @@ class Pairs:
             _torch.copy_each(self._targets, self._sources)
         else:
             _torch.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
-        # The copy counts as a write to its sources, too; of DTensors the shard counts it.
+        # The copy counts as a write to its sources, too.
         self._written, self._updated = _torch.versions(self.stored), _torch.versions(self.masters)
-        self._data_written = _torch.versions(self._data)
 
 
 def _is_cast(master: Any) -> bool:

@@ -6,8 +6,6 @@ in bf16 or fp16, and ``grad`` of the master is a property that reads and writes 
 clears, scales or clips either of the two acts on what is applied, with no copy and after every reduction.
 
 Attributes that users set (``p.use_muon``, ``p.grad_sample``) lie on the parameter as well, whichever of the two they were set on.
-
-The parameter itself is of the class :class:`Stored` as long as it has a master, for what torch does not count as a write.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from castwise import _torch
-from castwise.masters.copies import excuse, watch, watch_clone
+from castwise.masters.copies import excuse
 from castwise.masters.originals import (
     assign,
     fit_grad,
@@ -53,7 +51,7 @@ class Master:
     former_dtype: torch.dtype
     """What it was stored in then."""
     data_writes: Tensor
-    """Empty; its version counts writes through the parameter's ``data``."""
+    """Empty; its version counts writes through the parameter's ``data`` (see ``following``)."""
 
     @property
     def data(self) -> Tensor:
@@ -179,59 +177,6 @@ class Master:
         return plain.__reduce_ex__(protocol)
 
 
-class Stored:
-    """A parameter that has a master, or a copy of one."""
-
-    @property
-    def data(self) -> Tensor:
-        """As of any parameter: its memory without history, whose writes autograd does not count; its master counts them.
-
-        Of a copy of the model, autograd counts them: see ``copies``.
-        """
-        parameter: Any = self
-        master: Any = None if torch.compiler.is_compiling() else master_of(parameter)
-        return parameter.detach() if master is None else _torch.counted_alias(parameter, master.data_writes)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        _own_data.__set__(self, value)
-
-    def clone(self, **options: Any) -> Tensor:
-        """As of any parameter; an average that begins as this clone is told that it loses its movement."""
-        parameter: Any = self
-        clone = Tensor.clone(parameter, **options)
-        if not torch.compiler.is_compiling() and master_of(parameter) is not None:
-            watch_clone(clone, parameter)
-        return clone
-
-    def __eq__(self, other: object) -> Any:
-        parameter: Any = self
-        return (
-            True
-            if isinstance(other, Master) and other.stored is parameter
-            else Tensor.__eq__(parameter, other)
-        )
-
-    __hash__ = Tensor.__hash__
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        parameter: Any = self
-        known = id(self) in memo
-        copied = super().__deepcopy__(memo)  # type: ignore[misc]
-        if not known and master_of(parameter) is not None:
-            watch(copied, parameter)
-        return copied
-
-    def __repr__(self) -> str:
-        parameter: Any = self
-        return repr(nn.Parameter.__new__(_former(type(self)), parameter.detach(), parameter.requires_grad))
-
-
-def _former(kind: type) -> type:
-    """The class that a parameter has without a master."""
-    return kind.__mro__[2] if issubclass(kind, Stored) else kind
-
-
 _OF_COMPILERS = "_dynamo_"
 """How the names of attributes begin by which torch.compile notes what a tensor itself is."""
 
@@ -267,9 +212,6 @@ def adopt(master: Any) -> None:
     if master_of(master.stored) is not master:
         _masters[master.stored] = TensorWeakRef(master)
         fit_grad(master.stored, torch.float32)
-        kind: Any = type(master.stored)
-        if _is_plain(kind) and not issubclass(kind, Stored):
-            master.stored.__class__ = _class_of("Stored", Stored, kind)
         excuse(master.stored)
 
 
@@ -299,7 +241,7 @@ def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Paramet
     ):
         data = torch.empty_like(stored, dtype=torch.float32, requires_grad=False).copy_(source)
     if _is_plain(type(stored)):
-        master: Any = nn.Parameter.__new__(_former(type(stored)), data.as_subclass(Tensor))
+        master: Any = nn.Parameter.__new__(type(stored), data.as_subclass(Tensor))
     else:  # DTensor and the like: nn.Parameter keeps their class, and so must the master
         master = nn.Parameter(data.detach(), requires_grad=True)
     return _as_master_of(stored, master)
@@ -385,7 +327,6 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
     elif write_back is False:
         remember_original(parameter, master.data, master.former_dtype)
     fit_grad(parameter, parameter.dtype if follows else master.former_grad_dtype)
-    parameter.__class__ = _former(type(parameter))
     _masters.pop(parameter, None)
     return parameter
 
