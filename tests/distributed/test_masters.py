@@ -214,11 +214,14 @@ def _joined(rank: int, size: int, plan: str) -> None:
                 m for m in attachment.masters if not torch.equal(m.to(m.dtype), m.to(torch.bfloat16).float())
             ]
             assert full, "low bits are kept"
+            scale = torch.tensor(amp.get_scale())
+            assert _alike([scale])
+            assert plan == "bf16-master" or scale > 2.0**17, "it grew on both"
 
 
-@pytest.mark.parametrize("plan", ["bf16-master", "fp16-master"])
+@pytest.mark.parametrize("plan", ["bf16-master", "fp16-master+loss_scale.interval=1+loss_scale.init=65536"])
 def test_masters_are_equal_after_join(two: World, plan: str) -> None:
-    """Torch's ``Join`` gives all ranks the weights of one that ended last: its masters too."""
+    """Torch's ``Join`` gives all ranks the weights of one that ended last: its masters too, and its loss scale."""
     two.run(_joined, plan)
 
 

@@ -137,7 +137,7 @@ def note_load(parameter: Tensor, value: Tensor) -> None:
 def _all_given(optimizer: Optimizer) -> bool:
     """Whether every parameter of an optimizer that has a master was given a value by its model's ``load_state_dict``."""
     held = (p for group in optimizer.param_groups for p in group["params"])
-    return all(model_param_of(parameter) in _given for parameter in held if _is_master(parameter))
+    return all(parameter.stored in _given for parameter in held if _is_master(parameter))
 
 
 @torch.no_grad()
@@ -153,7 +153,7 @@ def _merge(optimizer: Optimizer) -> tuple[int, int, int, bool]:
     count, other, missing, rounded = 0, 0, 0, True
     for parameter, loaded, _, _ in _entries(optimizer):
         stored = model_param_of(parameter)
-        master = parameter if _is_master(parameter) else original_of(stored)
+        master: Any = parameter if _is_master(parameter) else original_of(stored)
         if master is None:
             continue
         count += _is_master(parameter)

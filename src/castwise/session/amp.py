@@ -946,5 +946,11 @@ def _meet_fsdp1(module: nn.Module) -> None:
 
 
 def _end_join(ddp: nn.parallel.DistributedDataParallel, rank: int) -> None:
+    """Ranks that had ended have the masters of the last, and its loss scale, or their gradients could not be averaged."""
     for _, amp in _sessions_in(ddp):
         amp._wrapping.share_masters(ddp, ddp.get_submodule("module"), rank)
+        state = [amp.scaler.state_dict()]
+        if state[0]:
+            torch.distributed.broadcast_object_list(state, group=ddp.process_group, group_src=rank)
+            if torch.distributed.get_rank(ddp.process_group) != rank:
+                amp._window.load_state_dict(state[0])
