@@ -431,3 +431,18 @@ def test_a_model_that_arrives_low_goes_on_bit_for_bit() -> None:
             train(amp, model, optimizer, range(3, 6))
             results.append({k: v.clone() for k, v in amp.model_state_dict(model).items()})
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-true"])
+def test_a_plan_without_masters_keeps_none_of_the_files(plan: str) -> None:
+    """They would take memory, and grow old."""
+    saved, _, _ = uninterrupted("bf16-master", OPTIMIZERS["adamw"])
+    model, optimizer = fresh()
+    with session(plan, model, optimizer) as amp:
+        hooks = len(optimizer._optimizer_load_state_dict_post_hooks)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        train(amp, model, optimizer, range(2))
+        assert optimizer.state_dict().keys() == {"state", "param_groups"}
+        assert not [key for held in optimizer.state.values() for key in held if "castwise" in key]
+    assert len(optimizer._optimizer_load_state_dict_post_hooks) == hooks - 1

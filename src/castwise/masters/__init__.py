@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from castwise.masters.attachment import Attachment, attach, attachment_of, copy_to_model, refresh_master
 from castwise.masters.averages import AveragedModel
-from castwise.masters.files import without_masters
+from castwise.masters.files import forget_loaded, without_masters
 from castwise.masters.originals import (
     fit_grad,
     forget_original,
@@ -34,6 +34,7 @@ __all__ = [
     "attachment_of",
     "copy_to_model",
     "fit_grad",
+    "forget_loaded",
     "forget_original",
     "fp32_state_dict",
     "install_hooks",

@@ -75,6 +75,12 @@ def _entries(optimizer: Optimizer) -> Iterator[tuple[Any, Tensor | None, dict[st
             yield parameter, where.get(key), where, key
 
 
+def forget_loaded(optimizer: Optimizer) -> None:
+    """Take masters that were loaded out of an optimizer."""
+    for _, _, where, key in _entries(optimizer):
+        where.pop(key, None)
+
+
 class Loads:
     """What was loaded into an optimizer, and into the model that it updates, since its last step.
 
@@ -123,8 +129,8 @@ class Loads:
                 _warn(type(optimizer).__name__, count, other, missing if rounded else 0)
         if last:
             self.waiting = False
-            for parameter, _, where, key in _entries(optimizer):
-                where.pop(key, None)
+            forget_loaded(optimizer)
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 _given.pop(model_param_of(parameter), None)
 
 

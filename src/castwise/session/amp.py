@@ -371,6 +371,9 @@ class Amp:
                 if _torch.has_step_hooks(optimizer):
                     self._watch.follow(optimizer, log.callback)
                     watch_formats(optimizer, self.plan, self._members.names, log.callback)
+                    if not self.plan.keeps_masters:
+                        log.on(optimizer, _torch.remove_hooks, masters.forget_loaded)
+                        optimizer.register_load_state_dict_post_hook(masters.forget_loaded)
                     if self.plan.master == "none":
                         self._dropped.follow(optimizer, log.callback)
 
