@@ -27,7 +27,10 @@ PLANS = (
 REGISTRATIONS = [
     *((nn.Module, f"register_{name}_hook") for name in ("forward_pre", "forward")),
     *((nn.Module, f"register_{name}_pre_hook") for name in ("load_state_dict", "state_dict")),
-    *((Optimizer, f"register_{name}_hook") for name in ("step_pre", "step_post", "load_state_dict_post")),
+    *(
+        (Optimizer, f"register_{name}_hook")
+        for name in ("step_pre", "step_post", "load_state_dict_post", "state_dict_post")
+    ),
     (_torch, "watch_every_step"),
     (_torch, "guard_calls"),
 ]
