@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import castwise
 from castwise import checkpoint
 from castwise.errors import CheckpointError
+from castwise.masters import without_masters
 from tests.soak import every
 
 from .world import World
@@ -110,7 +111,7 @@ class Run:
         weights = self.amp.model_state_dict(self.model)
         state = {f"model.{key}": whole(value) for key, value in weights.items()}
         names = [name for name, _ in self.model.named_parameters()]
-        for number, values in self.optimizer.state_dict()["state"].items():
+        for number, values in without_masters(self.optimizer.state_dict())["state"].items():
             state |= {f"{key}.{names[number]}": whole(value) for key, value in values.items()}
         state["scale"] = torch.tensor(self.amp.get_scale())
         return state
