@@ -1731,8 +1731,27 @@ def is_users_function(node: Any) -> bool:
 
 
 def dense_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a sparse tensor its values, coalesced or not; any other itself."""
-    return tensor._values() if tensor.is_sparse else tensor
+    """The values that a tensor of any layout holds: of a sparse or nested one in its own memory, coalesced or not.
+
+    A dense tensor is itself; one in a layout of oneDNN is copied.
+    """
+    if is_dense(tensor):
+        return tensor
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor.to_dense() if tensor.is_mkldnn else tensor.values()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in memory by its strides: it is not sparse, nested, or in a layout of oneDNN."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def to_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of any layout as dense operators take it: zeros filled in; of a nested one the values alone."""
+    if is_dense(tensor):
+        return tensor
+    return tensor.values() if tensor.is_nested else tensor.to_dense()
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

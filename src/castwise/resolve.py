@@ -463,7 +463,7 @@ def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
         return True  # the vectors of spectral_norm are multiplied with the weight
     if isinstance(module, _WEIGHTED):
         return True
-    if buffer.dim() < 2 or buffer.is_meta or buffer.numel() == 0:
+    if not _torch.is_dense(buffer) or buffer.dim() < 2 or buffer.is_meta or buffer.numel() == 0:
         return False
     values = buffer.detach()
     if not _runs(module):

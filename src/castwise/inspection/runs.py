@@ -197,7 +197,7 @@ def _gradients(model: nn.Module, scale: float) -> dict[str, Tensor]:
     out = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            dense = _torch.to_dense(parameter.grad)
             wide = dense.detach() if dense.dtype.itemsize >= 4 else dense.detach().float()
             out[name] = wide / scale if scale != 1.0 else wide.clone()
     return out

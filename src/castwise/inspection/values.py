@@ -45,8 +45,7 @@ def plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if hasattr(tensor, "device_mesh"):
         tensor = _torch.local_tensor(tensor)
-    if tensor.layout is not torch.strided:
-        tensor = _torch.dense_values(tensor) if tensor.is_sparse else tensor.values()
+    tensor = _torch.dense_values(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor

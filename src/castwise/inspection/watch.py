@@ -102,7 +102,7 @@ class Watch(TorchFunctionMode):
             yield
         for name, parameter in model.named_parameters():
             if (gradient := parameter.grad) is not None:
-                dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+                dense = _torch.dense_values(gradient.coalesce() if gradient.is_sparse else gradient)
                 self._show("weight gradients", site_of(name), dense)
 
     def _let_go(self) -> None:

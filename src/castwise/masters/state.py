@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from castwise import _torch
 from castwise.masters.originals import is_low
 
 
@@ -59,7 +60,9 @@ def restride_state(optimizer: Optimizer) -> None:
             for key, value in state.items():
                 if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
                     continue
-                if value.is_sparse:  # SGD's momentum begins as a copy of the gradient; it has no strides
+                if not _torch.is_dense(
+                    value
+                ):  # SGD's momentum begins as a copy of the gradient; it has no strides
                     continue
                 if value.stride() != parameter.stride() or value.device != parameter.device:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(
@@ -77,7 +80,7 @@ def _fit(value: Any, target: Tensor) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     if value.shape == target.shape and (is_low(value) or value.dtype is torch.float32):
-        if value.is_sparse:
+        if not _torch.is_dense(value):
             return value.to(target)
         if (value.dtype, value.stride(), value.device) == (target.dtype, target.stride(), target.device):
             return value

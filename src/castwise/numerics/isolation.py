@@ -153,6 +153,6 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal; torch compares dense ones alone, and DTensors on all ranks together."""
     if is_dtensor(one):
         one, other = _torch.local_tensor(one), _torch.local_tensor(other)
-    if one.is_sparse and other.is_sparse:
-        one, other = one.to_dense(), other.to_dense()
+    if one.layout is other.layout:
+        one, other = _torch.to_dense(one), _torch.to_dense(other)
     return torch.equal(one, other)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from castwise import _torch
 from castwise.arrival import store_, widen_, widen_for
 from castwise.casting.trees import to_device
 from castwise.errors import NonFiniteError, WorkloadError
@@ -385,11 +386,11 @@ class Prober:
                 size = self._sizes[name] if pick is None else pick.numel()
                 out.append(torch.zeros(size, device=parameter.device))
                 continue
-            flat = as_real((gradient.to_dense() if gradient.is_sparse else gradient).detach()).reshape(-1)
+            flat = as_real(_torch.to_dense(gradient).detach()).reshape(-1)
             flat = flat if pick is None else flat[pick]
             flat = flat.float().mul(1.0 / scale) if scale != 1.0 else flat.float()
-            self.sparse |= gradient.is_sparse
-            own = gradient.is_sparse or flat.data_ptr() != gradient.data_ptr()
+            self.sparse |= not _torch.is_dense(gradient)
+            own = not _torch.is_dense(gradient) or flat.data_ptr() != gradient.data_ptr()
             out.append(flat if own else flat.clone())
         return out
 

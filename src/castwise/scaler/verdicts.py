@@ -9,6 +9,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from castwise import _torch
 from castwise.scaler import gradients
 from castwise.scaler.losses import NamedLosses
 from castwise.scaler.state import ScalePolicy
@@ -72,10 +73,13 @@ class Verdicts(NamedLosses):
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale where not all gradients are dense, real and on the scale's device."""
         grads = gradients.held(optimizer)
+        # torch's scaler takes what is real, and dense or sparse in coordinates, but no bf16 on an accelerator
         if any(
-            grad.is_complex() or (grad.dtype is torch.bfloat16 and grad.device.type != "cpu")
+            grad.is_complex()
+            or not (_torch.is_dense(grad) or grad.is_sparse)
+            or (grad.dtype is torch.bfloat16 and grad.device.type != "cpu")
             for grad in grads
-        ):  # which torch's scaler does not take
+        ):
             return {flag.device: gradients.check_and_multiply(grads, inverse, flag.device)}
         return super().unscale_grads(optimizer, inverse, flag, allow_fp16)
 

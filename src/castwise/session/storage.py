@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from castwise import masters
+from castwise import _torch, masters
 from castwise.errors import PlanError, StateError
 from castwise.parallel import fsdp
 from castwise.plans.plan import Plan
@@ -69,11 +69,20 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
     """
     names = {tensor: name for name, tensor in named_tensors(model)}
     for tensor in dtypes:
-        expanded = tensor.layout is torch.strided and any(
+        dense = _torch.is_dense(tensor)
+        expanded = dense and any(
             stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
         )
-        if tensor.is_meta or tensor.layout is not torch.strided or expanded:
-            kind = "on the meta device" if tensor.is_meta else "expanded" if expanded else f"{tensor.layout}"
+        if tensor.is_meta or not dense or expanded:
+            kind = (
+                "on the meta device"
+                if tensor.is_meta
+                else "expanded"
+                if expanded
+                else "nested"
+                if tensor.is_nested
+                else f"{tensor.layout}"
+            )
             raise StateError(
                 f"prepare: {names[tensor]} is {kind}, and the plan stores it in {str(dtypes[tensor]).removeprefix('torch.')}; give the "
                 "module memory of its own first (model.to_empty(device=...), .contiguous(), .to_dense()), or leave it out by "
@@ -115,7 +124,7 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
     log.on(model, _flatten_recurrent)
     for _, tensor in named_tensors(model):
         dtype = dtypes.get(tensor, tensor.dtype)
-        strides = plan.memory_format == "channels_last" and tensor.dim() == 4
+        strides = plan.memory_format == "channels_last" and tensor.dim() == 4 and _torch.is_dense(tensor)
         gets_master = plan.keeps_masters and masters.is_low(tensor)  # which comes back as fp32
         if dtype is tensor.dtype and not strides and not gets_master:
             continue

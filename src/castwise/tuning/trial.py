@@ -170,7 +170,7 @@ def _buffers_stay(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, values in kept:
                 setattr(module, name, buffer)
-                if buffer.is_sparse or not torch.equal(buffer, values):
+                if not _torch.is_dense(buffer) or not torch.equal(buffer, values):
                     buffer.copy_(values)
 
 
@@ -182,7 +182,7 @@ def _gradients(run: TrainingRun, workload: Workload, batch: Any, seed: int) -> d
         run.amp.backward(check_loss(workload.loss(run.model, batch), workload))
         scale = run.amp.get_scale()
         found = {
-            name: as_real((p.grad.to_dense() if p.grad.is_sparse else p.grad).detach()).float() / scale
+            name: as_real(_torch.to_dense(p.grad).detach()).float() / scale
             for name, p in run.model.named_parameters()
             if p.grad is not None
         }
