@@ -14,8 +14,9 @@ from castwise.compat.colossalai.sharding import zero_recipe
 from castwise.errors import PlanError, UnknownNameError
 from castwise.plans.plan import PRESETS, LossScale, Plan, Region
 
-LOW_NORMS = (Region("type:_BatchNorm", params="fp16"),)
-"""BatchNorm in fp16, statistics too, as the originals have it; castwise's own presets keep those in fp32."""
+ALL_LOW = (Region("**", params="fp16"),)
+"""Buffers and the statistics of BatchNorm in fp16, as the originals have them; castwise's own presets keep those in fp32."""
+LOW_BUT_NORMS = (*ALL_LOW, Region("type:_BatchNorm", params="fp32"))
 
 
 def plan(mode: AMP_TYPE, **options: Any) -> Plan:
@@ -35,7 +36,7 @@ def test_the_torch_mode_is_cudas_autocast_with_torchs_scaler() -> None:
 
 def test_the_naive_mode_is_fp16_throughout_with_masters() -> None:
     recipe = recipe_of("naive")
-    assert recipe.plan == dataclasses.replace(PRESETS["naive"], regions=LOW_NORMS)
+    assert recipe.plan == dataclasses.replace(PRESETS["naive"], regions=ALL_LOW)
     assert not recipe.covers_loss
     scale = recipe.plan.loss_scale
     assert scale is not None
@@ -62,8 +63,8 @@ LEVELS = {"O0": PRESETS["O0"], "O2": PRESETS["O2"], "O3": PRESETS["O3"]}
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_apex_levels_are_the_presets(level: str) -> None:
-    regions = LOW_NORMS if level == "O3" else LEVELS[level].regions
+def test_apex_levels_are_the_presets_and_cast_buffers_too(level: str) -> None:
+    regions = {"O0": (), "O2": LOW_BUT_NORMS, "O3": ALL_LOW}[level]
     assert plan(AMP_TYPE.APEX, opt_level=level) == dataclasses.replace(LEVELS[level], regions=regions)
 
 
@@ -73,8 +74,8 @@ def test_apex_overrides() -> None:
     assert o1.loss_scale == LossScale(ceiling=2.0**24)
     assert recipe_of(AMP_TYPE.APEX).covers_loss
     assert plan(AMP_TYPE.APEX, cast_model_type=torch.bfloat16).compute == "bf16"
-    assert plan(AMP_TYPE.APEX, opt_level="O2", keep_batchnorm_fp32="False").regions == LOW_NORMS
-    assert plan(AMP_TYPE.APEX, opt_level="O3", keep_batchnorm_fp32=True).regions == PRESETS["O2"].regions
+    assert plan(AMP_TYPE.APEX, opt_level="O2", keep_batchnorm_fp32="False").regions == ALL_LOW
+    assert plan(AMP_TYPE.APEX, opt_level="O3", keep_batchnorm_fp32=True).regions == LOW_BUT_NORMS
     assert plan(AMP_TYPE.APEX, opt_level="O2", master_weights=False).master == "none"
     assert plan(AMP_TYPE.APEX, opt_level="O2", loss_scale="128.0").loss_scale == LossScale(
         init=128.0, floor=None, dynamic=False

@@ -146,9 +146,9 @@ def naive_recipe(options: dict[str, Any]) -> Recipe:
         dynamic=bool(given.take("dynamic_grad_scale", default=True)),
     )
     low = given.low_format()
-    norms = (Region("type:_BatchNorm", params=low),)  # statistics included, as in the original
+    every = (Region("**", params=low),)  # buffers and statistics included, as in the original
     recipe = Recipe(
-        dataclasses.replace(Plan.preset("naive"), compute=low, loss_scale=scale, regions=norms),
+        dataclasses.replace(Plan.preset("naive"), compute=low, loss_scale=scale, regions=every),
         "naive",
         clip_grad_norm=float(given.take("clip_grad_norm", "clip_grad", default=0.0) or 0.0),
         verbose=bool(given.take("verbose", default=False)),
@@ -221,7 +221,7 @@ def _apex_plan(level: str, chosen: dict[str, Any], scale: LossScale | None, outp
         params="compute",
         rules="none",
         master="fp32" if chosen["master_weights"] else "none",
-        regions=(Region("type:_BatchNorm", params="fp32" if kept else low),),
+        regions=(Region("**", params=low), *((Region("type:_BatchNorm", params="fp32"),) if kept else ())),
         output="fp32" if outputs == "fp32" else "as_is",
         loss_scale=scale,
     )

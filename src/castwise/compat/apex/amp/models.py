@@ -109,15 +109,14 @@ def check_optimizers(optimizers: Sequence[Any], cast: Sequence[nn.Module] = ()) 
 # --- casting ------------------------------------------------------------------------------------------------
 
 
-def _batch_norm_regions(model: nn.Module, keep: bool, low: str) -> tuple[Region, ...]:
-    """Only BatchNorm with weights of its own stays fp32, or none does, statistics included: as in Apex."""
-    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if not norms:
-        return ()
+def _regions(model: nn.Module, keep: bool, low: str) -> tuple[Region, ...]:
+    """Parameters and buffers of all modules are stored low; of BatchNorm with weights of its own, if it is kept, in fp32: as in Apex."""
+    every = Region("**", params=low)
     if not keep:
-        return (Region("type:_BatchNorm", params=low),)
+        return (every,)
+    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     plain = [Region(name, params=low) for name, module in norms if name and not module.affine]
-    return (Region("type:_BatchNorm", params="fp32"), *plain)
+    return (every, Region("type:_BatchNorm", params="fp32"), *plain)
 
 
 def cast_models(
@@ -146,7 +145,7 @@ def cast_models(
             params="compute",
             master="fp32" if properties.master_weights else "none",
             rules="none",
-            regions=_batch_norm_regions(model, bool(properties.keep_batchnorm_fp32), low),
+            regions=_regions(model, bool(properties.keep_batchnorm_fp32), low),
             output="fp32" if outputs is None else "as_is",
         )
         own = {id(parameter) for parameter in model.parameters()}
