@@ -122,8 +122,8 @@ def _own(tensor: Tensor) -> Tensor:
 def _prepared(model: nn.Module, plan: Plan, device: torch.device) -> Iterator[Amp]:
     with Amp(plan, device=device, group=ALONE) as amp:
         widen = widen_for(plan, model)
-        if plan.keeps_masters:  # as training has them, so that gradients are fp32
-            trained = [p for p in model.parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if plan.keeps_masters and trained:  # as training has them, so that gradients are fp32
             amp.prepare(model, torch.optim.SGD(trained, lr=0.0), widen=widen)
         else:
             amp.prepare(model, widen=widen)

@@ -94,7 +94,7 @@ def run_step(
     called: list[str] = []
     with Amp(plan, device=device, group=ALONE) as amp:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizers = (torch.optim.SGD(trained, lr=0.0),) if plan.keeps_masters else ()
+        optimizers = (torch.optim.SGD(trained, lr=0.0),) if plan.keeps_masters and trained else ()
         amp.prepare(model, *optimizers, widen=widen_for(plan, model))
         load(model)
         _set_scales(amp, scales or {})

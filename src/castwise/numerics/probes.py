@@ -437,7 +437,7 @@ def prepared(model: nn.Module, plan: Plan, device: torch.device) -> Iterator[Amp
     """
     with Amp(plan, device=device, group=ALONE) as amp:
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizers = [torch.optim.SGD(trained, lr=0.0)] if plan.keeps_masters else []
+        optimizers = [torch.optim.SGD(trained, lr=0.0)] if plan.keeps_masters and trained else []
         amp.prepare(model, *optimizers, widen=widen_for(plan, model))
         yield amp
 
