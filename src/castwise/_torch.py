@@ -1512,6 +1512,11 @@ def called_by_a_scaler() -> bool:
     return False
 
 
+def takes_hooks(module: torch.nn.Module) -> bool:
+    """Whether a scripted or traced module calls hooks that are put on it: what ``torch.jit.trace`` returned does."""
+    return type(module).__name__ == "TopLevelTracedModule"
+
+
 def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
     """The tables of a module's hooks before and after ``forward`` and after loading, to look into and to change."""
     return module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 
 from castwise import _torch
 from castwise.casting import frames, kernels, tracing
@@ -136,6 +136,8 @@ class Border:
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook where inputs need no cast."""
         if is_compiling():
+            if is_exporting() and self.frame.enabled:
+                _refuse_export(type(module).__name__)
             tracing.graph_push(self.key)
         else:
             self._check(module)
@@ -157,6 +159,8 @@ class Border:
                 cast_floating(kwargs, cast, self.cast_only),
             )
         if is_compiling():
+            if is_exporting() and self.frame.enabled:
+                _refuse_export(type(module).__name__)
             tracing.graph_push(self.key)
             return args, kwargs
         self._check(module)
@@ -228,6 +232,22 @@ class Border:
             return output.float() if cast is not None and output.dtype in LOW_DTYPES else output
         output = map_tensors(_widened, output)
         return output if cast is None else cast_floating(output, cast, LOW_DTYPES)
+
+
+def _refuse_export(kind: str) -> None:
+    """While torch.export traces a model whose operators a plan casts.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        f"torch.export of a prepared {kind}: a graph that is exported holds no casts of operators, so that it would fail at its first "
+        "call. Export the model after amp.close(), which leaves it in fp32, or prepare it by a plan that casts no operators, such as "
+        "'bf16-true' or 'fp32'."
+    )
+
+
+_torch.mark_constant(_refuse_export)
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -46,10 +46,20 @@ def _hits(region: Region, modules: Mapping[str, nn.Module]) -> list[str]:
     """The paths of the modules that a region's pattern matches."""
     glob = region.glob
     if region.is_type:
-        kinds = {kind for kind in set(map(type, modules.values())) if _matches_kind(glob, kind)}
-        return [name for name, module in modules.items() if type(module) in kinds]
+        of = {name: _kind(module) for name, module in modules.items()}
+        kinds = {kind for kind in set(of.values()) if _matches_kind(glob, kind)}
+        return [name for name, kind in of.items() if kind in kinds]
     whole = len(glob) > 1 and set(glob) == {"*"}
     return [name for name in modules if (matches_path(glob, name) if name else whole)]
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """The class of a module; of a scripted or traced one that of torch.nn which it was made from, if it was."""
+    if isinstance(module, torch.jit.ScriptModule):
+        made_from = getattr(nn, getattr(module, "original_name", ""), None)
+        if isinstance(made_from, type) and issubclass(made_from, nn.Module):
+            return made_from
+    return type(module)
 
 
 def _matches_kind(glob: str, kind: type[nn.Module]) -> bool:
@@ -61,6 +71,12 @@ def _never_called(model: nn.Module) -> dict[nn.Module, str]:
     """Modules whose forward does not run in normal use, with the reason."""
     found: dict[nn.Module, str] = {}
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            code = "runs code of its own, in which torch calls no hooks; name a module around it, or script it no more"
+            inner = list(module.modules())[1:]
+            found.update(dict.fromkeys(inner, f"what it is in was scripted or traced, and {code}"))
+            if isinstance(module, torch.jit.RecursiveScriptModule) and not _torch.takes_hooks(module):
+                found[module] = f"a scripted module {code}"
         if isinstance(module, _CONTAINERS):
             found[module] = f"{type(module).__name__} is a container; name its children with '.*'"
         if isinstance(module, nn.MultiheadAttention):
@@ -393,6 +409,8 @@ def _place_tables(
 
 def _runs(module: nn.Module) -> bool:
     """Whether a module has a forward, around which there can be a border."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
