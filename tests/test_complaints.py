@@ -342,6 +342,38 @@ def test_a_users_code_runs_once() -> None:
     assert model.calls == 1
 
 
+def test_a_custom_operator_is_not_called_again_where_other_ranks_may_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for call, tried in (
+        (lambda self, x: same(self.layer(x), torch.ones(8, 8)), False),
+        (lambda self, x: torch.mv(self.layer(x), torch.ones(8)), True),
+    ):
+        amp, model = prepared("bf16-mixed", call)
+        with amp:
+            with monkeypatch.context() as among, pytest.raises((RuntimeError, TypeError)) as caught:
+                among.setattr(torch.distributed, "is_initialized", lambda: True)
+                model(X)
+            assert ("To cure it" in str(caught.value)) is tried
+
+
+class Own(Tensor):
+    """A tensor that runs code of its own."""
+
+    ran = 0
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.ran += getattr(function, "__name__", "") == "mv"
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_call_on_tensors_with_code_of_their_own_is_not_made_again() -> None:
+    said = complaint("bf16-mixed", lambda self, x: torch.mv(self.layer(x), torch.ones(8).as_subclass(Own)))
+    assert "nothing was tried" in said
+    assert Own.ran == 1
+
+
 class Watching(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

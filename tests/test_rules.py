@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -512,3 +512,11 @@ def test_where_tables_are_kept_no_operator_that_torch_casts_is_cast_unasked(devi
     assert all(row.only_low or row.rule in ("as_is", "widest") for row in low_kernels.values())
     assert rows.keys() - low_kernels.keys() <= rules.stored_low("none", device_type).keys()
     kernels.Lease(rows, device_type).close()
+
+
+def test_a_rule_for_any_operator_is_taken_or_refused_in_words() -> None:
+    """Some have overloads that torch declares and never registers, such as ``index_put_.hacked_twin``."""
+    names = {name.removeprefix("aten::").partition(".")[0] for name in _torch.operator_names("aten")}
+    for name in names:
+        with suppress(PlanError):
+            overrides("native", [(name, "as_is")], "cpu")

@@ -843,6 +843,11 @@ def plain_tensors(tensors: Iterable[torch.Tensor]) -> bool:
     )
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that another is a view of; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """A block whose operators nobody's mode sees, and whose saved tensors nobody's hooks get."""

@@ -173,7 +173,7 @@ class Complaint:
 
     def _has_weights(self, calls: list[Call]) -> bool:
         mine = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
-        return any(id(t) in mine or id(t._base) in mine for call in calls for t in call.tensors)
+        return any(id(_torch.base_of(t)) in mine for call in calls for t in call.tensors)
 
     # --- trying ---------------------------------------------------------------------------------------------
 
@@ -294,14 +294,14 @@ class Complaint:
         low = next((t.dtype for t in call.tensors if t.dtype in LOW_DTYPES), None)
         found: list[str] = []
         if low is None:
-            return found
+            return []
         for path, module in self._model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 continue
             if site.plan.params != "compute" and next(module.parameters(recurse=False), None) is not None:
                 continue
             for name, buffer in module.named_buffers(recurse=False):
-                mine = {id(t) for t in call.tensors if t is buffer or t._base is buffer}
+                mine = {id(t) for t in call.tensors if _torch.base_of(t) is buffer}
                 if not mine or buffer.dtype is not torch.float32:
                     continue
                 region = Region(path or f"type:{type(module).__name__}", params=NAMES[low])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import functools
 import inspect
 import operator
 import types
@@ -43,7 +44,24 @@ _UNARY: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {
 }  # fmt: skip
 _SPELLED: Final = {"getitem": "index", "setitem": "index_put_", "truediv": "div", "mod": "remainder"}
 """Operators of Python that ATen calls otherwise."""
-_PLAIN: Final = (len, int, float, bool, min, max, range, tuple, list, dict, sum, abs, isinstance, slice, zip)
+_PLAIN: Final = (
+    len,
+    int,
+    float,
+    bool,
+    min,
+    max,
+    range,
+    tuple,
+    list,
+    dict,
+    sum,
+    abs,
+    isinstance,
+    slice,
+    zip,
+    enumerate,
+)
 _NUMBERS_OF: Final = (Tensor, int, float, complex, bool, str, tuple, list, torch.Size, type(None))
 _HOMES: Final = (
     "torch",
@@ -220,15 +238,27 @@ class Values:
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp, part: ast.comprehension) -> list[Any]:
         items = self.of(part.iter)
-        if not isinstance(part.target, ast.Name) or part.ifs or not isinstance(items, list | tuple | range):
+        if part.ifs or not isinstance(items, list | tuple | range | zip | enumerate | nn.ModuleList):
             raise NotKnown
-        out = []
-        before = dict(self._locals)
+        out, before = [], dict(self._locals)
         for item in items:
-            self._locals[part.target.id] = item
+            self._assign(part.target, item)
             out.append(self.of(node.elt))
         self._locals = before
         return out
+
+    def _assign(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Name):
+            self._locals[target.id] = value
+        elif (
+            isinstance(target, ast.Tuple)
+            and isinstance(value, tuple | list)
+            and len(value) == len(target.elts)
+        ):
+            for part, item in zip(target.elts, value, strict=True):
+                self._assign(part, item)
+        else:
+            raise NotKnown
 
 
 def item_of(node: ast.expr, key: object) -> ast.expr:
@@ -294,8 +324,7 @@ def _attribute(value: Any, name: str) -> Any:
         raise NotKnown
     if _torch.operator_name(value) or value in (torch.Size, torch.dtype):
         return getattr(value, name)
-    looks_up: Any = kind.__getattribute__
-    if looks_up is not object.__getattribute__:
+    if vars(object)["__getattribute__"] is not inspect.getattr_static(kind, "__getattribute__"):
         if isinstance(value, type) and value is Tensor:
             return getattr(value, name)
         if not isinstance(value, tuple | list | dict | str | int | float | torch.dtype | torch.device):
@@ -322,7 +351,7 @@ def _operator(called: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
     name = _torch.operator_name(called)
     if name:
         return name, called, ()
-    if isinstance(called, nn.Module) and type(called).__module__.startswith("torch.nn.modules."):
+    if isinstance(called, nn.Module):
         return OF_MODULE, _forward_of(called), ()
     name = str(getattr(called, "__name__", ""))
     owner = getattr(called, "__self__", None)
@@ -352,11 +381,20 @@ def _operator(called: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
     """What a module of torch's own computes, without hooks and on copies of its buffers."""
+    if type(module) is nn.Sequential:
+        parts = list(map(_forward_of, module))
+        return lambda given: functools.reduce(lambda value, part: part(value), parts, given)
     plain = _torch.plain_tensors([*module.parameters(), *module.buffers()])
-    if next(module.children(), None) is not None or isinstance(module, nn.SyncBatchNorm) or not plain:
+    own = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
+    if (
+        not own
+        or next(module.children(), None) is not None
+        or isinstance(module, nn.SyncBatchNorm)
+        or not plain
+    ):
         raise NotKnown
     alone = object.__new__(type(module))
-    buffers = {name: b if b is None else b.detach().clone() for name, b in module._buffers.items()}
+    buffers = {name: b if b is None else b.detach().clone() for name, b in vars(module)["_buffers"].items()}
     alone.__dict__.update(module.__dict__, _buffers=buffers)
     return alone.forward
 
