@@ -298,6 +298,27 @@ def test_a_backward_that_dtypes_fail_in_is_told_by_its_operator(plan: str) -> No
         assert model.layer.weight.grad is not None
 
 
+def test_what_a_hook_brings_back_in_backward_is_not_brought_back_again() -> None:
+    brought = []
+
+    def product(self: Net, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda kept: kept, lambda kept: brought.append(1) or kept
+        ):
+            return torch.sparse.mm(torch.eye(8).to_sparse(), self.layer(x))
+
+    counts = []
+    for plan in ("bf16-mixed", "fp16-mixed"):
+        amp, model = prepared(plan, product)
+        with amp:
+            loss = model(X).sum()
+            brought.clear()
+            with pytest.raises(RuntimeError, match=r"^expected scalar type Float but found (BFloat16|Half)$"):
+                amp.backward(loss) if plan == "bf16-mixed" else loss.backward()
+        counts.append(len(brought))
+    assert counts[0] == counts[1]
+
+
 # --- nothing is changed, and nothing is lost ------------------------------------------------------------------
 
 
@@ -335,6 +356,19 @@ def test_what_was_half_written_is_not_written_again() -> None:
     assert torch.equal(kept, torch.ones(8, 8))
 
 
+def test_a_users_function_that_an_operator_calls_is_not_called_again() -> None:
+    seen = []
+
+    def note(value: float) -> float:
+        seen.append(value)
+        raise TypeError("dtype float32")
+
+    amp, model = prepared("bf16-mixed", lambda self, x: self.layer(x).detach().apply_(note))
+    with amp, pytest.raises(TypeError):
+        model(X)
+    assert len(seen) == 1
+
+
 def test_a_users_code_runs_once() -> None:
     amp, model = prepared("bf16-mixed", lambda self, x: torch.mv(self.own(x), torch.ones(8)))
     with amp, pytest.raises(RuntimeError, match="castwise: "):
@@ -351,9 +385,10 @@ def test_a_custom_operator_is_not_called_again_where_other_ranks_may_wait(
     ):
         amp, model = prepared("bf16-mixed", call)
         with amp:
-            with monkeypatch.context() as among, pytest.raises((RuntimeError, TypeError)) as caught:
+            with monkeypatch.context() as among:
                 among.setattr(torch.distributed, "is_initialized", lambda: True)
-                model(X)
+                with pytest.raises((RuntimeError, TypeError)) as caught:
+                    model(X)
             assert ("To cure it" in str(caught.value)) is tried
 
 

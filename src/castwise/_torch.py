@@ -250,14 +250,15 @@ def running_node() -> tuple[str, int] | None:
     return None if node is None else (node.name(), int(node._sequence_nr()))
 
 
-def failed_node(loss: torch.Tensor, error: BaseException, most: int = 2000) -> Any:
+def failed_node(loss: torch.Tensor, error: BaseException, seconds: float) -> Any:
     """The node of a graph whose backward raised an error: each that has not run is run once more by itself, on zeros.
 
-    Called by itself a node computes its formula and nothing else: no hook runs and no ``.grad`` is written. Nodes in Python,
-    whose code is somebody's, are left out. The engine takes the newest node first, and so does this.
+    Called by itself a node computes its formula and nothing else: no hook runs and no ``.grad`` is written. Nodes that would run
+    somebody's code are left out: those in Python, and those whose tensors a hook brings back, as checkpointing does. The
+    engine takes the newest node first, and so does this.
 
     Returns:
-        The node; None where none of the ``most`` newest raises the error.
+        The node; None where none raises the error that is reached in so many seconds of this thread's work.
     """
     from torch.autograd.function import BackwardCFunction
 
@@ -270,18 +271,28 @@ def failed_node(loss: torch.Tensor, error: BaseException, most: int = 2000) -> A
             heapq.heappush(waiting, (-node._sequence_nr(), len(seen), node))
 
     add(loss.grad_fn)
-    while waiting and len(seen) < most:
+    until = time.thread_time() + seconds
+    while waiting and time.thread_time() < until:
         node = heapq.heappop(waiting)[2]
         for below, _ in node.next_functions:
             add(below)
         if isinstance(node, BackwardCFunction) or type(node).__name__ == "AccumulateGrad":
             continue
         try:
+            if _brings_back(node):
+                continue
             node(*[torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata])
         except Exception as again:
             if type(again) is type(error) and str(again).partition("\n")[0] == str(error).partition("\n")[0]:
                 return node
     return None
+
+
+def _brings_back(node: Any) -> bool:
+    """Whether a hook brings back a tensor that a node has saved; raises where the node has run."""
+    saved = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
+    tensors = [each for one in saved for each in (one if isinstance(one, (tuple, list)) else (one,))]
+    return any(getattr(tensor, "unpack_hook", True) is not None for tensor in tensors)
 
 
 def forward_of(node: Any) -> Iterator[tuple[OpOverload, dict[str, Any]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,6 +20,9 @@ from castwise import _torch
 from castwise.casting.trees import map_tensors, tensors_in
 from castwise.complaints.expressions import Values, handed_on, writes
 from castwise.complaints.source import Line, Spot, is_shown, maker_of, node_of, short
+
+_CODE = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)
+"""Types of arguments that are somebody's code."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,8 @@ def _below_kernel(steps: list[TracebackType]) -> bool:
 
 def _known(call: Call) -> Call | None:
     """A call whose tensors hold values of their own: what ran inside of ``vmap`` maps over them by itself; None where none do."""
-    if not call.name or _torch.in_transform():
+    given = (*call.args, *call.kwargs.values())
+    if not call.name or _torch.in_transform() or any(isinstance(each, _CODE) for each in given):
         return None
     held = {id(t): _torch.without_transforms(t) for t in call.tensors}
     if not _torch.plain_tensors(tensor for tensor, _ in held.values()):
@@ -188,9 +193,12 @@ def _mapped(function: Callable[..., Any], levels: list[list[int | None]], *args:
     return inner(*tensors)
 
 
-def failed_in_backward(loss: Tensor, error: BaseException) -> list[Call]:
-    """The calls whose backward an error came from, with forward and backward made again; none where they cannot be told."""
-    node = _torch.failed_node(loss, error)
+def failed_in_backward(loss: Tensor, error: BaseException, seconds: float) -> list[Call]:
+    """The calls whose backward an error came from, with forward and backward made again.
+
+    None where they cannot be told in so many ``seconds``.
+    """
+    node = _torch.failed_node(loss, error, seconds)
     calls = []
     for op, given in _torch.forward_of(node) if node is not None else ():
         if _torch.plain_tensors(tensors_in(given)):

@@ -80,14 +80,14 @@ class Site:
 
 
 @contextlib.contextmanager
-def _in_force(frame: Frame, call: Call | None = None) -> Iterator[None]:
+def _in_force(frame: Frame) -> Iterator[None]:
     """A frame in force, with random states as they were afterwards and without warnings."""
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_rng_state, torch.get_rng_state())
-        for device in {tensor.device for tensor in (call.tensors if call is not None else ())}:
-            if device.type != "cpu":
-                module = torch.get_device_module(device.type)
-                stack.callback(module.set_rng_state, module.get_rng_state(device), device)
+        if frame.device_type != "cpu":
+            home = torch.get_device_module(frame.device_type)
+            every = "_all" if hasattr(home, "get_rng_state_all") else ""
+            stack.callback(getattr(home, f"set_rng_state{every}"), getattr(home, f"get_rng_state{every}")())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if frame.rows:
@@ -149,7 +149,7 @@ class Complaint:
     def said_of_backward(self, loss: Tensor) -> str:
         """The same of an error that came from the backward of a loss."""
         with _in_force(self._off):
-            calls = failed_in_backward(loss, self._error)
+            calls = failed_in_backward(loss, self._error, MOST_S)
         self._outside = False
         said = self._tried(calls, self._inside)
         return said.replace(" outside of the model, in ", " in the backward of ", 1)
@@ -192,7 +192,7 @@ class Complaint:
     def _fails(self, call: Call, frame: Frame) -> bool:
         """Whether a call fails in a frame as it did."""
         try:
-            with _in_force(frame, call):
+            with _in_force(frame):
                 call.again()
         except Exception as error:
             return type(error) is type(self._error)
@@ -205,7 +205,7 @@ class Complaint:
             self._late = True
             return False
         try:
-            with _in_force(frame, call):
+            with _in_force(frame):
                 call.again(lambda t: _cast(t, casts[id(t)]) if id(t) in casts else t)
         except Exception:  # whatever an operator says
             return False
