@@ -110,6 +110,12 @@ def test_a_rule_that_is_printed_is_taken_and_cures(
             model(X)
 
 
+def test_a_long_plan_is_not_printed_whole() -> None:
+    line = "bf16-mixed" + "".join(f"+regions.type:Conv{'x' * i}=fp32" for i in range(20))
+    said = complaint(line, lambda self, x: torch.mv(self.layer(x), torch.ones(8)))
+    assert "add ops.mv=widest or ops.mv=lower to the plan; or write" in said
+
+
 def into_zeros(self: Net, x: Tensor) -> Tensor:
     message = self.layer(x)
     total = torch.zeros(8, 8)

@@ -271,7 +271,8 @@ class Complaint:
         if not found:
             return []
         plan = self._with_rule(site, call.name, found[0])
-        return [f"add {names} to the plan, as in {str(plan)!r}"]
+        whole = f", as in {str(plan)!r}" if len(str(plan)) <= 200 else ""
+        return [f"add {names} to the plan{whole}"]
 
     def _with_rule(self, site: Site, name: str, rule: str) -> Plan | None:
         """The plan with a rule more; None where it takes none, or changes more than this operator by it."""
