@@ -270,10 +270,10 @@ class CastwiseAccelerator(Accelerator):
         if learning_rate is None:
             self.amp.backward(loss, **kwargs)
         elif self.has_lomo_optimizer:
-            each: Any
-            for each in map(inner, self._optimizers):
-                if updates_in_backward(each):
-                    each.fused_backward(loss, learning_rate)
+            for each in self._optimizers:
+                optimizer: Any = inner(each)
+                if updates_in_backward(optimizer):
+                    optimizer.fused_backward(loss, learning_rate)
         else:
             raise StateError(
                 f"backward(learning_rate={learning_rate!r}): none of the optimizers that were prepared updates weights inside of the "
