@@ -75,7 +75,7 @@ def _never_called(model: nn.Module) -> dict[nn.Module, str]:
             code = "runs code of its own, in which torch calls no hooks; name a module around it, or script it no more"
             inner = list(module.modules())[1:]
             found.update(dict.fromkeys(inner, f"what it is in was scripted or traced, and {code}"))
-            if isinstance(module, torch.jit.RecursiveScriptModule) and not _torch.takes_hooks(module):
+            if not _torch.takes_hooks(module):
                 found[module] = f"a scripted module {code}"
         if isinstance(module, _CONTAINERS):
             found[module] = f"{type(module).__name__} is a container; name its children with '.*'"
