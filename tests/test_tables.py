@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -291,14 +290,13 @@ def test_compiled_models_with_tables_run_whole_and_as_eager_ones(kind: str, name
 
 @each_value()
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_of_prepared_models_with_tables_run_the_same(again: Any, kind: str) -> None:
+def test_copies_of_prepared_models_with_tables_run_the_same(kind: str) -> None:
     torch.manual_seed(0)
     model = MODELS[kind]().eval()
     with castwise.Amp("bf16-true", device="cpu") as amp:
         amp.prepare(model)
         with torch.no_grad():
-            assert torch.equal(again(model)(data()), model(data()))
+            assert torch.equal(copy.deepcopy(model)(data()), model(data()))
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -1221,6 +1221,11 @@ def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs
             table.update(hooks)
 
 
+def registered(hook: Any) -> Any:
+    """What was given to be a hook of ``state_dict`` or ``load_state_dict``, which torch wraps; any other hook itself."""
+    return hook.hook if isinstance(hook, torch.nn.modules.module._WrappedHook) else hook
+
+
 def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
     """Undo the registrations of hooks, or nothing, by the hooks themselves: an interrupt can lose the handle.
 
@@ -1234,7 +1239,7 @@ def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
         key
         for table in tables
         for key, hook in list(table.items())
-        if any(own == getattr(hook, "hook", hook) for own in hooks)  # torch wraps those for loading
+        if any(own == registered(hook) for own in hooks)
     ]
     for table in reversed(tables):  # what torch notes of a hook stands behind it
         for key in keys:
@@ -1487,6 +1492,11 @@ def unguard_calls(module: torch.nn.Module, owner: object) -> None:
     """Remove the guard that :func:`guard_calls` put on a module for this owner, or nothing."""
     if getattr(module._compiled_call_impl, "__castwise_guard__", None) is owner:
         del module._compiled_call_impl
+
+
+def without_guard(call: Any) -> Any:
+    """What stood where a module's calls go before :func:`guard_calls`."""
+    return getattr(call, "__castwise_before__", None) if hasattr(call, "__castwise_guard__") else call
 
 
 def leave_uncompiled(module: torch.nn.Module, owner: object) -> None:

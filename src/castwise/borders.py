@@ -2,7 +2,7 @@
 
 A :class:`Border` is put around the whole model and around every region, as a pair of forward hooks: on the way in
 it casts inputs and puts the region's frame in force, on the way out it restores what was there and casts outputs.
-``forward`` itself is never replaced, so a prepared model pickles, copies and compiles.
+``forward`` itself is never replaced, so a prepared model copies and compiles; pickles leave borders out (:mod:`castwise.masters.pickles`).
 
 An output is rounded no more than its next consumer needs. Where operators around are autocast, they cast their inputs
 themselves: outputs leave as wide as they are, and formats that the operators would refuse leave in fp32. Where they
@@ -271,7 +271,7 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 class Method:
     """A method of a prepared model other than ``forward``, run inside the model's border.
 
-    Stands in the instance's dictionary; pickles and copies with it.
+    Stands in the instance's dictionary, and copies with it.
     """
 
     module: nn.Module
@@ -343,7 +343,7 @@ def check_forward(module: nn.Module) -> None:
 
 
 def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
-    """Remove borders that came with a copy or a pickle of a prepared model.
+    """Remove borders that came with a copy of a prepared model.
 
     ``log`` gets what puts them back before any is removed.
     """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import math
 import os
+import pickle
 import re
 import runpy
 import warnings
@@ -24,6 +26,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from safetensors.torch import load_file
@@ -452,6 +455,47 @@ def loop(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, data: Any
             scheduler.step()
             optimizer.zero_grad()
     return norms
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-master"])
+def test_copies_and_pickles_of_accelerates_objects_are_its_own(plan: str) -> None:
+    accelerator = CastwiseAccelerator(plan)
+    objects = accelerator.prepare(*parts(), torch.utils.data.DataLoader(pairs(), batch_size=None))
+    loop(accelerator, *objects)
+    everything = [*objects, accelerator.scaler, accelerator]
+    data = pickle.dumps(everything)
+    assert b"castwise" not in data
+    for again in (pickle.loads(data), copy.deepcopy(everything)):
+        model, optimizer, scheduler, loader, scaler, plain = again
+        assert type(optimizer) is AcceleratedOptimizer
+        assert scaler is None
+        assert scheduler.optimizers[0].param_groups is optimizer.param_groups
+        for inputs, targets in loader:
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if plain is not accelerator:  # Accelerate deep copies an accelerator as itself
+            assert type(plain) is Accelerator
+            assert plain.scaler is None
+    loop(accelerator, *objects)  # which goes on
+    assert accelerator.amp.holds(objects[1].optimizer)
+
+
+class OwnAccelerator(Accelerator):
+    extra = 3
+
+
+class OwnCastwiseAccelerator(CastwiseAccelerator):
+    extra = 4
+
+
+def test_classes_of_ones_own_stay_in_copies_and_pickles() -> None:
+    adopted = CastwiseAccelerator.adopt(OwnAccelerator(), "bf16-mixed")
+    own = OwnCastwiseAccelerator("bf16-mixed")
+    for accelerator, kind in ((adopted, OwnAccelerator), (own, OwnCastwiseAccelerator)):
+        again = pickle.loads(pickle.dumps(accelerator))
+        assert type(again) is kind
+        assert not hasattr(again, "amp")
 
 
 def state_of(amp: castwise.Amp, model: Any, optimizer: Any, scheduler: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import os
@@ -636,6 +637,35 @@ def test_lightnings_own_autocast_computes_the_same() -> None:
     ours, theirs = fit(Net(), "bf16-mixed"), Net()
     trainer_for(precision="bf16-mixed").fit(theirs, loader(batches()))
     assert same(ours, theirs)
+
+
+class Copies(Callback):
+    """Pickles and copies all that there is while a training goes on, and holds the Trainer as callbacks do."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Any, Any]] = []
+        self.trainer: Any = None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.trainer = trainer
+        if not self.found:
+            assert b"castwise" not in pickle.dumps((module, trainer.optimizers, trainer.lr_scheduler_configs))
+            things = [module, trainer.optimizers, trainer.strategy, trainer, self]
+            self.found = [(pickle.loads(pickle.dumps(thing)), copy.deepcopy(thing)) for thing in things]
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-master", IN_PARTS])
+def test_copies_and_pickles_of_what_lightning_holds_have_the_plan_and_no_session(plan: Any) -> None:
+    callback = Copies()
+    model = fit(Net(), plan, None, callbacks=[callback])
+    assert same(model, by_hand(Net(), plan))
+    for again in callback.found[3]:
+        plugin = again.precision_plugin
+        assert (type(plugin), plugin.plan, plugin._amp) == (CastwisePrecision, Plan.parse(plan), None)
+    for again in callback.found[0]:
+        assert castwise.Amp.of(again) is None
+        assert {p.dtype for p in callback.found[0][0].parameters()} == {torch.float32}
+    assert copy.deepcopy(callback.trainer).precision_plugin.plan == Plan.parse(plan)  # it has ended
 
 
 def test_a_plug_in_goes_to_processes_that_are_started_later() -> None:

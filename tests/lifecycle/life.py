@@ -505,23 +505,28 @@ class Life:
         check(before, self.photograph(), f"getters ({', '.join(which) or 'all'})")
 
     def copy(self) -> None:
-        """A deep copy and a pickle of the model answer alike, and are nobody's."""
+        """A deep copy of the model answers alike, a pickle is the model without a plan, and both are nobody's."""
         before = self.photograph()
         want = self._plain_forward()
-        for other in (copy.deepcopy(self.model), pickle.loads(pickle.dumps(self.model))):
-            other.eval()
-            with torch.no_grad():
-                assert bits(other(self.kind.batch(99))) == want
-            assert Amp.of(other) is None
-            del other
+        other, data = copy.deepcopy(self.model), pickle.dumps(self.model)
+        other.eval()
+        with torch.no_grad():
+            assert bits(other(self.kind.batch(99))) == want
+        plain = pickle.loads(data)
+        assert b"castwise" not in data
+        assert Amp.of(other) is Amp.of(plain) is None
+        amp, weights = self.amp, self.model.state_dict()
+        if amp is not None:
+            weights = amp.model_state_dict(self.model, as_given=True)
+        for name, value in plain.state_dict().items():
+            assert bits(value) == bits(weights[name].as_subclass(Tensor)), f"a pickle holds another {name}"
+        del other, plain
         try:
-            twin = pickle.loads(pickle.dumps(self.amp))
-        except CastwiseError:
-            pass  # says why not
+            twin, none = copy.deepcopy(amp), pickle.loads(pickle.dumps(amp))
         except Exception as error:
-            raise AssertionError(f"an Amp neither pickles nor says why not: {error!r}") from error
-        else:
-            assert self.amp is None or (twin.plan, twin.get_scale()) == (self.amp.plan, self.amp.get_scale())
+            raise AssertionError(f"an Amp neither copies nor is left out of a pickle: {error!r}") from error
+        assert none is None
+        assert amp is None or (twin.plan, twin.get_scale()) == (amp.plan, amp.get_scale())
         check(before, self.photograph(), "a copy of the model")
 
     # --- saving -------------------------------------------------------------------------------------------

@@ -83,8 +83,10 @@ def test_averages_are_those_of_the_masters(plan: str, kind: str) -> None:
     # Weights, activations and the two matrix products are rounded to the plan's format: bf16 has 8 bits.
     torch.testing.assert_close(out.float(), reference(x), rtol=0.05, atol=0.05)
     assert not any(is_low(p) for p in average.parameters())
-    for other in (copy.deepcopy(average), pickle.loads(pickle.dumps(average)) if kind == "swa" else average):
-        torch.testing.assert_close(other(x), out, rtol=0, atol=0)
+    torch.testing.assert_close(copy.deepcopy(average)(x), out, rtol=0, atol=0)
+    if kind == "swa":  # other rules are functions inside of functions
+        again = pickle.loads(pickle.dumps(average))  # which has no plan
+        torch.testing.assert_close(again.state_dict(), average.state_dict(), rtol=0, atol=0)
     amp.close()
 
 

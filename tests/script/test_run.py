@@ -160,6 +160,41 @@ def test_a_model_that_is_called_past_its_hooks_runs_by_the_plan_or_is_told(
     assert (found[0] == plain[0]) is (call == "model.loss(i)")
 
 
+WHOLE = """
+import copy, sys, torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(s): super().__init__(); s.norm, s.a, s.b, s.c = nn.LayerNorm(8), nn.LSTM(8, 8), nn.Linear(8, 8), nn.Linear(8, 8); s.c.weight = s.b.weight
+    def forward(s, x): return s.c(s.b(s.a(s.norm(x))[0]))
+torch.manual_seed(0)
+model, x = Model(), torch.randn(4, 4, 8)
+model.register_full_backward_hook(print)
+for hook in [*model._backward_hooks]: del model._backward_hooks[hook]
+o = torch.optim.SGD(model.parameters(), 0.1); sched = torch.optim.lr_scheduler.StepLR(o, 1)
+for _ in range(3): o.zero_grad(); model(x).square().mean().backward(); o.step(); sched.step()
+best = copy.deepcopy(model)
+for name, what in (("model", model), ("best", best), ("all", [model, o, sched])):
+    torch.save(what, name + ".pt")
+with torch.serialization.safe_globals([Model, nn.LayerNorm, nn.LSTM, nn.Linear]):
+    again, best = torch.load("model.pt"), torch.load("best.pt")
+again.a.flatten_parameters()
+with torch.no_grad(): print(round(again(x).square().mean().item(), 2), round(best(x).square().mean().item(), 2), again.c.weight is again.b.weight)
+model, o, sched = torch.load("all.pt", weights_only=False)
+model(x).square().mean().backward(); o.step(); print(o.param_groups[0]["params"][0] is next(model.parameters()))
+"""
+
+
+@pytest.mark.parametrize("plan", ["fp32", *PLANS, "bf16-true"])
+def test_a_script_that_saves_its_model_whole_loads_it_again(plan: str, tmp_path: Path) -> None:
+    """By ``weights_only``, with the globals that it allows; and elsewhere."""
+    if plan.startswith("fp16"):
+        plan += "+loss_scale.init=64"
+    assert run(tmp_path, WHOLE, "--plan", plan, "train.py") == python(tmp_path, WHOLE)
+    run(tmp_path, WHOLE, "--plan", plan, "train.py")
+    for name in ("model", "best", "all"):
+        assert b"castwise" not in (tmp_path / f"{name}.pt").read_bytes()
+
+
 def test_arguments_and_files_are_the_scripts_own(tmp_path: Path) -> None:
     text = (PUBLISHED / "digits.txt").read_text()
     found = run(tmp_path, text, "train.py", "--epochs", "1", "--save-model", "--workers", "1")

@@ -4,7 +4,8 @@
 parameters without a master. ``attachment``: masters in an optimizer; ``pairs``: kept at the model's values; ``steps``: at each
 step. ``following``, ``sample``: writes that torch does not count. ``sync``: before whatever reads a model. ``state``: optimizer
 state under new keys, dtypes and strides. ``weights``: fp32 weights out of a model and into it. ``files``: masters in the files of
-every loop. ``averages``: averages of weights; ``copies``: averages that would lose their movement.
+every loop. ``averages``: averages of weights; ``copies``: averages that would lose their movement. ``pickles``: of models
+and optimizers.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from castwise.masters.averages import AveragedModel
 from castwise.masters.files import forget_loaded, without_masters
 from castwise.masters.originals import (
     fit_grad,
+    forget_former,
     forget_original,
     is_low,
     local,
+    note_former,
     original_of,
     remember_original,
     restore,
     store,
 )
 from castwise.masters.parameter import Master, master_of, model_param_of
+from castwise.masters.pickles import OfThisProcess, make_pickles_plain
 from castwise.masters.state import move_state, restride_state
 from castwise.masters.weights import fp32_state_dict, install_hooks
 
@@ -30,19 +34,23 @@ __all__ = [
     "Attachment",
     "AveragedModel",
     "Master",
+    "OfThisProcess",
     "attach",
     "attachment_of",
     "copy_to_model",
     "fit_grad",
+    "forget_former",
     "forget_loaded",
     "forget_original",
     "fp32_state_dict",
     "install_hooks",
     "is_low",
     "local",
+    "make_pickles_plain",
     "master_of",
     "model_param_of",
     "move_state",
+    "note_former",
     "original_of",
     "refresh_master",
     "remember_original",

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from castwise import _torch
 from castwise.errors import StateError
 from castwise.masters import sync
-from castwise.masters.copies import look_at_copies
+from castwise.masters.copies import is_being_copied, look_at_copies
 from castwise.masters.files import Loads, with_masters
 from castwise.masters.following import follow_parameters
 from castwise.masters.originals import (
@@ -527,7 +527,7 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _Reducer:
-    """Stands in for ``optimizer.__reduce_ex__``: copies and pickles of an optimizer get its hooks again."""
+    """Stands in for ``optimizer.__reduce_ex__``: copies of an optimizer get its hooks again, pickles are torch's."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -536,6 +536,8 @@ class _Reducer:
         optimizer = self._optimizer()
         assert optimizer is not None
         reduced: Any = type(optimizer).__reduce_ex__(optimizer, protocol)
+        if not is_being_copied():
+            return reduced
         attachment = _attachments.get(optimizer)
         pairs = () if attachment is None else (*zip(attachment.masters, attachment.stored, strict=True),)
         return _rebuild_optimizer, (type(optimizer), pairs), reduced[2]

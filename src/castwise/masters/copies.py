@@ -7,9 +7,11 @@ As such it loses most of its movement to rounding, and nothing in torch says so.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,6 +53,20 @@ def watch_clone(clone: Tensor, source: Tensor) -> None:
 def is_watched(copied: Tensor) -> bool:
     """Whether a parameter is such a copy."""
     return bool(_watched) and copied in _watched
+
+
+def is_being_copied() -> bool:
+    """Whether the ``__reduce_ex__`` that calls this was called by :mod:`copy`, and not for a pickle."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_name == "__reduce_ex__" or _home(frame).startswith("castwise.")
+    ):
+        frame = frame.f_back
+    return frame is not None and _home(frame) == "copy"
+
+
+def _home(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def excuse(parameter: Tensor) -> None:

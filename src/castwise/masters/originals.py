@@ -16,6 +16,7 @@ from castwise import _torch
 from castwise.plans.formats import LOW_DTYPES
 
 _originals: Any = WeakTensorKeyDictionary()
+_former: Any = WeakTensorKeyDictionary()
 
 
 class _Original(NamedTuple):
@@ -143,6 +144,24 @@ def original_of(parameter: Tensor) -> Tensor | None:
     merge_values(values, parameter, known.stored, cast=cast)
     _originals[parameter] = known._replace(values=values, written=written)
     return values
+
+
+def note_former(tensor: Tensor, dtype: torch.dtype) -> None:
+    """A plan stores a tensor from now on, which was in this format before; a copy of a tensor has the original's."""
+    if tensor not in _former:
+        _former[tensor] = dtype
+
+
+def former_dtype(tensor: Tensor) -> torch.dtype:
+    """In which format a tensor is without any plan."""
+    found: torch.dtype = _former.get(tensor, tensor.dtype)
+    return found
+
+
+def forget_former(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Undo :func:`note_former`, where it noted this format."""
+    if _former.get(tensor) is dtype:
+        del _former[tensor]
 
 
 def forget_original(parameter: Tensor) -> None:

@@ -15,7 +15,7 @@ from castwise import _torch
 from castwise.errors import CheckpointError
 from castwise.masters.copies import excuse, watch
 from castwise.masters.files import note_load
-from castwise.masters.originals import is_low, merge_values, original_of
+from castwise.masters.originals import former_dtype, is_low, merge_values, note_former, original_of
 from castwise.masters.parameter import master_of
 from castwise.masters.sync import join_files, refresh, sync, sync_first
 
@@ -118,11 +118,16 @@ class LoadIntoMasters:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadIntoMasters:
         module = None if self._module is None else self._module()
-        for parameter in () if module is None else module.parameters(recurse=False):
-            copied = memo.get(id(parameter))
-            if isinstance(copied, Tensor) and master_of(parameter) is not None:
-                watch(copied, parameter)
-        return LoadIntoMasters()
+        tensors = (
+            () if module is None else (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        )
+        for tensor in tensors:
+            copied = memo.get(id(tensor))
+            if isinstance(copied, Tensor):
+                note_former(copied, former_dtype(tensor))
+                if isinstance(tensor, nn.Parameter) and master_of(tensor) is not None:
+                    watch(copied, tensor)
+        return LoadIntoMasters(None if module is None else memo.get(id(module)))
 
     @torch.no_grad()
     def __call__(

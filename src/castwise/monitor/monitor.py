@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from castwise import _torch
 from castwise.errors import CheckpointError, NonFiniteError, PlanError, StateError, check_count
+from castwise.masters import OfThisProcess
 from castwise.monitor.alarms import Alarms, Line, lines_of
 from castwise.monitor.audit import Auditor, badness, failed
 from castwise.monitor.judging import Judge
@@ -39,7 +40,7 @@ KEPT = 512
 """Samples, alarms and audits that are kept."""
 
 
-class Monitor:
+class Monitor(OfThisProcess):
     """Watches the trainings of a session: cheap enough to be always on, and nothing of the training notices.
 
     ::

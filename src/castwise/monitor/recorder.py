@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from castwise.checkpoint.folder import candidates
 from castwise.errors import CheckpointError, PlanError, StateError, check_count
+from castwise.masters import OfThisProcess
 from castwise.monitor import step_files
 from castwise.monitor.following import follow
 from castwise.monitor.moments import Moment
@@ -66,7 +67,7 @@ class _Step:
     """What kind of trouble somebody has seen, and what they say of it."""
 
 
-class Recorder:
+class Recorder(OfThisProcess):
     """Writes steps that overflow, and those that it is asked to, into folders that :func:`castwise.replay` makes again.
 
         with castwise.Recorder(amp, model, "runs/a/failures") as recorder:

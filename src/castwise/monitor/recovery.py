@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from castwise.checkpoint.saving import as_list
 from castwise.checkpoint.storage import local_of
 from castwise.errors import CheckpointError, DivergedError, PlanError, StateError, check_count, sentence
+from castwise.masters import OfThisProcess
 from castwise.monitor.between import Breaks
 from castwise.monitor.diagnosis import Verdict, diagnose
 from castwise.monitor.good_states import Good, GoodStates
@@ -47,7 +48,7 @@ class _Suspect:
     limit: float
 
 
-class Recovery(Result):
+class Recovery(OfThisProcess, Result):
     """Takes a training that diverges back to its last good state, and past what made it diverge.
 
     .. code-block:: python

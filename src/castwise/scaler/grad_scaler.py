@@ -553,6 +553,8 @@ class GradScaler(Verdicts):
             _losses=losses, current=losses[DEFAULT], param_names=None, admit=None, is_over=None, left_out=list, opened_by=None, _flags={},
             _inverse=(None, None), _outcomes=Outcomes(eager=self._limits.floor is not None),
         )  # fmt: skip
+        if self.admit is not None:  # a session's, whose ranks it asks
+            state["_reduce"] = None
         return state
 
 

@@ -311,6 +311,7 @@ class Follower:
                     found = true[0]  # written to
                 return map_tensors(lambda grad: grad * scale, found)
 
+            run.__wrapped__ = hook  # type: ignore[attr-defined] # which a pickle of the module holds
             return register(place, run, *args, **kwargs)
 
         return registered

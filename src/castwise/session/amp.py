@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -871,11 +871,22 @@ class Amp:
         self._block = self._root = None
         self._wrapping.forget()
 
-    def __reduce__(self) -> NoReturn:
-        raise StateError(
-            "Amp: a session holds hooks, masters and settings of this process, so it cannot be pickled or copied. Save "
-            "amp.state_dict() and amp.model_state_dict(model), and make Amp(plan) anew where they are loaded."
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A session is of this process alone, so a pickle of what holds one has None in its place."""
+        return type(None), ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Amp:
+        """A session of the same plan and loss scales that has prepared nothing: models and optimizers belong to one session."""
+        nonfinite, patience = self._guard
+        group = self._agreement.group
+        memo[id(self)] = other = Amp(
+            self.plan, device=self.device_type, group=group, nonfinite=nonfinite, patience=patience
         )
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def __copy__(self) -> Amp:
+        return self.__deepcopy__({})
 
     def __enter__(self) -> Self:
         return self

@@ -130,6 +130,7 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
             continue
         grad_dtype = tensor.grad_dtype if tensor.is_leaf else None
         log.on(tensor, _as_before, tensor.dtype, tensor.stride(), grad_dtype)
+        masters.note_former(tensor, tensor.dtype)
         if dtype is not tensor.dtype:
             masters.store(tensor, dtype)
         if strides and not hasattr(tensor, "device_mesh"):
@@ -166,6 +167,7 @@ def _as_before(
 ) -> None:
     """Give a tensor the dtype and the strides back that it had, and what it held as far as that is known."""
     masters.restore(tensor)
+    masters.forget_former(tensor, dtype)
     if tensor.dtype is not dtype:
         masters.store(tensor, dtype)
         masters.forget_original(tensor)

@@ -18,6 +18,7 @@ from castwise.errors import PlanError, StateError
 from castwise.integrations.huggingface.steps import (
     CastwiseOptimizer,
     SessionScaler,
+    as_plain,
     inner,
     updates_in_backward,
 )
@@ -50,6 +51,8 @@ class CastwiseAccelerator(Accelerator):
 
     amp: Amp
     """The session."""
+    _plain: type[Accelerator] = Accelerator
+    """What a pickle of this very class is of; a class that is derived from it pickles as itself."""
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class CastwiseAccelerator(Accelerator):
             )
         kind = type(accelerator)
         accelerator.__class__ = (
-            cls if kind is Accelerator else type(f"Castwise{kind.__name__}", (cls, kind), {})
+            cls if kind is Accelerator else type(f"Castwise{kind.__name__}", (cls, kind), {"_plain": kind})
         )
         try:
             accelerator._follow(plan, prepare_options)
@@ -134,6 +137,12 @@ class CastwiseAccelerator(Accelerator):
         self._options = {} if prepare_options is None else dict(prepare_options)
         self.scaler = SessionScaler(self.amp)
         self._taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A pickle is of Accelerate's own class, without a session."""
+        _, _, state, *_ = super().__reduce_ex__(protocol)
+        kept = {name: value for name, value in state.items() if name not in ("amp", "_options", "_taken")}
+        return as_plain(vars(type(self)).get("_plain", type(self)), kept | {"scaler": None})
 
     # --- preparing --------------------------------------------------------------------------------------------
 

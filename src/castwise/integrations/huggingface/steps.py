@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,11 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "fused_backward")
 
 
+def as_plain(kind: type, state: dict[str, Any]) -> tuple[Any, ...]:
+    """For ``__reduce_ex__``: an object of another class with these attributes."""
+    return copyreg._reconstructor, (kind, object, None), state  # type: ignore[attr-defined]
+
+
 class CastwiseOptimizer(AcceleratedOptimizer):
     """An optimizer that steps by the session.
 
@@ -39,6 +45,12 @@ class CastwiseOptimizer(AcceleratedOptimizer):
     def __init__(self, optimizer: Optimizer, amp: Amp, device_placement: bool = True) -> None:
         super().__init__(optimizer, device_placement=device_placement)
         self.amp = amp
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy and a pickle are Accelerate's own, which step without a session."""
+        _, _, state, *_ = super().__reduce_ex__(protocol)
+        kept = {name: value for name, value in state.items() if name not in ("amp", "result")}
+        return as_plain(AcceleratedOptimizer, kept)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Unscale where that was not done, then step, or skip where a gradient is not finite.
@@ -68,6 +80,10 @@ class SessionScaler:
     def __init__(self, amp: Amp) -> None:
         self._amp = amp
         self._before = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """None in a copy and in a pickle, as Accelerate has it where nothing scales the loss."""
+        return type(None), ()
 
     @property
     def skipped_steps(self) -> int:

@@ -119,6 +119,13 @@ class CastwisePrecision(Precision):
         """Modules of Fabric that are prepared with an optimizer, or at their first call."""
         self._watched = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy and a pickle, as a Trainer's hold one, have the plan and no session."""
+        return vars(self) | {
+            "last_step": None, "_amp": None, "_roots": [], "_own_steps": frozenset(), "_undo": [], "_module": None, "_fabric": None,
+            "_waiting": [], "_watched": False,
+        }  # fmt: skip
+
     @property
     def amp(self) -> Amp:
         """The session; made when it is first asked for, of the device that the model is set up on."""

@@ -17,6 +17,7 @@ from castwise.compat.apex.amp.functions import patch_registered
 from castwise.compat.apex.amp.handle import AmpHandle
 from castwise.compat.apex.amp.properties import BRIEFS, LEVELS, Properties
 from castwise.compat.apex.amp.scaler import LossScaler
+from castwise.masters import make_pickles_plain
 
 __all__ = ["init", "initialize", "load_state_dict", "state_dict"]
 
@@ -174,6 +175,7 @@ def _begin_casts(
     try:
         if enabled:
             patch_registered(handle.undo)
+            make_pickles_plain()
             for model in models if enable_caching else ():
                 handle.undo.callback(model.register_forward_pre_hook(begin_caching).remove)
                 handle.undo.callback(model.register_forward_hook(end_caching, always_call=True).remove)

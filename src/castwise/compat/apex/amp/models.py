@@ -15,7 +15,7 @@ from castwise import Amp, Plan, Region
 from castwise.casting import default_device_type, hook_first
 from castwise.compat.apex.amp._amp_state import master_params, warn_or_err
 from castwise.compat.apex.amp.ambient import FORMATS
-from castwise.masters import master_of, model_param_of, refresh_master
+from castwise.masters import make_pickles_plain, master_of, model_param_of, refresh_master
 
 __all__ = [
     "base_of",
@@ -176,6 +176,7 @@ def _store_in_fp32(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> No
 def install_casts(models: Sequence[nn.Module], inputs: torch.dtype | None, outputs: torch.dtype) -> None:
     """Cast what goes into models, unless ``inputs`` is None, and what they return."""
     casts = Casts(inputs, outputs)
+    make_pickles_plain()
     for model in models:
         if inputs is not None:
             hook_first(model, casts.enter, with_kwargs=True)
