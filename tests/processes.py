@@ -119,6 +119,9 @@ def _enter(
 ) -> None:
     os.chdir(folder)
     os.environ.update(environment)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # the suite may have been started where it is ignored
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
     torch.set_num_threads(1)

@@ -336,18 +336,23 @@ def test_asking_for_the_version_does_not_import_torch() -> None:
     assert done.stdout.split()[-2:] == ["0", "False"]
 
 
-def test_an_interrupted_training_keeps_its_record() -> None:
+@pytest.mark.parametrize(
+    ("ends", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_an_interrupted_training_keeps_its_record(ends: signal.Signals, code: int, said: str) -> None:
+    """Terminated too, as ``timeout``, Slurm and Docker do it, where no launcher ends ranks."""
     lines = Path("o/metrics.jsonl")
     process = _process("train", f"{TINY}:mlp", "--steps", "1000000", "--out", "o")
     try:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and (not lines.exists() or lines.stat().st_size < 1000):
             time.sleep(0.05)
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait(120) == 130
+        for _ in range(1 + (ends is signal.SIGTERM)):  # timeout sends it to the process and to its group
+            os.kill(process.pid, ends)
+        assert process.wait(120) == code
     finally:
         process.end()
-    assert "castwise: interrupted" in process.said("err")
+    assert f"castwise: {said}\nWhat there was to record is in o" in process.said("err")
     record = json.loads(Path("o/result.json").read_text())
     assert record["status"] == "interrupted"
     assert record["steps_done"] == len(lines.read_text().splitlines()) > 5
@@ -417,3 +422,45 @@ def test_a_search_that_is_terminated_writes_what_it_knows(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "o" / "evidence.json").read_text())["complete"] is False
     assert not list((tmp_path / "tmp").iterdir())
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_is_ignored_stays_so(number: signal.Signals) -> None:
+    """As ``nohup`` and shells without job control start what runs in the background."""
+    code = (
+        f"import os, signal, sys; signal.signal(signal.{number.name}, signal.SIG_IGN); "
+        "os.execv(sys.executable, [sys.executable, '-m', 'castwise', *sys.argv[1:]])"
+    )
+    words = [sys.executable, "-c", code, "train", f"{TINY}:mlp", "--steps", "300", "--out", "o"]
+    lines, deadline = Path("o/metrics.jsonl"), time.monotonic() + 120
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and time.monotonic() < deadline:
+            if lines.exists():
+                process.send_signal(number)
+            time.sleep(0.02)
+        assert process.wait(1) == 0, process.communicate()[1]
+    assert json.loads(Path("o/result.json").read_text())["status"] == "ok"
+
+
+@pytest.mark.parametrize("command", ["bench", "inspect"])
+def test_other_commands_that_are_terminated_end_as_by_an_interrupt(command: str) -> None:
+    ended = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = _process(
+            command,
+            f"{TINY}:mlp",
+            "--out",
+            number.name,
+            *(["--steps", "100000"] if command == "bench" else []),
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline and not Path(number.name).exists():
+                time.sleep(0.02)
+            os.kill(process.pid, number)
+            ended[number] = process.wait(120)
+        finally:
+            process.end()
+        assert "Traceback" not in process.said("err")
+        assert not Path(number.name).exists()
+    assert ended == {signal.SIGINT: 130, signal.SIGTERM: 143}

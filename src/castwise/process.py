@@ -257,22 +257,24 @@ def claims_aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is left.
+    """Hold Ctrl-C back until the block is left, and a SIGTERM that is handled as one.
 
     One that falls into a queue of TensorBoard's leaves its lock taken or its reader asleep, for two minutes or for ever.
     """
     came: list[Any] = []
-    handler = signal.getsignal(signal.SIGINT)
-    holds = callable(handler) and threading.current_thread() is threading.main_thread()
-    if holds:
-        signal.signal(signal.SIGINT, lambda *call: came.append(call))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = {number: handler for number, handler in handlers.items() if callable(handler)}
+    if threading.current_thread() is not threading.main_thread():
+        held = {}
+    for number in held:
+        signal.signal(number, lambda *call: came.append(call))
     try:
         yield
     finally:
-        if holds:
-            signal.signal(signal.SIGINT, handler)
-            if came and callable(handler):
-                handler(*came[0])
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        if came:
+            held[came[0][0]](*came[0])
 
 
 # --- all settings ---------------------------------------------------------------------------------------------

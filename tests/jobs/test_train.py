@@ -245,9 +245,17 @@ def test_an_interruption_keeps_the_record(tiny: str, tmp_path: Path) -> None:
     assert len(_lines(tmp_path)) >= 1
 
 
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def ends(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal that ends a command as Ctrl-C does, also where the suite was started with it ignored."""
+    former = signal.signal(request.param, signal.default_int_handler)
+    yield request.param
+    signal.signal(request.param, former)
+
+
 @pytest.mark.parametrize("place", ["_put", "add_scalar", "close"])
 def test_ctrl_c_waits_while_what_was_done_is_written_down(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, ends: signal.Signals
 ) -> None:
     """In TensorBoard's queue it would leave the queue's reader asleep for two minutes (seen once), or its lock taken."""
     owner = queue.Queue if place == "_put" else SummaryWriter
@@ -258,16 +266,16 @@ def test_ctrl_c_waits_while_what_was_done_is_written_down(
     def interrupted(*args: Any, **options: Any) -> Any:
         if next(calls) == (place == "_put"):  # its first item comes before any step
             came.append(place)
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(ends)
             came.append("went on")
         return real(*args, **options)
 
     monkeypatch.setattr(owner, place, interrupted)
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(ends)
     with pytest.raises(KeyboardInterrupt):
         train(f"{tiny}:mlp", "bf16-mixed", steps=9, out=tmp_path)
     assert came == [place, "went on"]
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(ends) is before
     record = _result(tmp_path)
     assert record["status"] == "interrupted"
     assert record["steps_done"] == len(_lines(tmp_path)) >= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from json import dumps
 from pathlib import Path
 from typing import Annotated
@@ -211,9 +212,9 @@ def train(
     show_traceback: Traceback = False,
 ) -> None:
     """Train a workload under a plan, with TensorBoard's events, JSON lines, curves and weights as results."""
-    with answering(
-        show_traceback, json=json, terminable=False
-    ) as answer:  # torchrun ends ranks, and they have a record to write
+    # Ranks that a launcher ends have a record to write of what has failed elsewhere.
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    with answering(show_traceback, json=json, terminable=alone) as answer:
         from castwise.jobs import train as job
         from castwise.jobs.processes import started
         from castwise.plans.plan import as_plan

@@ -99,10 +99,10 @@ def answering(show_traceback: bool, *, json: bool = False, terminable: bool = Tr
     Args:
         show_traceback: Show where errors come from.
         json: Answer with one JSON object. Whatever else is printed, by the code of a workload too, goes to standard error.
-        terminable: End as by an interrupt where SIGTERM comes.
+        terminable: End as by an interrupt where SIGTERM comes, unless whoever started this process has it ignored.
     """
     answer, before = Answer(json), None
-    if terminable:
+    if terminable and signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         with contextlib.suppress(ValueError):  # not the main thread
             before = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -252,6 +252,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 def _terminate(*_signal: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout sends it to the process and to its group
     raise _Terminated
 
 
