@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -104,3 +107,52 @@ def test_who_listens_goes_on_listening() -> None:
     train(amp, model, optimizer, 1)
     assert losses == trained
     assert skipped == [False] * 4
+
+
+def left_by(act: Any, times: int = 12) -> dict[str, int]:
+    """What is alive after calls and was not before: castwise's own objects by class, and finalizers."""
+
+    def alive() -> Counter[str]:
+        gc.collect()
+        found = Counter(
+            type(each).__qualname__
+            for each in gc.get_objects()
+            if str(type(each).__module__).startswith("castwise.")
+        )
+        found["finalizers"] = len(weakref.finalize._registry)  # type: ignore[attr-defined]
+        return found
+
+    for _ in range(3):  # what is made once
+        act()
+    before = alive()
+    for _ in range(times):
+        act()
+    return {name: more for name, more in (alive() - before).items() if more >= times // 2}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.distributed.reduce_op:FutureWarning")
+def test_a_change_leaves_nothing_behind() -> None:
+    amp, model, optimizer = begin("bf16-mixed")
+
+    def change() -> None:
+        for plan in (*PLANS, "O1"):
+            amp.change(plan)
+            train(amp, model, optimizer, 1)
+
+    assert left_by(change) == {}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.distributed.reduce_op:FutureWarning")
+@pytest.mark.parametrize("plan", ["bf16-mixed+ops.gelu=fp32", "O1", "O2", "bf16-master", "fp16-master"])
+@pytest.mark.parametrize("kept", [False, True], ids=["a model of its own", "a model that stays"])
+def test_a_closed_session_leaves_nothing_behind(plan: str, kept: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def live() -> None:
+        mine = model if kept else copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-2)
+        with Amp(plan, device="cpu") as amp:
+            amp.prepare(mine, optimizer)
+            train(amp, mine, optimizer, 2)
+
+    assert left_by(live) == {}

@@ -161,6 +161,70 @@ def test_a_file_that_cannot_be_read_is_as_if_it_were_not_there(cache: Path, harm
     assert find(job, CPU, SETTINGS) == (None, [])
 
 
+def entry_of(cache: Path) -> tuple[index.Job, Path]:
+    job = job_of(JOB, CPU, SETTINGS)
+    assert job is not None
+    kept(job, SETTINGS)
+    (path,) = cache.glob("*.json")
+    assert find(job, CPU, SETTINGS)[0] is not None
+    return job, path
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "a file of another user": lambda path: os.chown(path, 54321, -1),
+    "a folder of another user": lambda path: os.chown(path.parent, 54321, -1),
+    "a file that its group can write": lambda path: path.chmod(0o664),
+    "a file that all can write": lambda path: path.chmod(0o646),
+    "a folder that its group can write": lambda path: path.parent.chmod(0o770),
+    "a folder that all can write": lambda path: path.parent.chmod(0o1777),
+    "a link": lambda path: path.symlink_to(path.rename(path.with_suffix(".moved"))),
+    "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a link to the folder of another user": lambda path: (
+        path.parent.rename(path.parent.with_name("theirs")),
+        os.chown(path.parent.with_name("theirs"), 54321, -1),
+        path.parent.symlink_to("theirs"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_what_somebody_else_can_have_written_is_passed_over(cache: Path, what: str) -> None:
+    job, path = entry_of(cache)
+    if "another user" in what and os.getuid() != 0:
+        pytest.skip("only root gives files away")
+    FOREIGN[what](path)
+    assert find(job, CPU, SETTINGS) == (None, [])
+
+
+def test_another_user_passes_over_what_this_one_wrote_and_roots_is_everybodys(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, path = entry_of(cache)
+    by_root = path.stat().st_uid == 0
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert (find(job, CPU, SETTINGS)[0] is not None) is by_root
+
+
+def test_the_folder_is_this_users_alone(cache: Path) -> None:
+    """Also one that an earlier castwise made, by the umask; a link where the file is written is not followed."""
+    old = os.umask(0)
+    try:
+        cache.mkdir(parents=True)
+        job, path = entry_of(cache)
+    finally:
+        os.umask(old)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+    victim = cache.parent / "victim"
+    victim.write_text("untouched")
+    path.with_suffix(f".{os.getpid()}.partial").symlink_to(victim)
+    kept(job, SETTINGS)
+    assert victim.read_text() == "untouched"
+    assert find(job, CPU, SETTINGS)[0] is not None
+
+
 @pytest.mark.parametrize("what", ["plan", "evidence"])
 def test_an_answer_that_was_edited_is_as_if_it_were_not_there(cache: Path, what: str) -> None:
     """Its plan and its evidence would name two different plans."""

@@ -46,8 +46,22 @@ def _enter_backward(frame: Frame | None) -> None:
         return
     if task not in _live_tasks:
         _live_tasks.add(task)
-        _torch.on_graph_task_end(lambda: _live_tasks.discard(task))
-    thread.state.backward = BackwardFrame(task, frame, len(thread.state.saved), entry)
+        _torch.on_graph_task_end(lambda: _end_backward(task))
+    _forget_ended()
+    thread.state.backward = BackwardFrame(task, frame, len(thread.state.saved), thread.state.backward)
+
+
+def _end_backward(task: int) -> None:
+    _live_tasks.discard(task)
+    _forget_ended()
+
+
+def _forget_ended() -> None:
+    """Keep no frames of backwards that have ended: they hold what a session has made."""
+    entry = thread.state.backward
+    while entry is not None and entry.task not in _live_tasks:
+        entry = entry.outer
+    thread.state.backward = entry
 
 
 def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:

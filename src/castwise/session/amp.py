@@ -118,6 +118,7 @@ class Amp:
         process.check_device(chosen, self.device_type)
         self._guard = nonfinite, patience
         self._prepares: list[_Prepare] = []
+        self._collected = weakref.finalize(self, int)
         self._begin(chosen)
         self._listeners: list[Callable[[Sequence[Optimizer], StepResult], object]] = []
         self._on_loss: list[Callable[[torch.Tensor, str], object]] = []
@@ -135,7 +136,9 @@ class Amp:
         self._window.ranks_differ, self._agreement.window = self._agreement.can_differ, self._window
         self._watch = Watch(self._window)
         self._claim = process.Claim(plan, self.device_type)
-        weakref.finalize(self, self._claim.close_collected).atexit = False
+        self._collected.detach()  # of the claim before
+        self._collected = weakref.finalize(self, self._claim.close_collected)
+        self._collected.atexit = False
         self._dropped = DroppedUpdates()
         self._met = False
         self._block: autocast | None = None

@@ -4,7 +4,8 @@ A job is known by what a search is asked, by the structure of its model and opti
 the weights, the data and the loss are those of before is told by the loss and the norm of its gradient on that batch. Where
 device, threads and versions are the same too, the evidence of before is the answer; a plan from elsewhere is a first
 candidate, and so is one that was found by other code, or with less time or fewer measurements than are asked for now. Only
-searches that came to their end are kept. Files that cannot be read or written are as if they were not there.
+searches that came to their end are kept. Files that cannot be read or written are as if they were not there, and so are those
+that somebody else than this user or root has written, or could write: the folder may be shared (``CASTWISE_CACHE_DIR``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import math
 import os
 import re
+import stat
 import sys
 import types
 import typing
@@ -34,6 +36,7 @@ from castwise.measure.steps import build_model
 from castwise.numerics.isolation import seed_all, undisturbed
 from castwise.numerics.probes import as_real
 from castwise.plans.plan import Plan
+from castwise.plans.text import read_json
 from castwise.tuning.code import Operators, code_digest
 from castwise.tuning.evidence import Evidence
 from castwise.tuning.state import Settings
@@ -45,6 +48,9 @@ _FREE = ("budget_s", "memory", "verify_seeds", "seed")
 """Settings that change how well a plan is known, and not which is sought."""
 _MORE_TIME = ("--budget", "the time was spent")
 """Words by which notes and reasons say that something was left open or out for want of time."""
+_LARGEST = 1 << 26
+_DEEPEST = 200
+"""Bytes of an entry, and levels of its JSON: more has none that was written here."""
 _HEAP = re.compile("MALLOC_|GLIBC_TUNABLES$|LD_PRELOAD$")
 """Variables that decide where tensors on the host lie, and with it whether each step meets page faults."""
 _SAID = (
@@ -164,10 +170,41 @@ def keep(job: Job, device: torch.device, plan: Plan, record: Mapping[str, Any]) 
     found = [plan.to_json(), record]
     entry = {"job": dataclasses.asdict(job), "place": place, "found": found, "seal": _seal(found)}
     with contextlib.suppress(OSError):  # without it the next search takes as long as this one
-        where.mkdir(parents=True, exist_ok=True)
+        where.parent.mkdir(parents=True, exist_ok=True)
+        where.mkdir(mode=0o700, exist_ok=True)
+        if where.stat().st_uid == getattr(os, "getuid", int)():
+            where.chmod(0o700)  # an earlier castwise made it as the umask has it
+        if not _is_ours(where.stat()):
+            return
         partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(entry), encoding="utf-8")
+        partial.unlink(missing_ok=True)
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # nobody's link is followed
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(entry, file)
         partial.replace(path)
+
+
+def _is_ours(about: os.stat_result) -> bool:
+    """Whether only this user and root can have written a file or a folder; on Windows folders of users are theirs anyway."""
+    if os.name == "nt":
+        return True
+    return about.st_uid in (os.getuid(), 0) and not stat.S_IMODE(about.st_mode) & (
+        stat.S_IWGRP | stat.S_IWOTH
+    )
+
+
+def _read(path: Path) -> str:
+    """A plain file of this user or of root, which nobody else can write.
+
+    Raises:
+        OSError: It is anything else, or a link.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(handle, encoding="utf-8") as file:
+        about = os.fstat(handle)  # of what was opened
+        if not stat.S_ISREG(about.st_mode) or not _is_ours(about) or about.st_size > _LARGEST:
+            raise OSError("not a plain file of this user's")
+        return file.read()
 
 
 def _seal(found: Any) -> str:
@@ -182,9 +219,11 @@ def find(
     here: tuple[Plan, Evidence] | None = None
     elsewhere: list[Plan] = []
     where, place = folder(), _place(device)
+    with contextlib.suppress(OSError):
+        where = None if where is None or not _is_ours(where.stat()) else where
     for path in sorted(where.glob(f"{job.digest}-*.json")) if where is not None else ():
         with contextlib.suppress(Exception):  # of another version, cut off, edited: as if it were not there
-            entry = json.loads(path.read_text(encoding="utf-8"))
+            entry = read_json(_read(path), deepest=_DEEPEST)
             if not job.is_like(entry["job"]) or _seal(entry["found"]) != entry["seal"]:
                 continue
             plan = Plan.from_json(entry["found"][0])
