@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise.errors import CastwiseError, NonFiniteError, WorkloadError, place, told
-from castwise.plans.text import close_matches
+from castwise.plans.text import close_matches, is_encodable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -158,7 +158,13 @@ def find_workload(spec: str) -> Workload:
     where, colon, attribute = spec.rpartition(":")
     if not colon or not where or not attribute:
         raise WorkloadError(_not_found(spec, name))
+    if not is_encodable(spec):
+        raise WorkloadError(f"workload {spec!r}: the name holds bytes that are no text here; rename the file")
     is_file = where.endswith(".py") or "/" in where or "\\" in where
+    if not is_file and not all(part.isidentifier() for part in where.split(".")):
+        raise WorkloadError(
+            f"workload {spec!r}: {where!r} is no name of a module; your own is named file.py:attribute or package.module:attribute"
+        )
     module = _import_file(spec, Path(where).expanduser()) if is_file else _import_module(spec, where)
     return _workload_in(spec, module, attribute)
 
@@ -180,7 +186,11 @@ def _not_found(spec: str, name: str) -> str:
 
 def _workload_lines(path: Path) -> list[str]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line for line in lines if "Workload(" in line and "=" in line.split("Workload(")[0]]
+    return [  # of the module itself: what is indented is a function's own
+        line
+        for line in lines
+        if not line[:1].isspace() and "Workload(" in line and "=" in line.split("Workload(")[0]
+    ]
 
 
 def _built_in(name: str, options: str) -> Workload:

@@ -20,6 +20,7 @@ from castwise.cli.options import (
     as_path,
     listed,
     path_option,
+    plans_in,
 )
 from castwise.cli.terminal import Commands, answering, folder_for
 from castwise.errors import CastwiseError
@@ -87,9 +88,7 @@ def bench(
         from castwise.jobs import bench as job
         from castwise.plans.plan import as_plan
 
-        chosen = listed(plans)
-        if not chosen:
-            raise CastwiseError(f"--plans {plans!r} names no plan; give one or more, such as fp32,bf16-mixed")
+        chosen = plans_in(plans)
         for plan in chosen:
             as_plan(plan)  # before anything is made or measured
         with folder_for(out, "bench", workload) as folder:

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from castwise.errors import CastwiseError
+
 
 def listed(given: str) -> list[str]:
     """The names between commas."""
@@ -18,7 +20,32 @@ def as_path(given: str) -> Path:
     """A path, which is not empty."""
     if not given.strip():
         raise typer.BadParameter("'' is no path; name one, or leave the option out")
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter(
+            f"{given!r} holds bytes that are no text, so that no record could name it; rename it, or name another"
+        ) from None
     return Path(given)
+
+
+def plans_in(given: str) -> list[str]:
+    """The plans between commas; one at least.
+
+    Raises:
+        CastwiseError: There is none.
+    """
+    if plans := listed(given):
+        return plans
+    raise CastwiseError(f"--plans {given!r} names no plan; give one or more, such as fp32,bf16-mixed")
+
+
+def _is_seed(seed: int) -> int:
+    if not 0 <= seed < 2**32:
+        raise typer.BadParameter(
+            f"{seed} is no seed; allowed: whole numbers from 0 to {2**32 - 1}, as for NumPy"
+        )
+    return seed
 
 
 def _is_device(name: str | None) -> str | None:
@@ -54,7 +81,7 @@ Device = Annotated[
         help="cpu, cuda, cuda:1, xpu, mps.", show_default="the accelerator, else the CPU", callback=_is_device
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of weights and data.")]
+Seed = Annotated[int, typer.Option(help="Of weights and data.", callback=_is_seed)]
 Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it came from.")]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object, the record or an error, and nothing else.")

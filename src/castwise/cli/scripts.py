@@ -16,8 +16,8 @@ from castwise.cli.options import (
     ScriptArguments,
     Traceback,
     as_path,
-    listed,
     path_option,
+    plans_in,
 )
 from castwise.cli.terminal import answering
 
@@ -81,7 +81,7 @@ def try_(
     with answering(show_traceback, json=json) as answer:
         from castwise.script import try_script
 
-        chosen = listed(plans)
+        chosen = plans_in(plans)
         result = try_script(
             script,
             arguments or (),

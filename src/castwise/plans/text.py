@@ -34,6 +34,15 @@ shown = _Shown().repr
 """``repr`` of any value for a message: short, however long or deep the value is."""
 
 
+def is_encodable(text: str) -> bool:
+    """Whether text can be written as UTF-8: names of files hold bytes that are no text as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def close_matches(value: object, options: Iterable[str]) -> str:
     """Say which of the options were perhaps meant, as a clause in parentheses or nothing."""
     text = value if isinstance(value, str) else shown(value)

@@ -21,6 +21,7 @@ from castwise.errors import CheckpointError, PlanError, StateError
 from castwise.parallel import fsdp, wrappers
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan, as_plan
+from castwise.plans.text import shown
 from castwise.ranks import Agreement, Ranks
 from castwise.ranks.plans import check_same_plan
 from castwise.resolve import Resolution, resolve
@@ -462,7 +463,12 @@ class Amp:
         """
         if not isinstance(loss, torch.Tensor):
             raise PlanError(
-                f"backward: the loss is a {type(loss).__name__}; a scalar tensor is needed. Leave .item() out."
+                f"backward: the loss is a {type(loss).__name__}; a scalar tensor is needed. "
+                + (
+                    "Add its losses up, or give each by itself: amp.backward(losses['one'], name='one')."
+                    if isinstance(loss, Mapping)
+                    else "Leave .item() out."
+                )
             )
         if loss.numel() != 1:
             raise PlanError(
@@ -636,6 +642,11 @@ class Amp:
         if max_norm is not None:
             check_norm("step", max_norm)
         for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise PlanError(
+                    f"step({shown(optimizer)}): a {type(optimizer).__name__} is no optimizer. Allowed: the optimizers that were prepared, "
+                    "one after the other; the largest norm has a name: amp.step(optimizer, max_norm=1.0)"
+                )
             if not self._members.holds(optimizer):
                 raise StateError(
                     f"step({type(optimizer).__name__}): this optimizer was not prepared by this Amp, so its parameters have neither "
