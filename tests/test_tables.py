@@ -410,28 +410,26 @@ class Vectors(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "buffer", "pattern"),
+    ("make", "last", "pattern"),
     [
-        (FromOutside, "encoding.pe", "encoding"),
-        (Vectors, "shift", "type:Vectors"),
-        (lambda: nn.Sequential(Vectors()), "0.shift", "0"),
+        (FromOutside, "last", "encoding"),
+        (Vectors, "last", "type:Vectors"),
+        (lambda: nn.Sequential(Vectors()), "0.last", "0"),
     ],
 )
-def test_a_mismatch_names_the_buffer_and_a_region_that_helps(
-    make: Callable[[], nn.Module], buffer: str, pattern: str
+def test_a_mismatch_beside_a_table_names_what_cures_it(
+    make: Callable[[], nn.Module], last: str, pattern: str
 ) -> None:
     with castwise.Amp("bf16-true", device="cpu") as amp:
         model = make()
         amp.prepare(model)
         with pytest.raises(RuntimeError) as caught:
             model(data())
-    advice = (
-        f"If {buffer} is the fp32 tensor, a buffer that is kept as it is, Region('{pattern}', params='bf16')"
-    )
-    assert advice in str(caught.value)
-    with castwise.Amp(f"bf16-true+regions.{pattern}=params:bf16", device="cpu") as amp:
-        amp.prepare(model)
-        assert model(data()).isfinite().all()
+    assert f"keep it in fp32, by Region('{last}', compute='fp32')" in str(caught.value)
+    for cure in (f"{last}=fp32", f"{pattern}=params:bf16"):
+        with castwise.Amp(f"bf16-true+regions.{cure}", device="cpu") as amp:
+            amp.prepare(model)
+            assert model(data()).isfinite().all()
 
 
 def test_borders_around_tables_are_borders() -> None:

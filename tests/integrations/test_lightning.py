@@ -863,8 +863,15 @@ def test_two_networks_in_fabric_have_one_session() -> None:
     assert all(Amp.of(module.module) is plugin.amp for module, _ in pairs)
 
 
-@pytest.mark.parametrize(("path", "dtype"), [(None, torch.bfloat16), ("net", torch.float32)])
-def test_only_a_whole_module_takes_its_batch_low(path: str | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("plan", "path", "dtype"),
+    [
+        ("bf16-true", None, torch.bfloat16),
+        ("bf16-true", "net", torch.float32),
+        ("bf16-master", None, torch.float32),  # its operators cast by themselves
+    ],
+)
+def test_only_a_whole_module_takes_its_batch_low(plan: str, path: str | None, dtype: torch.dtype) -> None:
     class Regression(Net):
         def training_step(self, batch: Batch) -> Tensor:
             out = self(batch[0])
@@ -872,7 +879,7 @@ def test_only_a_whole_module_takes_its_batch_low(path: str | None, dtype: torch.
             return functional.mse_loss(out, batch[1])
 
     data = [(inputs, inputs[:, :4]) for inputs, _ in batches()]
-    model = fit(Regression(), "bf16-master", data, model=path)
+    model = fit(Regression(), plan, data, model=path)
     assert {*model.seen} == {(dtype, torch.float32)}
 
 

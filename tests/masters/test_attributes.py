@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import castwise
-from castwise.masters import Master, master_of
+from castwise.masters import master_of
 from tests.masters.presets import MASTERS
 
 
@@ -229,20 +229,17 @@ def test_masters_in_a_saved_state_load_with_weights_only() -> None:
 
 
 @pytest.mark.parametrize("way", ["pickle", "torch"])
-def test_pickled_optimizers_have_masters_of_the_pickled_model(way: str) -> None:
+def test_pickled_optimizers_have_the_parameters_of_the_pickled_model(way: str) -> None:
+    """As :meth:`Amp.close` would leave both: in fp32, with the attributes, and without masters."""
     model = nn.Linear(4, 2)
     _, optimizer = trained(model)
     both: Any = pickle.loads(pickle.dumps((model, optimizer))) if way == "pickle" else None
     both = both or torch.load(file_of((model, optimizer)), weights_only=False)
     for p, q, master in zip(both[0].parameters(), held(both[1]), held(optimizer), strict=True):
-        assert isinstance(q, Master)
-        assert master_of(p) is q
-        assert both[1].state[p]["anchor"] is q
+        assert p is q
         assert torch.equal(q, master)
         assert p.fast
-        q.fast = False
-        assert not p.fast
-    both[0](torch.ones(3, 4).bfloat16()).sum().backward()
+    both[0](torch.ones(3, 4)).sum().backward()
     before = both[0].weight.detach().clone()
     both[1].step()
     assert not torch.equal(both[0].weight, before)

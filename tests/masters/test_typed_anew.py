@@ -50,7 +50,7 @@ class Net(nn.Module):
 def prepared(plan: str, way: str = WAYS[0]) -> tuple[Amp, Net, Optimizer]:
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4)
     amp = Amp(plan, device="cpu")
     if way == "no optimizer":
         amp.prepare(model)

@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, 1e-2),
     "fused adamw": lambda params: torch.optim.AdamW(params, 1e-2, fused=True),
-    "for loop": lambda params: torch.optim.RMSprop(params, 1e-3, foreach=False),
+    "for loop": lambda params: torch.optim.RMSprop(params, 1e-3, eps=1e-4, foreach=False),
     "lbfgs": lambda params: torch.optim.LBFGS(params, 1e-1, max_iter=3),
 }
 

@@ -336,7 +336,10 @@ class Complaint:
 
     def _wanted(self, tensors: Iterable[Tensor]) -> list[torch.dtype]:
         """Dtypes to bring tensors to, the one that loses nothing first; fp64, which no plan casts, last."""
-        found = [torch.empty((), dtype=t.dtype).real.dtype if t.is_complex() else t.dtype for t in tensors]
+        found = [
+            torch.empty((), dtype=t.dtype, device="cpu").real.dtype if t.is_complex() else t.dtype
+            for t in tensors
+        ]
         narrow = [dtype for dtype in found if dtype is not torch.float64]
         low = [FORMATS[self._site.compute].dtype]
         widest = widest_dtype(narrow)

@@ -146,7 +146,7 @@ class Pairs:
         if not ahead:
             if (changed or look) and merge_values(source, target, cast=cast) and cast:
                 if look:  # nothing is written to the model; the next step sees to it
-                    self._updated[index] = mark_of(master)[2]
+                    self._updated[index] = mark_of(master)[3]
                     return
                 _torch.copy_each([target], [source])  # what model.half().bfloat16() has rounded comes back
         elif not changed:

@@ -264,7 +264,7 @@ def _as_master_of(stored: nn.Parameter, values: Any) -> nn.Parameter:
         stored=stored,
         former_grad_dtype=stored.grad_dtype,
         former_dtype=stored.dtype,
-        data_writes=torch.empty(0),
+        data_writes=torch.empty(0, device="cpu"),
     )
     kind: Any = type(values)
     values.__class__ = _class_of("Master", Master, kind)
