@@ -70,6 +70,3 @@ def _that_collapse(values: Tensor, dtype: torch.dtype) -> tuple[float, float] | 
         return None
     index = int(same[0])
     return float(flat[index]), float(flat[index + 1])
-
-
-_torch.never_trace(RoundedInputs.look, "inputs are looked at in front of graphs")

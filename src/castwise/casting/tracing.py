@@ -88,7 +88,18 @@ def _watch_compilations() -> None:
 
 
 _BETWEEN_GRAPHS = tuple(
-    f"castwise.{name}" for name in ("_torch", "casting", "borders", "plans", "masters", "scaler")
+    f"castwise.{name}"
+    for name in (
+        "_torch",
+        "casting",
+        "borders",
+        "complaints",
+        "rounding",
+        "stored",
+        "plans",
+        "masters",
+        "scaler",
+    )
 )
 
 
