@@ -151,7 +151,7 @@ def is_kept(buffer: Tensor) -> bool:
     """Whether a buffer can be kept: numbers that can be infinite or NaN, each in memory of its own."""
     if type(buffer) is not Tensor and not hasattr(buffer, "placements"):  # a DTensor has them
         return False
-    if buffer.dtype not in _FORMATS or buffer.layout is not torch.strided or buffer.is_meta:
+    if buffer.dtype not in _FORMATS or not _torch.is_dense(buffer) or buffer.is_meta:
         return False
     if _torch.is_transformed(buffer):
         return False
