@@ -92,8 +92,8 @@ WORDS: dict[str, tuple[list[str], str]] = {
     "a long seed": (["train", "sine", "--seed", "99999999999999999999"], "is no seed"),
     "a seed below zero": (["tune", "sine", "--seed", "-1"], "is no seed"),
     "bytes as a path": (["train", "sine", "--out", "\udcff/o"], "holds bytes that are no text"),
-    "a layout": (["train", "sine", "--layout", "x"], "layout 'x' is none. Allowed: single, dp2"),
-    "no layout": (["train", "sine", "--layout", ""], "layout '' is none. Allowed: single, dp2"),
+    "a layout": (["train", "sine", "--layout", "x"], "layout 'x': it names no part. Allowed: single, dp2"),
+    "no layout": (["train", "sine", "--layout", ""], "layout '': it names no part. Allowed: single, dp2"),
     "a module": (["bench", ".:x"], "'.' is no name of a module"),
     "bytes as a file": (["bench", "\udcff.py:x"], "holds bytes that are no text"),
 }
@@ -121,7 +121,7 @@ def test_a_local_variable_is_not_offered_as_a_workload() -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "xx"])
 def test_an_empty_layout(text: str) -> None:
-    with pytest.raises(PlanError, match="is none"):
+    with pytest.raises(PlanError, match="it names no part"):
         Layout.parse(text)
 
 
