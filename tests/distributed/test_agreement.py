@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from castwise import LossScale, Plan
 from castwise.errors import CheckpointError, PatternError, PlanError, RankError, StateError
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.ranks import ALONE, Agreement, Ranks
+from castwise.session import storage
 from tests.soak import each_value
 
 from . import model
@@ -293,6 +295,55 @@ def test_ranks_with_different_plans_are_named(two: World) -> None:
         assert "rank 1: bf16-mixed+ops.exp=fp32 (digest" in text
         assert "They differ in ops" in text
         assert "Amp(plan, group=...)" in text
+
+
+def fails(rank: int, size: int, where: str) -> str:
+    """In the checks, while the plan is carried out, or before either."""
+    amp, net = castwise.Amp("bf16-master", device="cpu"), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    patch = pytest.MonkeyPatch()
+    if rank == 1 and where == "checks":
+        net.weight.data.fill_(1e9)
+        amp = castwise.Amp("fp16-master", device="cpu")
+    if rank == 1 and where == "apply":
+        patch.setattr(storage, "store", lambda *_: 1 / 0)
+    if where == "late":
+        amp = castwise.Amp("bf16-mixed", device="cpu")
+        amp.prepare(net)
+    if rank == 1 and where in ("late", "stranger"):
+        optimizer = torch.optim.SGD(nn.Linear(3, 3).parameters(), 0.1)
+    start = time.monotonic()
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        amp.prepare(net, optimizer)
+    assert time.monotonic() - start < 20
+    assert net.weight.dtype is torch.float32
+    assert (castwise.Amp.of(net) is None) is (where != "late")
+    patch.undo()
+    amp.close()
+    with castwise.Amp("bf16-mixed", device="cpu") as again:  # all go on together
+        again.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("where", ["checks", "apply", "late", "stranger"])
+def test_a_rank_that_fails_inside_prepare_frees_the_others_at_once(where: str, two: World) -> None:
+    """They waited for it until the process group's own timeout."""
+    for text in two.run(fails, where):
+        assert text.startswith("RankError: on rank 1: "), text
+
+
+def fails_alike(rank: int, size: int) -> str:
+    net = nn.Linear(2, 2)
+    with pytest.raises(PatternError) as caught:
+        castwise.Amp("bf16-mixed+regions.nowhere=fp32", device="cpu").prepare(
+            net, torch.optim.SGD(net.parameters(), 0.1)
+        )
+    return str(caught.value)
+
+
+def test_what_fails_alike_on_all_is_each_ranks_own(two: World) -> None:
+    for text in two.run(fails_alike):
+        assert "nowhere" in text
 
 
 def provenance(rank: int, size: int) -> None:

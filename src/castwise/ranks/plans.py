@@ -11,15 +11,29 @@ from castwise.plans.plan import Plan
 from castwise.plans.text import shown
 from castwise.ranks.group import Ranks
 from castwise.ranks.text import named
+from castwise.ranks.waiting import Waiting
 
 
-def check_same_plan(plan: Plan, ranks: Ranks) -> None:
+def check_same_plan(plan: Plan, ranks: Ranks, failure: Exception | None = None) -> None:
     """Compare the plan with those of the other ranks; all of them must call this.
+
+    Args:
+        plan: This rank's.
+        ranks: All of them.
+        failure: Why this rank cannot go on.
 
     Raises:
         PlanError: On every rank, naming the ranks and the fields that differ.
+        RankError: On every rank, where some cannot go on; the failure itself where all have failed alike.
     """
-    plans = [Plan.from_json(text) for text in ranks.meet(plan.to_json())]
+
+    def own() -> str:
+        if failure is not None:
+            raise failure
+        return plan.to_json()
+
+    with Waiting(ranks.group):
+        plans = [Plan.from_json(text) for text in ranks.every(own)]
     holders: dict[str, list[int]] = {}
     for place, one in enumerate(plans):
         holders.setdefault(one.digest, []).append(place)

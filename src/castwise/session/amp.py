@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -221,38 +222,39 @@ class Amp:
             self._join(_torch.without_compiler(model), late, part)
             self._note_prepared(_torch.without_compiler(model), late, how)
             return
-        target = check_model(model, self.device_type, wrapped=wrapped)
-        check_uncompiled(model, self.plan)
-        check_uncompiled(target, self.plan)
-        owner = _prepared.get(target)
-        if owner is not None:
-            raise StateError(
-                f"prepare: this {type(target).__name__} is already prepared, by "
-                f"{'this Amp' if owner is self else repr(owner)}; close() that Amp first (castwise.Amp.of(model) finds it)"
-            )
-        if inference and optimizers:
-            raise StateError(
-                "prepare(inference=True) takes no optimizer: weights are cast once and have no masters"
-            )
-        for optimizer in optimizers:
-            check_optimizer(optimizer, target, self.plan)
-            self._watch.check_alone(optimizer)
-        if not inference:
-            check_in_backward(target, optimizers, self.plan)
-        check_masters(target, optimizers, self._members)
-        if self.scaler.is_enabled():
-            check_apart(target, [*self._members.optimizers, *optimizers])
-        borders.check_methods(target, methods)
-        resolution = self.resolve(target, part=part, inference=inference, widen=widen)
-        check_arrival(target, resolution, widen, again=kept is not None)
-        fsdp.check_groups(resolution, target)
-        dtypes = storage.dtypes_of(resolution, target)
-        fsdp.check_shards(target, dtypes)
-        storage.check_range(target, dtypes)
-        if (optimizers or part) and not inference:  # a stage of a pipeline may have no optimizer
-            self._meet()
+        # A stage of a pipeline may have no optimizer.
+        meets = not inference and bool(optimizers or part) and self._will_meet
+        with self._together(meets):
+            target = check_model(model, self.device_type, wrapped=wrapped)
+            check_uncompiled(model, self.plan)
+            check_uncompiled(target, self.plan)
+            owner = _prepared.get(target)
+            if owner is not None:
+                raise StateError(
+                    f"prepare: this {type(target).__name__} is already prepared, by "
+                    f"{'this Amp' if owner is self else repr(owner)}; close() that Amp first (castwise.Amp.of(model) finds it)"
+                )
+            if inference and optimizers:
+                raise StateError(
+                    "prepare(inference=True) takes no optimizer: weights are cast once and have no masters"
+                )
+            for optimizer in optimizers:
+                check_optimizer(optimizer, target, self.plan)
+                self._watch.check_alone(optimizer)
+            if not inference:
+                check_in_backward(target, optimizers, self.plan)
+            check_masters(target, optimizers, self._members)
+            if self.scaler.is_enabled():
+                check_apart(target, [*self._members.optimizers, *optimizers])
+            borders.check_methods(target, methods)
+            resolution = self.resolve(target, part=part, inference=inference, widen=widen)
+            check_arrival(target, resolution, widen, again=kept is not None)
+            fsdp.check_groups(resolution, target)
+            dtypes = storage.dtypes_of(resolution, target)
+            fsdp.check_shards(target, dtypes)
+            storage.check_range(target, dtypes)
         arrived = storage.low_dtypes(target)
-        with self._undo.transaction() as log:
+        with self._undo.transaction() as log, self._together(meets):
             if not self._claim.held:
                 log.callback(self._claim.close)
                 self._claim.take()
@@ -284,13 +286,25 @@ class Amp:
             storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
         trained = None if inference else next((p for p in target.parameters() if p.requires_grad), None)
         root.first = None if trained is None else (weakref.ref(trained), trained.dtype)
+        self._met = self._met or meets
         self._note_prepared(target, optimizers, how)
 
-    def _meet(self) -> None:
-        """Compare plans, once: at the first model of each rank that is trained, whatever else some ranks have prepared before."""
-        if not self._met and self._agreement.ranks.size > 1:
+    @property
+    def _will_meet(self) -> bool:
+        """Whether ranks have to come together: at the first model of each that is trained, whatever some have prepared before."""
+        return not self._met and self._agreement.ranks.size > 1
+
+    @contextlib.contextmanager
+    def _together(self, meets: bool) -> Iterator[None]:
+        """Where ranks meet: all of them have one plan and get through the block, or all raise, and none waits for another."""
+        try:
+            yield
+        except Exception as error:
+            if meets:
+                check_same_plan(self.plan, self._agreement.ranks, error)
+            raise
+        if meets:
             check_same_plan(self.plan, self._agreement.ranks)
-        self._met = True
 
     def _note_prepared(self, model: nn.Module, optimizers: Sequence[Optimizer], how: _HowPrepared) -> None:
         self._prepares.append(_Prepare(weakref.ref(model), tuple(map(weakref.ref, optimizers)), how))
@@ -356,16 +370,18 @@ class Amp:
 
     def _join(self, model: nn.Module, optimizers: Sequence[Optimizer], part: bool) -> None:
         """Take in optimizers that were made after their model was prepared."""
-        for optimizer in optimizers:
-            check_optimizer(optimizer, model, self.plan)
-            self._watch.check_alone(optimizer)
-        check_late(model, optimizers, self.resolve(model, part=part))
-        if self.scaler.is_enabled():
-            check_apart(model, [*self._members.optimizers, *optimizers])
-        self._meet()
-        with self._undo.transaction() as log:
+        meets = self._will_meet
+        with self._together(meets):
+            for optimizer in optimizers:
+                check_optimizer(optimizer, model, self.plan)
+                self._watch.check_alone(optimizer)
+            check_late(model, optimizers, self.resolve(model, part=part))
+            if self.scaler.is_enabled():
+                check_apart(model, [*self._members.optimizers, *optimizers])
+        with self._undo.transaction() as log, self._together(meets):
             apply_late(model, optimizers, self.plan, log)
             self._take_in(optimizers, log)
+        self._met = self._met or meets
 
     def _take_in(self, optimizers: Sequence[Optimizer], log: UndoLog) -> None:
         for optimizer in optimizers:
