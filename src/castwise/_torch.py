@@ -1551,7 +1551,9 @@ def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 def buffer_tables(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
     """By path, the dictionary in which each module of a model has its buffers, to read from and to write to."""
     for path, module in model.named_modules():
-        yield path, module._buffers
+        table: Any = module._buffers
+        # what scripted code keeps is handed out by a view, in which no other tensor can be put
+        yield path, table if isinstance(table, dict) else dict(table.items())
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:

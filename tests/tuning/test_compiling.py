@@ -101,7 +101,7 @@ class CoarseByHand(Net):
         return x * 1.2 if self.is_coarse(x) and not torch.compiler.is_compiling() else x
 
     def is_coarse(self, x: Tensor) -> bool:
-        return x.dtype is torch.bfloat16
+        return self.a.weight.dtype is torch.bfloat16
 
 
 class CoarseCompiled(CoarseByHand):

@@ -20,7 +20,7 @@ from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.axes import check_formats, name_of, numerics_of
-from castwise.tuning.contest import Contest
+from castwise.tuning.contest import BASELINE, Contest
 from castwise.tuning.evidence import Stage, Verification
 from castwise.tuning.part_costs import Cost
 from castwise.tuning.parts import Part, exempt
@@ -181,7 +181,10 @@ class SearchState:
         """What is known so far, in a few words."""
         if self.contest is None:
             return ""
-        timed = [plan for plan, entry in self.contest.entries.items() if entry.rounds]
+        entries = self.contest.entries
+        rounds = len(entries[BASELINE].lap.times_s) if BASELINE in entries else 0
+        # in the middle of a round some have one time more than others
+        timed = [p for p, entry in entries.items() if entry.rounds and len(entry.lap.times_s) == rounds]
         if len(timed) < 2:
             return ""
         leader = self.contest.order(timed)[0]
