@@ -18,6 +18,12 @@ def note_formats(model: nn.Module) -> None:
         _stored[parameter] = parameter.dtype
 
 
+def note_format(parameter: Tensor) -> None:
+    """The plan stores a parameter of a prepared model otherwise from now on."""
+    if parameter in _stored:
+        _stored[parameter] = parameter.dtype
+
+
 def forget_formats(model: nn.Module) -> None:
     """A model is prepared no longer."""
     for parameter in model.parameters():

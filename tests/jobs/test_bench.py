@@ -295,7 +295,7 @@ def test_an_exception_in_one_plan_does_not_lose_the_others(tiny: str) -> None:
     row = _row(result, "bf16-mixed")
     assert (row.status, row.reason) == (
         "failed",
-        "FloatingPointError: a kernel (tiny_workloads.py, line 69, in forward)",
+        "FloatingPointError: a kernel (tiny_workloads.py, line 70, in forward)",
     )
     assert len(row.losses) == 2
     assert _row(result, "bf16-true").status == "ok"

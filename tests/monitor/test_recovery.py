@@ -360,7 +360,7 @@ def test_good_states_that_are_gone_are_an_error(tmp_path: Path) -> None:
             for path in tmp_path.glob("step-*"):
                 shutil.rmtree(path)
 
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json"):
+    with pytest.raises(CheckpointError, match="is not there, or not any more"):
         run.train(data(40, spikes=(30,), value=float("nan")), steal)
 
 

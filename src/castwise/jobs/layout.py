@@ -63,7 +63,9 @@ class Layout:
         """
         sizes: dict[str, int] = {}
         if not text.strip("x"):
-            raise PlanError(f"layout {text!r}: it names no part. Allowed: {_ALLOWED}; write e.g. --layout dp2")
+            raise PlanError(
+                f"layout {text!r}: it names no part. Allowed: {_ALLOWED}; write e.g. --layout dp2"
+            )
         for part in text.split("x") if text != "single" else ():
             match = re.fullmatch(r"(dp|fsdp|tp|pp)([1-9]\d*)", part)
             if match is None:

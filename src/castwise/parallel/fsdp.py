@@ -20,6 +20,7 @@ from castwise.errors import StateError
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.resolve import Resolution, resolve
+from castwise.stored import note_format
 
 
 def _path_of(module: nn.Module, model: nn.Module) -> str:
@@ -170,6 +171,7 @@ class _Frozen:
 
 def _widen(shard: Tensor) -> bool:
     masters.store(shard, torch.float32)
+    note_format(shard)
     return True
 
 
