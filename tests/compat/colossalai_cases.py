@@ -13,7 +13,7 @@ from castwise.compat.colossalai.amp import AMP_TYPE, convert_to_amp
 from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
 
-from ..distributed.model import BLOCKS, LOSS, Run, batch, build, cut_by_hand, parallelize, stage
+from ..distributed.model import BLOCKS, LOSS, Options, Run, batch, build, cut_by_hand, parallelize, stage
 
 SCALE = 4096.0  # 65536 overflows fp16 in a part of a batch, whose gradients are larger
 MODES: dict[str, dict[str, Any] | None] = {
@@ -78,7 +78,7 @@ class Layout:
         colossalai.launch(
             config(mode, parallel=parallel, **zero, **more), 0, 1, "localhost", 0, verbose=False
         )
-        self.run = Run("fp32", None)  # type: ignore[arg-type] - for the record of what was cut by hand
+        self.run = Run("fp32", Options())  # for the record of what was cut by hand
         model = build() if pipeline == 1 else stage(gpc.get_local_rank(ParallelMode.PIPELINE), 2)
         if "hand" in self.parts:
             cut_by_hand(model, self.run, gpc.get_group(ParallelMode.TENSOR))
