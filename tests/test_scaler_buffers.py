@@ -128,6 +128,34 @@ def test_a_skipped_step_puts_back_what_it_poisoned(plan: str, how: str) -> None:
     assert all(buffer.isfinite().all() for buffer in held(run.model).values())
 
 
+@pytest.mark.parametrize("plan", ["fp32", "fp16-mixed+loss_scale.init=8", "bf16-master"])
+@pytest.mark.parametrize("then", ["cleared", "evaluated", "trained"])
+def test_a_batch_that_a_rule_left_out_is_forgotten_before_anybody_looks(plan: str, then: str) -> None:
+    """By a rule of the user's the last batch before an evaluation or a checkpoint, or one between others."""
+    run = Run(plan)
+    run.step(batch(seed=0))
+    good = held(run.model)
+    run.optimizer.zero_grad()
+    run.backward(batch(NAN))
+    assert not run.amp.clip_grad_norm_(run.optimizer, 1.0).isfinite()
+    if then == "cleared":
+        run.optimizer.zero_grad()
+        assert same(held(run.model), good)
+    if then == "evaluated":
+        with torch.no_grad():
+            assert run.model.eval()(batch(seed=3)).isfinite().all()
+        assert same(held(run.model.train()), good)
+    run.model(batch(seed=2))
+    learned = held(run.model)
+    assert not same(learned, good)
+    assert all(buffer.isfinite().all() for buffer in learned.values())
+    run.optimizer.zero_grad()
+    run.backward(batch(seed=2))
+    assert not run.amp.step(run.optimizer).skipped
+    assert run.amp.restored_buffers == {"1.running_mean": 1, "1.running_var": 1}
+    assert run.amp.skipped_steps == 1
+
+
 def test_it_is_named_and_counted() -> None:
     run = Run("bf16-mixed")
     assert run.step(batch()).restored == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from torch import nn
 
 import castwise
 from castwise import _torch
-from castwise.errors import StateError
+from castwise.errors import LossScaleError, StateError
 from tests.soak import each_value
 
 PLANS = ["fp16-mixed", "fp16-master", "O1", "O2", "fp16-true+loss_scale.init=8"]
@@ -310,3 +311,105 @@ def test_a_compiled_function_may_clear_gradients() -> None:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     amp.close()
+
+
+# --- gradients that are returned, and set by hand -----------------------------------------------------------------
+
+
+def _set(model: nn.Module, grads: Iterable[torch.Tensor]) -> None:
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        parameter.grad = grad
+
+
+def _by_autograd(amp: castwise.Amp, model: nn.Module) -> list[torch.Tensor]:
+    loss = model(torch.ones(2, 4)).square().mean()
+    return [*torch.autograd.grad(amp.scale(loss), [*model.parameters()])]
+
+
+def _by_func(amp: castwise.Amp, model: nn.Module) -> list[torch.Tensor]:
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        return amp.scale(torch.func.functional_call(model, params, (torch.ones(2, 4),)).square().mean())
+
+    return [*torch.func.grad(loss)(dict(model.named_parameters())).values()]
+
+
+@pytest.mark.parametrize("by", [_by_autograd, _by_func])
+def test_gradients_that_a_scaled_loss_returned_hold_the_scale(by: Any) -> None:
+    amp, model, optimizer = make("fp16-mixed+loss_scale.init=64")
+    plain = Net()
+    for again in range(3):
+        _set(model, by(amp, model))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(StateError, match=r"the loss scale (is still )?in (its gradients|them)"):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+        plain.load_state_dict(model.state_dict())
+        plain(torch.ones(2, 4)).square().mean().backward()
+        assert not amp.step(optimizer).skipped
+        for was, parameter, other in zip(before, model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(was - parameter, other.grad, rtol=0.02, atol=1e-3)
+        plain.zero_grad()
+        if again:
+            optimizer.zero_grad()
+    amp.close()
+
+
+def test_returned_gradients_may_be_added_to_others_at_the_same_scale() -> None:
+    amp, model, optimizer = make("fp16-mixed+loss_scale.init=64")
+    before = model.b.bias.detach().clone()
+    for _ in range(2):
+        backward(amp, model, "backward")
+    held = model.b.bias.grad.clone()
+    for parameter, grad in zip(model.parameters(), _by_autograd(amp, model), strict=True):
+        parameter.grad += grad
+    amp.step(optimizer)
+    torch.testing.assert_close(before - model.b.bias, 1.5 * held / 64)
+
+
+def test_whoever_asks_for_the_scale_divides_by_it() -> None:
+    amp, model, optimizer = make("fp16-mixed+loss_scale.init=64")
+    for first in (True, False):
+        before = model.b.bias.detach().clone()
+        inverse = 1 / amp.get_scale() if first else None
+        grads = _by_autograd(amp, model)
+        inverse = inverse or 1 / amp.get_scale()
+        _set(model, [grad * inverse for grad in grads])
+        optimizer.step()
+        torch.testing.assert_close(before - model.b.bias, grads[-1] / 64)
+        optimizer.zero_grad()
+
+
+def test_a_gradient_of_inputs_alone_leaves_pseudo_gradients_free() -> None:
+    amp, model, optimizer = make("fp16-mixed+loss_scale.init=64")
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(amp.scale(model(x).square().mean()), x)
+    _set(model, [torch.ones_like(parameter) for parameter in model.parameters()])
+    before = model.b.bias.detach().clone()
+    optimizer.step()
+    assert torch.equal(before - 1, model.b.bias)
+
+
+@pytest.mark.parametrize("clear", [True, False])
+def test_true_gradients_set_by_hand_are_stepped_and_move_the_scale(clear: bool) -> None:
+    """As gradient surgery and first-order meta-learning do; each round sets all gradients anew, cleared or not."""
+    amp, model, optimizer = make("fp16-mixed+loss_scale.init=65536")
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1e-6
+    for _ in range(12):
+        loss = model(torch.ones(2, 4)).square().mean()
+        _set(model, amp.grad(loss * 64, [*model.parameters()]))
+        optimizer.step()
+        if clear:
+            optimizer.zero_grad()
+    assert 0 < amp.skipped_steps < 12
+    assert amp.get_scale() == 65536 / 2**amp.skipped_steps
+    backward(amp, model, "backward")  # on top of what lies there, which has no scale in it
+    amp.unscale_(optimizer)
+    assert model.b.bias.grad.abs().max() < 1e3
+
+
+def test_true_gradients_that_never_are_finite_end_in_an_error() -> None:
+    amp, model, optimizer = make("fp16-mixed+loss_scale.init=1+loss_scale.floor=1")
+    for last in [False] * 9 + [True]:
+        _set(model, amp.grad(model(torch.ones(2, 4)).sum() * float("nan"), [*model.parameters()]))
+        with pytest.raises(LossScaleError) if last else contextlib.nullcontext():
+            optimizer.step()

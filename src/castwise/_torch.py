@@ -485,6 +485,17 @@ def around_python_backward(enter: Callable[[], Callable[[], None]]) -> Callable[
     return undo
 
 
+def is_returned(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass that is running returns a leaf's gradient, as ``torch.autograd.grad`` does, and adds it nowhere."""
+    if not leaf.requires_grad:
+        return False
+    try:
+        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError as error:
+        return "autograd.grad()" in str(error)
+    return False
+
+
 def on_graph_task_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that is running now has finished (not when it fails)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -1734,6 +1745,16 @@ def outside_dispatch_modes(function: Callable[..., _T], *args: Any) -> _T:
         return function(*args)
     with outside_modes():
         return function(*args)
+
+
+def outside_transforms(function: Callable[[], _T]) -> _T:
+    """Call a function below every transform of ``torch.func``, whose tensors mean nothing once it has ended."""
+    if not in_transform():
+        return function()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        return function()
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

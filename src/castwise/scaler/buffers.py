@@ -16,6 +16,7 @@ import functools
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,8 @@ class Buffers:
         self._kept: list[weakref.ref[KeptBuffers]] = []
         self._counts: Counter[str] = Counter()
         self._unread: dict[tuple[str, ...], Tensor] = {}
+        self.before_forward: Callable[[], object] = int
+        """Puts back what a batch has poisoned whose gradients were looked at and then passed over."""
 
     def follow(self, model: nn.Module) -> KeptBuffers:
         """Keep the buffers of a model, for as long as the caller keeps what is returned."""
@@ -159,6 +162,7 @@ class KeptBuffers:
     def begin(self, training: bool) -> None:
         """A forward of the whole model begins: the first one in a window that trains, or may write, finds what is good."""
         session, grad = self._session, torch.is_grad_enabled()
+        session.before_forward()
         if self._taken == session.number and not (self._unsure and grad):
             return
         if not (training or grad) or (self._groups and _torch.is_stand_in_call()):

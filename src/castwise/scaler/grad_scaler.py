@@ -105,6 +105,8 @@ class GradScaler(Verdicts):
         self.param_names: Callable[[], Mapping[int, str]] | None = None
         # Whether a window that updates by itself was stepped in, so that the scale is what the update will make of it.
         self.is_over: Callable[[], bool] | None = None
+        # Whether somebody asked for a scale since the last step, who may divide by it.
+        self.asked = False
         # What was found in gradients of such a window that were cleared without a step.
         self.left_out: Callable[[], list[torch.Tensor]] = list
         # The inverse scale last used, and what it is the inverse of where the host knows that.
@@ -142,6 +144,7 @@ class GradScaler(Verdicts):
 
     def get_scale(self, name: str = DEFAULT) -> float:
         """The scale of a loss; 1.0 when disabled. Synchronises with the device."""
+        self.asked = True
         return self._state_now()(name).scale if self.scales else 1.0
 
     def _state_now(self) -> Callable[[str], ScaleState]:

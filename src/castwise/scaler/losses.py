@@ -39,9 +39,11 @@ class LossState:
     def allocate(self, device: torch.device) -> None:
         """Make the tensors."""
         kinds = (torch.float32, torch.int32, torch.int32)
-        self.scale, self.growth_tracker, self.hysteresis_tracker = (
-            torch.full((), number, dtype=dtype, device=device)
-            for number, dtype in zip(astuple(self.first), kinds, strict=True)
+        self.scale, self.growth_tracker, self.hysteresis_tracker = _torch.outside_transforms(
+            lambda: [
+                torch.full((), number, dtype=dtype, device=device)
+                for number, dtype in zip(astuple(self.first), kinds, strict=True)
+            ]
         )
 
     def set(self, state: ScaleState) -> None:

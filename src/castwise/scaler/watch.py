@@ -181,8 +181,10 @@ class Watch:
                         "castwise.integrations.huggingface; where losses are scaled elsewhere, a plan with +loss_scale=none"
                     )
                 window.used = True
+            scaler.asked = False
             scaler.scale_tensor()
-            unscaled = key in scaler.optimizer_states
+            # gradients from amp.grad have been through the scale too, which is to fall where they are not finite
+            unscaled = key in scaler.optimizer_states or window.differentiated
             scaler.note_unscaled(optimizer)
             flags = scaler.optimizer_states[key]["found_inf_per_device"]
             if unscaled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -52,6 +53,8 @@ class Window:
     ) -> None:
         self.scaler = scaler
         self.buffers = Buffers() if buffers is None else buffers
+        before = weakref.WeakMethod(self._put_back_unstepped)
+        self.buffers.before_forward = lambda: (look := before()) and look()
         self._optimizers = optimizers
         self._strays = strays
         self._stray: Held | None = None
@@ -65,6 +68,10 @@ class Window:
         """Whether a backward from a scaled loss that was handed out has begun, and has not ended."""
         self._task = -1
         """That backward."""
+        self._handed_out = False
+        """Whether gradients of a scaled loss were returned by themselves, as torch.autograd.grad does, for somebody to set."""
+        self.differentiated = False
+        """Whether true gradients were computed through the scale in this window, for somebody to set."""
         self.settled = not self.scales
         """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
         self.in_backward = False
@@ -128,9 +135,13 @@ class Window:
 
     def _put_back_unstepped(self) -> None:
         """Where gradients were looked at and not stepped on, as by a rule of the user's: put back the buffers they tell of."""
-        states = self.scaler.optimizer_states.values() if self.scaler.works else ()
-        unstepped = [state for state in states if state["stage"] is OptState.UNSCALED]
-        flags = [flag for state in unstepped for flag in state["found_inf_per_device"].values()]
+        if not self.scaler.works:
+            return
+        states = [
+            state for state in self.scaler.optimizer_states.values() if state["stage"] is OptState.UNSCALED
+        ]
+        found = [*self._dropped.values(), *(state["found_inf_per_device"] for state in states)]
+        flags = [flag for each in found for flag in each.values()]
         bad = read_on_host(flags)
         if bad is not False:
             self.buffers.put_back(None if bad else gradients.largest(flags, flags[0].device))
@@ -166,9 +177,11 @@ class Window:
         scaler = self.scaler
         scaled: dict[int, torch.Tensor] = {}
         plain: dict[int, torch.Tensor] = {}
+        fed: list[Optimizer] = []
         for optimizer in self._optimizers():
             grads = gradients.held(optimizer)
             if grads and not (idle and not self.is_scaled(optimizer)):
+                fed.append(optimizer)
                 of = scaled if self.is_scaled(optimizer) else plain
                 of.update((id(grad), grad) for grad in grads)
         old = scaler.scale_tensor().clone() if scaled and (self.stepped or dropped) else None
@@ -180,7 +193,7 @@ class Window:
             scaler.update()
         if self.stepped or dropped:
             self._owners.clear()
-        self.stepped = self._lent = self._begun = False
+        self.stepped = self._lent = self._begun = self._handed_out = self.differentiated = False
         if plain or old is not None:
             if scaler.opened_by is None:
                 scaler.open_for(name)
@@ -191,13 +204,13 @@ class Window:
                 gradients.check_and_multiply(
                     list(scaled.values()), scale / old.to(scale.device), scale.device
                 )
-        if plain or scaled:
-            self.fed()
+        if fed:
+            self.fed(fed)
 
-    def fed(self) -> None:
-        """After a backward: those that hold gradients own them, as they are now."""
+    def fed(self, optimizers: Iterable[Optimizer] | None = None) -> None:
+        """After a backward: those that hold gradients, by default of all, own them, as they are now."""
         self._begun = False
-        for optimizer in self._optimizers():
+        for optimizer in self._optimizers() if optimizers is None else optimizers:
             params = gradients.stored(optimizer)
             grads = [parameter.grad for parameter in params]
             if any(grad is not None for grad in grads):
@@ -212,7 +225,7 @@ class Window:
         """
         if self.scales:
             if scaled.requires_grad and not torch.compiler.is_compiling():
-                scaled.register_hook(self._begin)
+                scaled.register_hook(functools.partial(self._begin, _torch.is_transformed(scaled)))
             else:
                 self._lend_unseen()
         return scaled
@@ -222,11 +235,25 @@ class Window:
         self._lent = True
         self._owners.clear()
 
-    def _begin(self, _: torch.Tensor) -> None:
+    def _begin(self, transformed: bool, _: torch.Tensor) -> None:
         self._begun = True
         self._task = _torch.graph_task_id()
+        before = self._marks()
+
+        def end() -> None:
+            self.fed()
+            if self._marks() == before and not self.scaler.asked:
+                params = [p for optimizer in self._optimizers() for p in gradients.stored(optimizer)]
+                self._handed_out = transformed or any(map(_torch.is_returned, params))
+
         # Queued twice: what reduces gradients between ranks is queued during the backward.
-        _torch.on_graph_task_end(lambda: _torch.on_graph_task_end(self.fed))
+        _torch.on_graph_task_end(lambda: _torch.on_graph_task_end(end))
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """What lies on the parameters, and how often it was written to."""
+        grads = [grad for optimizer in self._optimizers() for grad in gradients.on_each(optimizer)]
+        grads += [parameter.grad for parameter in self._strays()]
+        return [*zip(map(id, grads), _torch.versions(grads), strict=True)]
 
     def _runs(self) -> bool:
         """Whether this is called from within a backward of a scaled loss."""
@@ -238,7 +265,8 @@ class Window:
         held = self._owners.get(key)
         if (held is not None and held.holds()) or self._runs():
             return True
-        return (self._lent or self._begun) and key not in self.scaler.optimizer_states
+        handed_out = self._handed_out and not self.scaler.asked  # who asked for the scale has divided by it
+        return (self._lent or self._begun or handed_out) and key not in self.scaler.optimizer_states
 
     def were_replaced(self, optimizer: Optimizer) -> bool:
         """Whether gradients that held the scale were replaced by others, all of them, and were not cleared in between."""
@@ -258,6 +286,7 @@ class Window:
                 continue
             if flags := state["found_inf_per_device"]:  # none where they were cleared before
                 self._dropped[key], state["found_inf_per_device"] = flags, {}
+                self._put_back_unstepped()
 
     def _take_part(self, optimizer: Optimizer) -> None:
         """Begin the window of a rank without a backward since the last step, where the others step together with it.
@@ -352,7 +381,7 @@ class Window:
                 )
             self.scaler.scale_tensor()  # other ranks may have gradients, and be waiting for this one
         held = self._owners.get(id(optimizer))
-        if not runs and held is not None and held.were_changed():
+        if not (runs or self._handed_out) and held is not None and held.were_changed():
             raise StateError(
                 f"{call}({type(optimizer).__name__}): its gradients were changed since the backward, or replaced, while the loss "
                 "scale was still in them. Clipping there, or adding to them, acts on numbers that are too large by the scale. "
@@ -430,7 +459,7 @@ class Window:
         finally:
             self.stepping.discard(id(optimizer))
             if self.scales:
-                self.settled = False
+                self.settled = self.scaler.asked = False
         if result is not STEPPED:
             self.count(result)
         self.buffers.end_window(optimizer)

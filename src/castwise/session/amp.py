@@ -557,7 +557,8 @@ class Amp:
         if not self.scaler.is_enabled():
             grads = torch.autograd.grad(loss, inputs, create_graph=create_graph, **kwargs)
             return tuple(map(_in_fp32, grads))
-        self._window.open(name or self.scaler.current.name)
+        self._window.open(name or self.scaler.current.name, idle=True)
+        self._window.differentiated = True
         scale = self.scaler.scale_for_grad(name)
         grads = torch.autograd.grad(loss.float() * scale, inputs, create_graph=create_graph, **kwargs)
         inverse = gradients.inverse(scale)
