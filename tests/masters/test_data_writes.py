@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -167,6 +168,86 @@ def test_data_may_be_written_between_forward_and_backward() -> None:
     amp.step(optimizer)
     assert not model[2].weight.data.requires_grad
     assert type(model[2].weight.data) is Tensor
+
+
+def test_a_write_through_data_fails_no_backward_that_needs_what_was_read_before() -> None:
+    """A codebook that is looked up without its gradient and moved in the same forward; in torch each ``data`` counts alone."""
+    amp, model, optimizer = session()
+    for seed in range(2):
+        h = model(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)))
+        loss = (h.bfloat16() @ model[2].weight.data).square().mean()
+        model[2].weight.data.mul_(0.5)
+        amp.backward(loss)
+        want = model[2].weight.detach().clone()
+        attachment_of(optimizer).settle()  # type: ignore[union-attr]
+        assert torch.equal(master_of(model[2].weight).detach().bfloat16(), want)  # type: ignore[union-attr]
+        amp.step(optimizer)
+        optimizer.zero_grad()
+
+
+def test_data_that_is_read_often_stays_followed_and_takes_no_memory() -> None:
+    _, model, optimizer = session()
+    weight = model[0].weight
+    master: Any = master_of(weight)
+    alias, row = weight.data, weight.data[3]
+    for seed in range(200):
+        weight.data.sum()
+        if seed % 50 == 0:
+            alias.fill_(seed)
+            row.fill_(seed + 1)
+            attachment_of(optimizer).settle()  # type: ignore[union-attr]
+            assert (master[0] == seed).all()
+            assert (master[3] == seed + 1).all()
+    assert len(master.data_writes._out) < 40
+    written = master.data_writes.count
+    for _ in range(100):
+        weight.data.add_(1)
+    assert master.data_writes.count == written + 100
+
+
+def followed() -> set[str]:
+    return {name for name in ("data", "clone") if name in vars(nn.Parameter)}
+
+
+def test_parameters_are_followed_while_there_are_masters() -> None:
+    gc.collect()
+    assert not followed()
+    first, model, optimizer = session()
+    second, other, dropped = session()
+    first.close()
+    assert followed()
+    other[0].weight.data.fill_(2)
+    attachment_of(dropped).settle()  # type: ignore[union-attr]
+    assert (master_of(other[0].weight) == 2).all()  # type: ignore[union-attr]
+    del second, dropped, other
+    gc.collect()
+    assert not followed()
+    assert nn.Parameter.__deepcopy__.__module__ == "torch.nn.parameter"
+    amp = castwise.Amp("bf16-master", device="cpu")
+    amp.prepare(model, optimizer)
+    assert followed()
+    amp.close()
+    assert not followed()
+
+
+def test_what_others_put_in_its_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    amp, model, _ = session()
+    ours: Any = nn.Parameter.clone
+    monkeypatch.setattr(nn.Parameter, "clone", lambda self: ours(self))
+    amp.close()
+    assert followed() == {"clone"}
+    amp, model, _ = session()
+    assert torch.equal(model[0].weight.clone(), model[0].weight)
+    monkeypatch.undo()
+    amp.close()
+    assert not followed()
+
+
+def test_copies_in_inference_mode_are_made() -> None:
+    _, model, _ = session()
+    with torch.inference_mode():
+        assert torch.equal(copy.deepcopy(model)[0].weight, model[0].weight.clone())
+        assert torch.equal(copy.deepcopy(model[0].weight), model[0].weight.data)
 
 
 def test_under_torch_compile_data_is_read_and_written() -> None:

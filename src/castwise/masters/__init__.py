@@ -2,7 +2,7 @@
 
 ``parameter``: the master itself, which shares its gradient and attributes with the parameter. ``originals``: fp32 values of
 parameters without a master. ``attachment``: masters in an optimizer; ``pairs``: kept at the model's values; ``steps``: at each
-step. ``following``, ``sample``: writes that torch does not count. ``sync``: before whatever reads a model. ``state``: optimizer
+step. ``following``, ``writes``, ``sample``: writes that torch does not count. ``sync``: before whatever reads a model. ``state``: optimizer
 state under new keys, dtypes and strides. ``weights``: fp32 weights out of a model and into it. ``files``: masters in the files of
 every loop. ``averages``: averages of weights; ``copies``: averages that would lose their movement. ``pickles``: of models
 and optimizers.

@@ -20,7 +20,7 @@ from castwise.errors import StateError
 from castwise.masters import sync
 from castwise.masters.copies import is_being_copied, look_at_copies
 from castwise.masters.files import Loads, with_masters
-from castwise.masters.following import follow_parameters
+from castwise.masters.following import follow_parameters, leave_parameters
 from castwise.masters.originals import (
     forget_original,
     is_low,
@@ -123,6 +123,7 @@ class Attachment:
         self._frozen: list[nn.Parameter] = []
         self._groups: list[list[Any]] = []
         self._loads = Loads(optimizer)
+        self._following: weakref.finalize[..., Attachment] | None = None
         self._concerned: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     @property
@@ -151,6 +152,8 @@ class Attachment:
         sync.live[id(self)] = self
         _follow_all_steps()
         follow_parameters()
+        self._following = weakref.finalize(self, leave_parameters)
+        self._following.atexit = False
 
     @property
     def masters(self) -> tuple[nn.Parameter, ...]:
@@ -269,6 +272,8 @@ class Attachment:
         self.refresh_from_model()
         self._let_go(self._pairs.masters, write_back)
         sync.live.pop(id(self), None)
+        if self._following is not None:
+            self._following()
         if optimizer is not None:
             vars(optimizer).pop("__reduce_ex__", None)
             _attachments.pop(optimizer, None)

@@ -39,11 +39,14 @@ class _Clone:
 
 def watch(copied: Tensor, source: Tensor) -> None:
     """Remember a copy that ``copy.deepcopy`` has just made of a parameter with a master."""
-    _watched[copied] = (TensorWeakRef(source), _torch.versions([copied])[0])
+    if not copied.is_inference():  # which cannot be trained, and counts no writes
+        _watched[copied] = (TensorWeakRef(source), _torch.versions([copied])[0])
 
 
 def watch_clone(clone: Tensor, source: Tensor) -> None:
     """Remember what ``clone`` has just made of a parameter with a master."""
+    if clone.is_inference():
+        return
     if len(_clones) > _MANY:
         _clones[:] = [known for known in _clones if known.memory.tensor() is not None]
     memory = _torch.WeakMemory(clone)

@@ -1,37 +1,53 @@
 """What autograd does not count: writes through ``data`` of parameters that have masters, and averages that begin as copies of them.
 
-``nn.Parameter.data``, ``clone`` and ``__deepcopy__`` are followed, from the first master on and for good, since other threads may
-be in them at any time. What they return is what torch returns.
+``nn.Parameter.data``, ``clone`` and ``__deepcopy__`` are followed while an optimizer has masters. What they return is what torch
+returns.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from castwise import _torch
+from castwise.masters import sync
 from castwise.masters.copies import is_watched, watch, watch_clone
 from castwise.masters.originals import is_low
 from castwise.masters.parameter import master_of
 
 _own_data: Any = torch.Tensor.data
 _own_deepcopy: Any = nn.Parameter.__deepcopy__
+_lock = threading.RLock()
+"""Held twice by a thread in which an attachment is collected meanwhile."""
 
 
-@functools.cache
 def follow_parameters() -> None:
-    """Begin, once in a process."""
-    kind: Any = nn.Parameter
-    kind.data = property(_data, _own_data.__set__, _own_data.__delete__)
-    kind.clone = _clone
-    kind.__deepcopy__ = _deepcopy
+    """Begin, where it has not begun."""
+    with _lock:
+        for name, ours in _OURS.items():
+            if name not in _in_force:
+                _in_force.add(name)
+                setattr(nn.Parameter, name, ours)
+
+
+def leave_parameters() -> None:
+    """End, where no attachment lives any more; what somebody else has put in its place since stays."""
+    with _lock:
+        if any(reference() is not None for reference in sync.live.valuerefs()):
+            return
+        for name in sorted(_in_force):
+            if vars(nn.Parameter).get(name) is _OURS[name]:
+                if name in _THEIRS:
+                    setattr(nn.Parameter, name, _THEIRS[name])
+                else:
+                    delattr(nn.Parameter, name)
+                _in_force.discard(name)
 
 
 def _data(parameter: Any) -> Tensor:
-    """The parameter's memory without history. Writes to it raise a version of the master's, not the parameter's."""
+    """The parameter's memory without history. Writes to it are counted as the master's, not as the parameter's."""
     if torch.compiler.is_compiling():  # of a class of a user's: Dynamo follows properties of those
         return parameter.detach()  # type: ignore[no-any-return]
     own: Tensor = _own_data.__get__(parameter)
@@ -39,7 +55,7 @@ def _data(parameter: Any) -> Tensor:
         return own
     master: Any = master_of(parameter)
     if master is not None:
-        return _torch.counted_alias(own, master.data_writes)
+        return master.data_writes.alias(own)  # type: ignore[no-any-return]
     return parameter.detach() if is_watched(parameter) else own
 
 
@@ -56,3 +72,12 @@ def _deepcopy(parameter: Any, memo: dict[int, Any]) -> Any:
     if not known and master_of(parameter) is not None:
         watch(copied, parameter)
     return copied
+
+
+_OURS: dict[str, Any] = {
+    "data": property(_data, _own_data.__set__, _own_data.__delete__),
+    "clone": _clone,
+    "__deepcopy__": _deepcopy,
+}
+_THEIRS = {name: vars(nn.Parameter)[name] for name in _OURS if name in vars(nn.Parameter)}
+_in_force: set[str] = set()

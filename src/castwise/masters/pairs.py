@@ -25,8 +25,8 @@ _UNKNOWN: Mark = (-1, -1, -1, -1)
 
 def mark_of(master: Any) -> Mark:
     """The mark of a master and its parameter, which are equal now."""
-    stored, data, own = _torch.versions([master.stored, master.data_writes, master])
-    return stored, data, address(master.stored), own
+    stored, own = _torch.versions([master.stored, master])
+    return stored, master.data_writes.count, address(master.stored), own
 
 
 class Pairs:
@@ -69,7 +69,7 @@ class Pairs:
         """Before a step: see to whatever was written by hand."""
         now = (
             _torch.versions(self.stored),
-            _torch.versions(self._data),
+            [writes.count for writes in self._data],
             [address(p) for p in self.stored],
             _torch.versions(self.masters),
         )

@@ -29,6 +29,7 @@ from castwise.masters.originals import (
     original_of,
     remember_original,
 )
+from castwise.masters.writes import DataWrites
 
 _own_data: Any = torch.Tensor.data
 _own_grad: Any = torch.Tensor.grad
@@ -50,8 +51,8 @@ class Master:
     """Its ``grad_dtype`` before it had a master; None: any."""
     former_dtype: torch.dtype
     """What it was stored in then."""
-    data_writes: Tensor
-    """Empty; its version counts writes through the parameter's ``data`` (see ``following``)."""
+    data_writes: DataWrites
+    """Those through the parameter's ``data`` (see ``following``)."""
 
     @property
     def data(self) -> Tensor:
@@ -264,7 +265,7 @@ def _as_master_of(stored: nn.Parameter, values: Any) -> nn.Parameter:
         stored=stored,
         former_grad_dtype=stored.grad_dtype,
         former_dtype=stored.dtype,
-        data_writes=torch.empty(0, device="cpu"),
+        data_writes=DataWrites(),
     )
     kind: Any = type(values)
     values.__class__ = _class_of("Master", Master, kind)
