@@ -199,9 +199,10 @@ def test_close_takes_the_looks_off() -> None:
 class Signs(torch.optim.Optimizer):
     """Moves every element by the rate, and keeps what rounding drops in one of the ways there are."""
 
-    def __init__(self, params: Any, way: str, lr: float = 1e-4) -> None:
+    def __init__(self, params: Any, way: str, lr: float = 1e-4, *, everywhere: bool = False) -> None:
         super().__init__(params, {"lr": lr})
         self.way = way
+        self.everywhere = everywhere  # whatever the format
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -213,7 +214,9 @@ class Signs(torch.optim.Optimizer):
 
     def update(self, p: torch.Tensor, by: torch.Tensor) -> None:
         low, state, before = p.dtype is not torch.float32, self.state[p], p.clone()
-        if not low or self.way == "dropped":
+        if self.way == "sped":  # the sum of the updates is the update, which is no sum of what is lost
+            p.copy_(p.float() + state.setdefault("speed", torch.zeros_like(p.float())).mul_(0.9).add_(by))
+        elif (not low and not self.everywhere) or self.way == "dropped":
             p.copy_(p.float() + by)
         elif self.way == "kahan":
             lost = state.setdefault("lost", torch.zeros_like(p))
@@ -227,16 +230,29 @@ class Signs(torch.optim.Optimizer):
             excess.copy_((p - before) - wanted)
         elif self.way == "copy":
             p.copy_(state.setdefault("wide", p.float()).add_(by))
+        elif self.way == "bits":
+            steps = torch.ldexp(torch.full_like(by, 2.0**-7), p.float().frexp()[1] - 1) / 254
+            bits = state.setdefault("bits", torch.zeros(p.shape, dtype=torch.int8))
+            wide = p.float() + bits.float() * steps + by
+            p.copy_(wide)
+            bits.copy_(((wide - p.float()) / steps).round().clamp(-127, 127))
         elif self.way == "random":
             bits = (p.float() + by).view(torch.int32)
             p.copy_(((bits + torch.randint_like(bits, 1 << 16)) & -(1 << 16)).view(torch.float32))
 
 
 @pytest.mark.parametrize("lr", [1e-5, 1e-4, 1e-2])
-@pytest.mark.parametrize("way", ["kahan", "textbook", "copy", "random"])
-def test_optimizers_that_keep_what_rounding_drops_are_not_accused(way: str, lr: float) -> None:
+@pytest.mark.parametrize(
+    ("way", "everywhere"),
+    [(way, everywhere) for way in ("kahan", "textbook", "copy") for everywhere in (False, True)]
+    + [("random", False), ("bits", False)],
+)
+def test_optimizers_that_keep_what_rounding_drops_are_not_accused(
+    way: str, everywhere: bool, lr: float
+) -> None:
+    """Those too that keep it in every format, where a step in fp32 takes all that was kept before."""
     model = layer()
-    optimizer = Signs(model.parameters(), way, lr)
+    optimizer = Signs(model.parameters(), way, lr, everywhere=everywhere)
     amp = castwise.Amp("bf16-true", device="cpu")
     amp.prepare(model, optimizer)
     run(amp, model, optimizer, 16)
@@ -247,10 +263,11 @@ def test_optimizers_that_keep_what_rounding_drops_are_not_accused(way: str, lr: 
     )
 
 
-@pytest.mark.parametrize("lr", [1e-5, 1e-4])
-def test_those_that_keep_nothing_still_are(lr: float) -> None:
+@pytest.mark.parametrize("way", ["dropped", "sped"])
+@pytest.mark.parametrize("lr", [1e-5, 3e-5])
+def test_those_that_keep_nothing_still_are(lr: float, way: str) -> None:
     model = layer()
-    optimizer = Signs(model.parameters(), "dropped", lr)
+    optimizer = Signs(model.parameters(), way, lr)
     amp = castwise.Amp("bf16-true", device="cpu")
     amp.prepare(model, optimizer)
     run(amp, model, optimizer, 16)

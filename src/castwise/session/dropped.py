@@ -5,7 +5,7 @@ and beside it, by a copy of the optimizer with what it keeps of them. An update 
 and what is stored stays. Nothing of the run is changed: weights, state and random numbers are those of a run without.
 
 Two kinds of optimizers drop nothing although elements stay, and are told by what they do. One keeps in its state what the
-parameter does not take (Kahan summation, fp32 copies of its own): there the state moves by the update. The other rounds at
+parameter does not take (Kahan summation, fp32 copies of its own, further bits of each weight): there it is found, and not where fp32 takes it. The other rounds at
 random, up or down by chance: there elements move whose update is far below half of a rounding step.
 """
 
@@ -36,7 +36,10 @@ ELEMENTS = 8192
 WHOLE = 2**20
 """Elements of the largest parameter that is taken whole, where the optimizer keeps rows and columns of it."""
 NEAR = 0.1
-"""How far, relative to an update, an entry of the state may move from it and still be what keeps the update."""
+"""How far, relative to what a parameter did not take, an entry of the state may be from it and still be what holds it."""
+_BITS = (torch.int8, torch.uint8, torch.int16, torch.uint16)
+COPY = 0
+"""An entry of the state is the whole parameter; 1 and -1: what is missing in it, with that sign."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
@@ -49,7 +52,7 @@ class _Piece:
     before: Tensor
     wide: Tensor
     state: dict[str, Tensor]
-    """Before the step, in fp32: what the optimizer has of each of these elements."""
+    """After the step in fp32: what the copy of the optimizer has of each of these elements."""
 
 
 @dataclass
@@ -144,10 +147,7 @@ class DroppedUpdates:
         expected, moved = self._by_chance.get(optimizer, (0.0, 0))
         for piece in pieces:
             values = piece.before.float()
-            step = torch.ldexp(
-                torch.full_like(values, torch.finfo(piece.before.dtype).eps), values.frexp()[1] - 1
-            )
-            share = (piece.wide.detach() - values).abs() / step
+            share = (piece.wide.detach() - values).abs() / _rounding_step(piece.before)
             small = share < 1 / 4
             expected += float(share[small].sum())
             moved += int((small & ~_stays(piece)).sum())
@@ -162,51 +162,77 @@ class DroppedUpdates:
         return True
 
 
+def _rounding_step(values: Tensor) -> Tensor:
+    return torch.ldexp(
+        torch.full_like(values, torch.finfo(values.dtype).eps, dtype=torch.float32),
+        values.float().frexp()[1] - 1,
+    )
+
+
 def _stays(piece: _Piece) -> Tensor:
     return masters.local(piece.parameter)[piece.rows] == piece.before
 
 
-def _keepers(optimizer: Optimizer, pieces: list[_Piece]) -> dict[str, int]:
-    """The entries of the state that move by the update where the parameter stays, with the sign by which they do.
-
-    Kahan's sum of what is lost is kept with either sign.
-    """
+def _keepers(optimizer: Optimizer, pieces: list[_Piece]) -> set[tuple[str, int]]:
+    """The entries of the state that hold what the parameter did not take, and how (see :func:`_held`)."""
     judged: dict[str, int] = defaultdict(int)
     alike: dict[tuple[str, int], int] = defaultdict(int)
     for piece in pieces:
-        update = piece.wide.detach() - piece.before.float()
-        size, stays = update.abs(), (update != 0) & _stays(piece)
-        for name, change, step in _changes(optimizer, piece):
-            told = stays & (step < NEAR * size)
-            judged[name] += int(told.sum())
-            for sign in (1, -1):
-                alike[name, sign] += int((told & ((change - sign * update).abs() <= 2 * NEAR * size)).sum())
-    return {name: sign for (name, sign), count in alike.items() if count > 0.9 * judged[name]}
+        size = _missing(piece).abs()
+        for (name, way), error, step in _held(optimizer, piece):
+            told = (size > _little(piece)) & _stays(piece) & (step < NEAR * size)
+            if way == COPY:
+                judged[name] += int(told.sum())
+            alike[name, way] += int((told & (error.abs() <= 2 * NEAR * size)).sum())
+    return {(name, way) for (name, way), count in alike.items() if count > 0.9 * judged[name]}
 
 
-def _kept(optimizer: Optimizer, piece: _Piece, keepers: dict[str, int]) -> Tensor:
-    """Where the state has taken at least half of an update."""
-    update = piece.wide.detach() - piece.before.float()
-    kept = torch.zeros_like(update, dtype=torch.bool)
-    for name, change, _ in _changes(optimizer, piece) if keepers else ():
-        if name in keepers:
-            kept |= (change - keepers[name] * update).abs() <= update.abs() / 2
+def _kept(optimizer: Optimizer, piece: _Piece, keepers: set[tuple[str, int]]) -> Tensor:
+    """Where the state holds at least half of what the parameter did not take."""
+    missing = _missing(piece)
+    kept = torch.zeros_like(missing, dtype=torch.bool)
+    for held, error, _ in _held(optimizer, piece) if keepers else ():
+        if held in keepers:
+            kept |= error.abs() <= torch.maximum(missing.abs() / 2, _little(piece))
     return kept
 
 
-def _changes(optimizer: Optimizer, piece: _Piece) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Entries of the state of a piece's elements: by how much each has changed, and its own rounding step."""
+def _missing(piece: _Piece) -> Tensor:
+    return piece.wide.detach() - masters.local(piece.parameter)[piece.rows].float()
+
+
+def _little(piece: _Piece) -> Tensor:
+    """What is as good as nothing: an update is itself rounded before it is added to what is kept."""
+    return NEAR * (_missing(piece).abs() * _stays(piece)).mean()
+
+
+def _held(optimizer: Optimizer, piece: _Piece) -> Iterator[tuple[tuple[str, int], Tensor, Tensor]]:
+    """Entries of the state of a piece's elements: how far each is from holding what is missing, and its own rounding step.
+
+    A sum of what is lost differs by that from the one of the step in fp32, where nothing is lost, with either sign; a copy of
+    the parameter is what that has become.
+    """
     for name, value in optimizer.state.get(piece.parameter, {}).items():
         if _is_beside(value, piece.parameter):
             own = masters.local(value)[piece.rows]
-            values, start = own.float(), piece.state.get(name)
-            if start is None:  # a sum of what is lost begins at zero, a copy of the parameter as that
-                start = torch.where(values.abs() < piece.before.float().abs() / 2, 0.0, piece.before.float())
-            yield name, values - start, values.abs() * torch.finfo(own.dtype).eps
+            values, missing = own.float(), _missing(piece)
+            more = values - piece.state.get(name, torch.zeros_like(values)).float()
+            if own.is_floating_point():
+                step = values.abs() * torch.finfo(own.dtype).eps
+            else:  # further bits of the parameter
+                step = _rounding_step(piece.before) / 2 ** torch.iinfo(own.dtype).bits
+                values, more = values * step, more * step
+            yield (name, COPY), values - piece.wide.detach(), step
+            yield (name, 1), more - missing, step
+            yield (name, -1), more + missing, step
 
 
 def _is_beside(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+    return (
+        isinstance(value, Tensor)
+        and value.shape == parameter.shape
+        and (value.is_floating_point() or value.dtype in _BITS)
+    )
 
 
 def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
@@ -234,18 +260,16 @@ def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
                 **copy.deepcopy({k: v for k, v in group.items() if k != "params"}),
             }
         groups[id(group)]["params"].append(wide)
-        beside = {
-            name: _in_fp32(masters.local(value)[rows])
-            for name, value in state.items()
-            if _is_beside(value, parameter)
-        }
-        pieces.append(_Piece(parameter, rows, values[rows].clone(), wide, beside))
+        pieces.append(_Piece(parameter, rows, values[rows].clone(), wide, {}))
     trial.param_groups = list(groups.values())
     devices = {piece.before.device for piece in pieces if piece.before.device.type != "cpu"}
     kinds = {device.type for device in devices}
     with warnings.catch_warnings(), torch.random.fork_rng(devices, device_type=next(iter(kinds), "cuda")):
         warnings.simplefilter("ignore")  # what it says of its step it says of the true one
         _torch.step_without_hooks(trial)
+    for piece in pieces:
+        state = trial.state.get(piece.wide, {})
+        piece.state = {name: value for name, value in state.items() if _is_beside(value, piece.wide)}
     return pieces
 
 
