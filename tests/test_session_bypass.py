@@ -298,3 +298,93 @@ def test_a_model_that_is_never_trained_is_not_looked_at_for_ever() -> None:
     for _ in range(65):
         other(torch.randn(4, 8)).mean().backward()
     assert not bypass.watching(model)
+
+
+class Solve(torch.autograd.Function):
+    """As implicit layers and adjoint methods do it: the module is called without gradients, and once more in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, model: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.model = model
+        ctx.save_for_backward(x, *weights)
+        return model(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            out = ctx.model(x)
+        return (None, None, *torch.autograd.grad(out, weights, grads[0].to(out.dtype)))
+
+
+class LinearSolve(Solve):
+    """Named as a product is."""
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(6, 8), nn.Linear(8, 8)
+
+    def forward(self, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.table(index) + x)
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "O1"])
+def test_penalties_of_weights_alone_are_nobodys_forward(plan: str) -> None:
+    """Before the first call, and for many steps between two: the Gram matrix of a weight, and what is no product for all its name."""
+    net = Net()
+    net.scale = nn.Parameter(torch.ones(1, 1, 4, 4))
+    amp, model, optimizer = prepared(plan, net)
+    penalties: list[Callable[[], torch.Tensor]] = [
+        lambda: (model.encoder.weight @ model.encoder.weight.T - torch.eye(8)).square().sum(),
+        lambda: torch.einsum("ij,kj->ik", model.encoder.weight, model.encoder.weight).square().sum(),
+        lambda: torch.lgamma(model.scale + 1).sum() + torch.cummax(model.scale, -1).values.sum(),
+        lambda: nn.functional.interpolate(model.scale, size=8, mode="bilinear").square().sum(),
+    ]
+    for penalty in penalties:
+        for _ in range(3):
+            amp.backward(penalty())
+            amp.step(optimizer)
+            optimizer.zero_grad()
+    amp.backward(model(torch.randn(4, 8)).mean())
+    assert not bypass.watching(model)
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "O1"])
+def test_a_model_that_is_called_again_in_backward(plan: str) -> None:
+    x = torch.randn(4, 8)
+    for function in (Solve, LinearSolve):
+        amp, model, optimizer = no_alarm(plan, lambda: nn.Linear(8, 8))
+        for _ in range(3):
+            amp.backward(function.apply(model, x, *model.parameters()).mean())
+            amp.step(optimizer)
+            optimizer.zero_grad()
+    amp, model, optimizer = no_alarm(plan, Tied)
+    loose = torch.zeros(4, 8, requires_grad=True)
+    for _ in range(3):
+        made = checkpoint(model, torch.arange(4), loose, use_reentrant=True)
+        amp.backward(nn.functional.linear(made, model.table.weight).mean())  # the tied weight outside
+        amp.step(optimizer)
+        optimizer.zero_grad()
+    for _ in range(2):  # the last recomputation is a call as well
+        amp.backward(nn.functional.linear(x, model.table.weight).mean())
+    with pytest.raises(StateError, match=r"from table\.weight"):
+        amp.backward(nn.functional.linear(x, model.table.weight).mean())
+
+
+def test_graphs_that_are_older_than_the_border() -> None:
+    x, model = torch.randn(4, 8), Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = model(x).mean()
+    amp = Amp("fp32", device="cpu")
+    amp.prepare(model, optimizer)
+    amp.backward(loss)
+    amp.step(optimizer)
+    loss = model(x).mean()
+    amp.change("bf16-mixed")
+    amp.backward(loss)
+    amp.step(optimizer)
+    assert bypass.watching(model)
+    with pytest.raises(StateError, match="was not called"):
+        amp.backward(model.forward(x).mean())

@@ -368,17 +368,22 @@ def leaves_below(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], b
     return found, hides
 
 
-_PRODUCTS = re.compile(r"mm|Mv|Addr|Convolution|Linear|Dot|Trilinear|Rnn|Attention", re.IGNORECASE)
+_PRODUCTS = re.compile(
+    r"[Mm]m(?=[A-Z])|[Mm]v(?=B)|Addr(?=B)|Conv(?!ert)|(?<!Upsample)Linear|[Dd]ot|^Trilinear|Rnn|Lstm|Gru|Attention"
+)
 _VIEWS = re.compile(
     r"^(T|View|UnsafeView|ReshapeAlias|Alias|Clone|Transpose|Permute|Expand|Unsqueeze|Squeeze|Slice|Select|Split\w*|Unbind)Backward"
 )
 
 
-def uses_of_leaves(outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[Any], bool]]:
+def uses_of_leaves(
+    outputs: Sequence[torch.Tensor],
+) -> tuple[list[tuple[torch.Tensor, list[Any], bool]], bool]:
     """The leaves that a backward from some outputs reaches.
 
     Returns:
-        Each with the autograd nodes that it went into, and whether it, or a view of it, went into a product.
+        Each with the autograd nodes that it went into, and whether it, or a view of it, went into a product with anything but itself,
+        as weights do in penalties. And whether somebody's own code in Python is there, which may run what the graph does not show.
     """
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     above: dict[Any, list[Any]] = {node: [] for node in waiting}
@@ -393,13 +398,22 @@ def uses_of_leaves(outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, 
                 (leaves if type(below).__name__ == "AccumulateGrad" else waiting).append(below)
             above[below].append(node)
 
+    def viewed(node: Any) -> Any:
+        while _VIEWS.match(type(node).__name__):
+            node = node.next_functions[0][0]
+        return node
+
     def is_multiplied(node: Any) -> bool:
         name = type(node).__name__
-        return bool(_PRODUCTS.search(name)) or (
-            bool(_VIEWS.match(name)) and any(map(is_multiplied, above[node]))
-        )
+        if _VIEWS.match(name):
+            return any(map(is_multiplied, above[node]))
+        if isinstance(node, torch.autograd.function.BackwardCFunction) or not _PRODUCTS.search(name):
+            return False
+        given = [viewed(below) for below, _ in node.next_functions if below is not None]
+        return len(given) == 1 or any(each is not given[0] for each in given)
 
-    return [(leaf.variable, above[leaf], any(map(is_multiplied, above[leaf]))) for leaf in leaves]
+    found = [(leaf.variable, above[leaf], any(map(is_multiplied, above[leaf]))) for leaf in leaves]
+    return found, any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in above)
 
 
 def node_number(node: Any) -> int:

@@ -57,10 +57,12 @@ class Entries:
 
     Attributes:
         spans: For each call that made any, the number of the first one and the number after the last.
+        silent: Whether a call made none, as one without gradients does.
     """
 
     def __init__(self) -> None:
         self.spans: deque[tuple[int, int]] = deque(maxlen=256)
+        self.silent = False
         self._open: list[int] = []
 
     def enter(self) -> None:
@@ -72,6 +74,8 @@ class Entries:
         first, last = self._open.pop() if self._open else 0, _torch.sequence_number()
         if first < last:
             self.spans.append((first, last))
+        else:
+            self.silent = True
 
     def made(self, number: int) -> bool:
         """Whether a node with this number was made inside."""

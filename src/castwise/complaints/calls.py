@@ -62,8 +62,10 @@ class Call:
         def new(value: Any) -> Any:
             return value.clone_state() if isinstance(value, torch.Generator) else value
 
-        args, kwargs = map_tensors(copy, self.args), map_tensors(copy, self.kwargs)
-        return self.function(*map(new, args), **{name: new(value) for name, value in kwargs.items()})
+        # what has an out= cannot be differentiated, so it ran without gradients
+        with torch.set_grad_enabled(torch.is_grad_enabled() and "out" not in self.kwargs):
+            args, kwargs = map_tensors(copy, self.args), map_tensors(copy, self.kwargs)
+            return self.function(*map(new, args), **{name: new(value) for name, value in kwargs.items()})
 
 
 def _follows(tensor: Tensor, copy: Tensor) -> bool:

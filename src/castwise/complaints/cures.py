@@ -24,6 +24,7 @@ from castwise.complaints.source import Spot
 from castwise.complaints.words import (
     COMPLEX,
     NAMES,
+    asks_for_whole,
     factory,
     is_mismatch,
     is_real,
@@ -148,9 +149,12 @@ class Complaint:
 
     def said_of_backward(self, loss: Tensor) -> str:
         """The same of an error that came from the backward of a loss."""
-        with _in_force(self._off):
-            calls = failed_in_backward(loss, self._error, MOST_S)
         self._outside = False
+        with _in_force(self._off):
+            calls, _ = failed_calls(self._error.__traceback__)
+            if said := self._tried(calls, self._off):  # in the backward of somebody's own Function
+                return said.replace(" outside of the model, in ", " in backward, in ", 1)
+            calls = failed_in_backward(loss, self._error, MOST_S)
         said = self._tried(calls, self._inside)
         return said.replace(" outside of the model, in ", " in the backward of ", 1)
 
@@ -370,7 +374,7 @@ class Complaint:
             for one in whole[:4]:
                 yield {id(one): dtype}
                 yield {id(one): dtype, **wide}
-        for one in floating:
+        for one in floating if asks_for_whole(self._text) else ():
             yield {id(one): torch.int64}
 
     # --- saying ---------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ _WORD_NAMES = {
 _MISMATCH = re.compile(
     r"dtype|scalar type|type \(|should be the same|data type|not implemented for", re.IGNORECASE
 )
+_WHOLE = re.compile(r"\b(long|int|int32|int64|integer|integral)(tensor)?\b|\bind(ex|ices)\b", re.IGNORECASE)
 NAMES: Final = {format.dtype: name for name, format in FORMATS.items() if name != "tf32"}
 _FACTORIES = re.compile(r"(new_)?(zeros|ones|empty|full|eye|rand|randn|tensor|arange|linspace)(_like)?")
 
@@ -44,6 +45,11 @@ def is_real(tensor: Tensor) -> bool:
 def is_mismatch(text: str) -> bool:
     """Whether a message reads like one about dtypes."""
     return bool(_MISMATCH.search(text) and met_in(text))
+
+
+def asks_for_whole(text: str) -> bool:
+    """Whether a message says that an operator wants whole numbers."""
+    return bool(_WHOLE.search(text))
 
 
 def met_in(text: str) -> list[str]:

@@ -4,7 +4,7 @@ A border is a pair of hooks, and torch runs hooks where a module is called: not 
 is a container whose parts are called one by one. Operators then run in fp32, whatever the plan says. So the first backward
 passes are looked at: where one reaches parameters of a model, what used them must have been recorded inside of the model's
 border. What was computed from them in the plan's format, inside a block of autocast for example, is right too, and so is what
-no plan would cast: it takes a product to complain. Of compiled code nothing can be told. Once a backward has shown that the model runs by the plan, nobody looks any more.
+no plan would cast: it takes a product to complain, of torch's own and with something else than the weight itself. Of compiled code nothing can be told. Once a backward has shown that the model runs by the plan, nobody looks any more.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class _Watched:
         key: Of the border's frame.
         plan: As text.
         inner: Paths of modules inside that have borders of their own.
+        begun: The number that the next autograd node would have got when the border was put on.
         entered: Whether it has ever been called in training.
         misses: Backward passes in a row that reached it after no call.
         looks: Backward passes left to look at.
@@ -53,6 +54,7 @@ class _Watched:
     key: str
     plan: str
     inner: frozenset[str]
+    begun: int
     entered: bool = False
     misses: int = 0
     looks: int = _LOOKS
@@ -80,17 +82,19 @@ class _Watched:
             for node in nodes
         )
 
-    def was_passed_by(self) -> bool:
+    def was_passed_by(self, hides: bool) -> bool:
         """Whether a backward that reached the parameters, by nothing inside the border, is proof enough.
 
         It may be that of a penalty on weights, or weights may have been computed from in front of the border. So it is proof
-        where the module was never called, or not before this backward nor the last one.
+        where the module was never called, or not before this backward nor the last one. ``hides``: the graph has somebody's own
+        code in it, which calls the module without gradients and once more in backward, as checkpoints do.
         """
-        if self.entries.spans:
+        if self.entries.spans or (hides and self.entries.silent):
             self.entered, self.misses = True, 0
             self.entries.spans.clear()
         else:
             self.misses += 1
+        self.entries.silent = False
         return self.misses >= (2 if self.entered else 1)
 
 
@@ -127,7 +131,10 @@ def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], 
         border.entries = Entries()
         assert border.frame.dtype is not None
         new.append(
-            _Watched(weakref.ref(model), path, border.entries, border.frame.dtype, border.key, str(resolution.plan), bordered)
+            _Watched(
+                weakref.ref(model), path, border.entries, border.frame.dtype, border.key, str(resolution.plan), bordered,
+                _torch.sequence_number(),
+            )
         )  # fmt: skip
 
     def end() -> None:
@@ -183,7 +190,8 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
         StateError: One was.
     """
     uses, products = {}, set()
-    for leaf, nodes, multiplied in _torch.uses_of_leaves(outputs):
+    leaves, hides = _torch.uses_of_leaves(outputs)
+    for leaf, nodes, multiplied in leaves:
         uses[id(leaf)] = nodes
         products |= {id(leaf)} if multiplied else set()
     done = []
@@ -193,12 +201,14 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
             reached = {
                 key: name
                 for key, name in watched.own().items()
-                if key in uses and (not wanted or key in wanted)
+                if key in uses
+                and (not wanted or key in wanted)
+                and any(_torch.node_number(node) >= watched.begun for node in uses[key])
             }
             nodes = [node for key in reached for node in uses[key]]
             if (watched.model() is None or watched.looks < 0) or (nodes and watched.is_settled(nodes)):
                 done.append(watched)
-            elif not products.isdisjoint(reached) and watched.was_passed_by():
+            elif not products.isdisjoint(reached) and watched.was_passed_by(hides):
                 fact = _fact(watched, next(name for key, name in reached.items() if key in products))
                 if watched.say is None:
                     raise StateError(f"backward: {fact}{_CURE}")
