@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -234,17 +235,116 @@ class OwnReduce(nn.Linear):
         return super().__reduce_ex__(protocol)
 
 
-@pytest.mark.parametrize("kind", [OwnState, OwnReduce])
+class WithSlots(nn.Linear):
+    """Whose state is two dictionaries."""
+
+    __slots__ = ("more",)
+
+
+class AsArguments(nn.Linear):
+    """Attributes are arguments of what makes it again, as of a module that torch.fx has traced."""
+
+    def __reduce__(self) -> Any:
+        return made_of, (type(self), dict(vars(self)))
+
+
+def made_of(kind: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
+    module = kind.__new__(kind)
+    vars(module).update(attributes)
+    return module
+
+
+def traced(*size: int) -> Any:
+    module: Any = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(*size)))
+    module.weight = getattr(module, "0").weight
+    return module
+
+
+@pytest.mark.parametrize("kind", [OwnState, OwnReduce, WithSlots, AsArguments, traced])
 @pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master"])
-def test_classes_that_pickle_in_their_own_way(kind: type[nn.Linear], plan: str) -> None:
+def test_classes_that_pickle_in_their_own_way(kind: Any, plan: str) -> None:
     model = kind(4, 2)
     with Amp(plan, device="cpu") as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         twin = plainly(pickle.dumps(model))
         assert twin.weight.dtype is torch.float32
+        assert not twin._forward_hooks
         copied = copy.deepcopy(model)
-        assert torch.equal(copied(torch.ones(1, 4)), model(torch.ones(1, 4)))
+        if kind is not traced:  # whose copies lose all hooks on forward, in torch itself
+            assert torch.equal(copied(torch.ones(1, 4)), model(torch.ones(1, 4)))
         assert plainly(pickle.dumps(copied)).weight.dtype is torch.float32
+
+
+class OwnOptimizer(torch.optim.SGD):
+    """Whose state has names of its own."""
+
+    def __getstate__(self) -> Any:
+        return {"groups": self.param_groups, "of": self.state, "defaults": self.defaults}
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__({
+            "param_groups": state["groups"],
+            "state": state["of"],
+            "defaults": state["defaults"],
+        })
+
+
+def test_optimizers_that_pickle_in_their_own_way() -> None:
+    model = dense()
+    optimizer = OwnOptimizer(model.parameters(), 0.1, momentum=0.9)
+    with Amp("bf16-master", device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        amp.backward(model(torch.ones(2, 4)).sum())
+        amp.step(optimizer)
+        twin, other = plainly(pickle.dumps((model, optimizer)))
+    held = other.param_groups[0]["params"]
+    assert all(a is b for a, b in zip(held, twin.parameters(), strict=True))
+    assert all(other.state[p]["momentum_buffer"].dtype is torch.float32 for p in held)
+
+
+class Last:
+    """A mixin with a way of its own that follows torch's class."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return str, ("in its own way",)
+
+
+class Mixed(nn.Module, Last): ...
+
+
+class Table(dict[str, Any]):
+    """Holds its module, as the tables of a library that shards parameters do."""
+
+    def __init__(self, module: Any, entries: Any = ()) -> None:
+        super().__init__(entries)
+        self.module = module
+
+    def __reduce__(self) -> Any:
+        return Table, (None, dict(self))
+
+
+class Strange(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        vars(self)["_parameters"] = Table(self, self._parameters)
+        self.layer_hooks: dict[str, Any] = collections.defaultdict(list, {"none": None, "one": [1]})
+
+
+@pytest.mark.parametrize("plan", [None, "bf16-mixed", "bf16-master"])
+def test_what_is_not_castwises_pickles_as_ever(plan: str | None) -> None:
+    with Amp("bf16-master", device="cpu") as amp:
+        amp.prepare(dense())
+    assert pickle.loads(pickle.dumps(Mixed())) == "in its own way"
+    model = Strange()
+    with Amp(plan or "fp32", device="cpu") as amp:
+        if plan is not None:
+            amp.prepare(model)
+        twin = plainly(pickle.dumps(model))
+    assert twin.layer_hooks == model.layer_hooks
+    assert type(twin.layer_hooks) is collections.defaultdict
+    assert type(twin._parameters) is Table
+    assert [*dict(twin.named_parameters())] == ["weight", "bias"]
+    assert twin.weight.dtype is torch.float32
 
 
 def test_methods_are_left_out() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,35 +41,52 @@ _made: Any = WeakTensorKeyDictionary()
 
 @functools.cache
 def make_pickles_plain() -> None:
-    """Have models and optimizers pickle so, for good: copies of prepared models outlive their session."""
+    """Have models and optimizers pickle so, for good: copies of prepared models outlive their session.
+
+    What holds nothing of castwise's pickles as ever, by whatever a class has of its own.
+    """
     for kind, plain in ((nn.Module, _plain_module), (Optimizer, _plain_optimizer)):
-        _torch.around_function(kind, "__reduce_ex__", functools.partial(_around, plain))
+        _torch.around_function(kind, "__reduce_ex__", functools.partial(_around, kind, plain))
 
 
-def _around(plain: Callable[[Any, Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _around(kind: Any, plain: Callable[[Any, Any], Any], _: Callable[..., Any]) -> Callable[..., Any]:
+    def of(thing: Any, part: Any) -> Any:
+        if type(part) is tuple:  # arguments, attributes among them, or attributes beside slots
+            return tuple(plain(thing, each) if isinstance(each, dict) else each for each in part)
+        return plain(thing, part) if isinstance(part, dict) else part
+
     def reduce(thing: Any, protocol: Any) -> Any:
-        reduced = original(thing, protocol)
-        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-            return reduced  # a class that pickles in its own way
-        if is_being_copied():
+        reduced = super(kind, thing).__reduce_ex__(protocol)  # a base that follows torch's may have its own
+        if not isinstance(reduced, tuple) or is_being_copied():
             return reduced
-        return (*reduced[:2], plain(thing, _without_hooks(reduced[2])), *reduced[3:])
+        return reduced[0], *(of(thing, part) for part in reduced[1:3]), *reduced[3:]
 
     return reduce
 
 
-def _without_hooks(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes without castwise's hooks; one that castwise has put around a hook of the user's gives that back."""
-    found, dropped = dict(state), set()
+def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    """Which tables are others without castwise's hooks; a hook that castwise has put around one of the user's gives that back."""
+    changed: dict[str, Any] = {}
+    dropped: set[Any] = set()
     for name, table in state.items():
-        if isinstance(table, dict) and name.endswith("_hooks"):
-            theirs = {key: hook for key, each in table.items() if (hook := _theirs(each)) is not None}
-            dropped |= table.keys() - theirs.keys()
-            if any(hook is not table[key] for key, hook in theirs.items()) or len(theirs) < len(table):
-                found[name] = type(table)(theirs)
+        if isinstance(table, dict) and table and str(name).endswith("_hooks"):
+            ours = {key: _theirs(hook) for key, hook in table.items() if _is_ours(hook)}
+            gone = {key for key, hook in ours.items() if hook is None}
+            if ours:
+                changed[name] = _with(table, ours, gone)
+                dropped |= gone
     for name, table in state.items() if dropped else ():
-        if isinstance(table, dict) and name.endswith(("_with_kwargs", "_always_called")):
-            found[name] = type(table)({key: value for key, value in table.items() if key not in dropped})
+        if isinstance(table, dict) and str(name).endswith(("_with_kwargs", "_always_called")):
+            changed[name] = _with(table, {}, dropped)
+    return changed
+
+
+def _with(table: Any, others: Mapping[Any, Any], gone: Iterable[Any] = ()) -> Any:
+    """A copy of a table, of whatever class, with other values under some keys and without others."""
+    found = copy.copy(table)
+    found.update(others)
+    for key in gone:
+        found.pop(key, None)
     return found
 
 
@@ -90,13 +107,20 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _plain_module(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    changed = _without_hooks(state)
     for name in ("_parameters", "_buffers"):
         tensors = state.get(name)
         if isinstance(tensors, dict):
-            state[name] = type(tensors)((key, _plain(tensor)) for key, tensor in tensors.items())
-    if "_compiled_call_impl" in state:  # of a class with a __getstate__ of its own: torch's leaves it out
-        state["_compiled_call_impl"] = _torch.without_guard(state["_compiled_call_impl"])
-    return {name: value for name, value in state.items() if not isinstance(value, Method)}
+            others = {
+                key: plain for key, tensor in tensors.items() if (plain := _plain(tensor)) is not tensor
+            }
+            if others:
+                changed[name] = _with(tensors, others)
+    call = state.get("_compiled_call_impl")  # of a class with a way of its own: torch's leaves it out
+    if (before := _torch.without_guard(call)) is not call:
+        changed["_compiled_call_impl"] = before
+    methods = [name for name, value in state.items() if isinstance(value, Method)]
+    return _with(state, changed, methods) if changed or methods else state
 
 
 def _plain(tensor: Any) -> Any:
@@ -127,18 +151,19 @@ def _plain(tensor: Any) -> Any:
 
 
 def _plain_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    state.pop("__reduce_ex__", None)
-    groups = state.get("param_groups", ())
+    changed = _without_hooks(state)
     plain: dict[Tensor, nn.Parameter] = {}
-    for parameter in (p for group in groups for p in group["params"]):
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         stored = model_param_of(parameter)
         if stored is not parameter or former_dtype(stored) is not stored.dtype:
             plain[parameter] = _plain(stored)
-    if plain:
-        kept = SimpleNamespace(state=copy.copy(state["state"]))
-        move_state(kept, plain)  # type: ignore[arg-type]
-        state["state"] = kept.state
-        state["param_groups"] = [
-            {**group, "params": [plain.get(p, p) for p in group["params"]]} for group in groups
-        ]
-    return state
+    for name, value in state.items() if plain else ():
+        if value is optimizer.state:
+            kept = SimpleNamespace(state=copy.copy(value))
+            move_state(kept, plain)  # type: ignore[arg-type]
+            changed[name] = kept.state
+        elif value is optimizer.param_groups:
+            changed[name] = [
+                {**group, "params": [plain.get(p, p) for p in group["params"]]} for group in value
+            ]
+    return _with(state, changed, ["__reduce_ex__"]) if changed or "__reduce_ex__" in state else state
