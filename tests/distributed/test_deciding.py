@@ -477,6 +477,38 @@ def test_only_an_average_over_the_sessions_own_ranks_counts(four: World) -> None
     assert four.run(other_ranks) == [(True, False, False)] * 4
 
 
+def meets_anew(rank: int, size: int, folder: str, first: str) -> list[list[bool]]:
+    """One session: together in DistributedDataParallel or alone, then alone, then together in a second process group."""
+    case = Case("fp16-mixed", 1, None)
+    (net,), (optimizer,) = case.nets, case.optimizers
+
+    def steps(of: nn.Module) -> list[bool]:
+        skipped = []
+        for step in range(3):
+            loss = of(batch(step)).square().mean()
+            case.amp.backward(loss * (float("inf") if step == 1 and rank == 1 else 1.0))
+            skipped.append(case.amp.step(optimizer).skipped)
+            optimizer.zero_grad()
+        return skipped
+
+    found = [steps(DistributedDataParallel(net) if first == "ddp" else net)]
+    dist.barrier()
+    dist.destroy_process_group()
+    found.append(steps(net))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{first}", rank=rank, world_size=size)
+    found.append(steps(net))
+    case.amp.close()
+    return found
+
+
+@pytest.mark.parametrize("first", ["ddp", "bare"])
+def test_a_second_process_group_decides_anew(two: World, tmp_path: Any, first: str) -> None:
+    together, alone = [False, True, False], [False, False, False]
+    (one, other) = two.run(meets_anew, str(tmp_path), first)
+    assert one == [together, alone, together]
+    assert other == [together, together, together]
+
+
 def test_alone_nothing_is_asked() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert not Agreement(castwise.ranks.ALONE, lambda: [parameter]).can_differ()

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import _torch, masters
 from castwise.errors import StateError
-from castwise.ranks.group import ALONE, Ranks
+from castwise.ranks.group import ALONE, Ranks, running
 from castwise.ranks.pieces import Pieces, is_dtensor
 from castwise.ranks.text import named
 from castwise.ranks.waiting import Waiting
@@ -37,6 +37,12 @@ _FURTHER = 0.25
 """The same: the gradients of one more named loss have been computed, and this is no step yet."""
 _NOT = object()
 """In the place of the group of ranks that step: this rank does not."""
+
+
+def _no_world() -> None:
+    """In the place of a weak reference, to nothing."""
+
+
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -50,6 +56,8 @@ class Agreement:
         self._params = params
         self._averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._can_differ: bool | None = None
+        self._world: Callable[[], Any] = _no_world
+        """The process group of all when that was decided."""
         self._seen: list[bool] | None = None
         """Which parameters were trained when several ranks found that they cannot differ."""
         self._steps: Any = None
@@ -80,7 +88,7 @@ class Agreement:
             if (
                 parameter.requires_grad
             ):  # it reduces what is trained when it is made, and nothing that is unfrozen later
-                self._averaged[parameter] = weakref.ref(ddp), members
+                self._averaged[parameter] = weakref.ref(ddp), members, weakref.ref(dist.group.WORLD)
         if self.group is not ALONE and members.issuperset(self._members()):
             self._can_differ = None  # all ranks of the session are here, and decide again at the next step
 
@@ -102,6 +110,7 @@ class Agreement:
         ranks = self.ranks
         steps = [at for at, steps_there in enumerate(ranks.meet(here)) if steps_there]
         self._can_differ = None
+        self._note_world()
         if len(steps) in (0, ranks.size):
             self._steps = None
         else:
@@ -114,7 +123,7 @@ class Agreement:
         Raises:
             StateError: On every rank in its first step.
         """
-        by: Callable[[], Any] = next(iter(self._averaged.values()), (lambda: None, None))[0]
+        by: Callable[[], Any] = next(iter(self._averaged.values()), (_no_world,))[0]
         if _torch.is_in_join(by()):
             raise StateError(
                 f"{call}: DistributedDataParallel is in torch's Join, where ranks end at different steps; {call} has them "
@@ -122,9 +131,9 @@ class Agreement:
             )
 
     def _is_averaged(self, parameter: Tensor, members: Iterable[int]) -> bool:
-        by, over = self._averaged.get(parameter, (None, frozenset()))
+        by, over, world = self._averaged.get(parameter, (_no_world, frozenset(), _no_world))
         # the reducer is what it makes last: its construction can fail
-        return by is not None and over.issuperset(members) and hasattr(by(), "reducer")
+        return over.issuperset(members) and world() is dist.group.WORLD and hasattr(by(), "reducer")
 
     def can_differ(self) -> bool:
         """Whether ranks can find different gradients on some parameters, and so must be asked.
@@ -136,6 +145,9 @@ class Agreement:
         Raises:
             StateError: This rank had no optimizer when the others settled who steps.
         """
+        if not self._is_same_world():  # processes have met, or parted, or met anew
+            self.forget()
+            self._note_world()
         known = self._can_differ
         if known or (known is False and (self._seen is None or self._seen == self._are_trained())):
             return known
@@ -156,7 +168,15 @@ class Agreement:
 
     def as_decided(self) -> bool:
         """:meth:`can_differ` without a look at what is trained by now."""
-        return self.can_differ() if self._can_differ is None else self._can_differ
+        decided = self._can_differ if self._is_same_world() else None
+        return self.can_differ() if decided is None else decided
+
+    def _is_same_world(self) -> bool:
+        """Whether the process group of all is that in which ranks have decided."""
+        return self._world() is dist.group.WORLD if running() else self._world is _no_world
+
+    def _note_world(self) -> None:
+        self._world = weakref.ref(dist.group.WORLD) if running() else _no_world
 
     def _who_steps(self) -> Ranks:
         if self._steps is _NOT:
