@@ -487,3 +487,71 @@ def test_code_that_cannot_be_read_is_told_by_its_line(unreadable: Callable[[Net,
     said = complaint("bf16-mixed", unreadable)
     assert "dtypes fp32 and bf16 met in Net itself, <gone>, line 2, in call." in said
     assert "cast what the operator is given in line 2, by .to(torch.float32)" in said
+
+
+def into_out(self: Net, x: Tensor) -> Tensor:
+    into = torch.empty(8, 8)
+    with torch.no_grad():
+        torch.mm(self.layer(x), self.layer.weight, out=into)
+    return into
+
+
+def test_what_is_written_by_out_is_not_cast_into_a_copy() -> None:
+    """What ran without gradients is tried without; a copy would get the result, and what was named would stay empty."""
+    for plan, cast in (
+        ("bf16-mixed", "write self.layer(x).to(torch.float32) in"),
+        ("bf16-true", "write torch.empty(8, 8, dtype=torch.bfloat16) in"),
+    ):
+        said = complaint(plan, into_out)
+        assert cast in said
+        assert "into.to(" not in said
+
+
+class Unlike(torch.autograd.Function):
+    """Keeps one factor low and the other wide, so that backward cannot multiply them."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return torch.mm(a, b.to(a.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        a, _ = ctx.saved_tensors
+        return None, torch.mm(a.t(), grads[0].float())
+
+
+def test_the_backward_of_somebodys_own_function_is_told_by_its_line() -> None:
+    amp, model = prepared("bf16-mixed", lambda self, x: Unlike.apply(self.layer(x), self.layer.weight))
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        amp.backward(model(X).float().sum())
+    line = line_of(Unlike.backward, "torch.mm")
+    assert f"in backward, in mm, test_complaints.py, line {line}" in str(caught.value)
+    assert f"write a.t().to(torch.float32) in line {line}" in str(caught.value)
+
+
+def test_floating_values_are_made_whole_only_where_that_is_asked_for() -> None:
+    assert ".to(torch.int64)" in complaint(
+        "bf16-mixed", lambda self, x: functional.one_hot(self.layer(x).abs(), 9)
+    )
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        prepared("bf16-mixed", lambda self, x: self.layer(x).numpy())[1](X)
+    assert "int64" not in str(caught.value)
+
+
+def of_their_own(self: Net, x: Tensor) -> Tensor:
+    self.layer(x)
+    raise ValueError("unsupported scalar type in the file: float32 or bfloat16")
+
+
+def asserted(self: Net, x: Tensor) -> Tensor:
+    assert self.layer(x) is None, "expected dtype Float"
+    return x
+
+
+@pytest.mark.parametrize("call", [of_their_own, asserted])
+def test_what_somebody_raises_by_hand_is_left_alone(call: Callable[[Net, Tensor], Any]) -> None:
+    """What its words are about is not known, and no operator was called there."""
+    with pytest.raises((ValueError, AssertionError)) as caught:
+        prepared("bf16-mixed", call)[1](X)
+    assert "castwise" not in str(caught.value)

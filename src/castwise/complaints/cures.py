@@ -18,9 +18,10 @@ from castwise.casting import frames, kernels
 from castwise.casting.context import override_rows
 from castwise.casting.frames import Frame
 from castwise.casting.kernels import widest_dtype
+from castwise.casting.trees import tensors_in
 from castwise.complaints.calls import Call, failed_calls, failed_in_backward
 from castwise.complaints.expressions import OF_MODULE
-from castwise.complaints.source import Spot
+from castwise.complaints.source import Spot, raised_by_hand
 from castwise.complaints.words import (
     COMPLEX,
     NAMES,
@@ -322,16 +323,23 @@ class Complaint:
     def _line(self, call: Call, where: Frame) -> tuple[Mapping[int, torch.dtype], str]:
         """Which tensors to cast, so that the call runs there, and what to write for it; empty where nothing is known."""
         floating = [t for t in call.tensors if is_real(t)]
-        receiver = call.args[0] if call.writes and call.args and isinstance(call.args[0], Tensor) else None
+        written = (
+            list(tensors_in(call.kwargs["out"] if "out" in call.kwargs else call.args[:1]))
+            if call.writes
+            else []
+        )
+        receiver = written[0] if len(written) == 1 else None
         line = call.spot.line
         there = f"in line {line.number}" if line is not None else f"where {call.name} is called"
         for casts in self._castings(call, floating, receiver):
             if self._runs(call, where, casts):
-                if receiver is None or id(receiver) not in casts:
+                if casts.keys().isdisjoint(map(id, written)):
                     return casts, f"{writing(call, casts)} {there}"
-                if made := factory(receiver, casts[id(receiver)], floating, call.spot):
+                if receiver is not None and (
+                    made := factory(receiver, casts[id(receiver)], floating, call.spot)
+                ):
                     return casts, made
-        for dtype in self._wanted(floating) if receiver is None else ():
+        for dtype in self._wanted(floating) if not written else ():
             casts = {id(t): dtype for t in floating}
             if self._runs(call, self._off, casts):
                 block = f"with torch.autocast({self._off.device_type!r}, enabled=False):"
@@ -398,8 +406,8 @@ class Complaint:
 
     def _untried(self, spot: Spot) -> str:
         """Where a complaint came from whose call could not be made again."""
-        if not is_mismatch(self._text):
-            return ""
+        if not is_mismatch(self._text) or raised_by_hand(self._error.__traceback__):
+            return ""  # whose words may be about anything
         there = f"in line {spot.line.number}" if spot.line is not None else "there"
         several = len(met_in(self._text)) > 1
         write = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import itertools
 import linecache
 import sysconfig
@@ -109,6 +110,15 @@ def node_of(step: TracebackType) -> ast.AST | None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 near = near or node  # from Python 3.12 on a method's call begins at the method's name
     return near
+
+
+def raised_by_hand(trace: TracebackType | None) -> bool:
+    """Whether the innermost line of a traceback is a ``raise`` or ``assert`` of somebody who uses torch."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not is_shown(trace.tb_frame.f_code.co_filename):
+        return False
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def short(node: ast.AST | None) -> str:
