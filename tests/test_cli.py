@@ -424,6 +424,21 @@ def test_a_search_that_is_terminated_writes_what_it_knows(tmp_path: Path) -> Non
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
 
 
+def test_a_termination_that_a_library_swallows_comes_again() -> None:
+    """As some do while they are imported; the command would train on, and hear of no further one."""
+    Path("job.py").write_text(
+        "import os, signal, time\nfrom castwise.workloads.sine import sine\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(5)\nexcept BaseException:\n    pass\n"
+        "job = sine()\n"
+    )
+    process = _process("train", "job.py:job", "--steps", "1000000", "--out", "o")
+    try:
+        assert process.wait(120) == 143
+    finally:
+        process.end()
+    assert process.said("err").endswith("castwise: terminated\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_is_ignored_stays_so(number: signal.Signals) -> None:
     """As ``nohup`` and shells without job control start what runs in the background."""

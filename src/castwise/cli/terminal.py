@@ -10,8 +10,10 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -101,6 +103,7 @@ def answering(show_traceback: bool, *, json: bool = False, terminable: bool = Tr
         json: Answer with one JSON object. Whatever else is printed, by the code of a workload too, goes to standard error.
         terminable: End as by an interrupt where SIGTERM comes, unless whoever started this process has it ignored.
     """
+    global _coming
     answer, before = Answer(json), None
     if terminable and signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         with contextlib.suppress(ValueError):  # not the main thread
@@ -120,6 +123,7 @@ def answering(show_traceback: bool, *, json: bool = False, terminable: bool = Tr
         raise answer.fail(error, _said(error), FAILED) from None
     finally:
         if before is not None:
+            _coming = None
             signal.signal(signal.SIGTERM, before)
         answer.end()
 
@@ -251,9 +255,22 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM, as ``timeout``, Slurm and Docker send it: whatever sees to an interrupt sees to it."""
 
 
+_coming: weakref.ref[_Terminated] | None = None
+
+
 def _terminate(*_signal: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout sends it to the process and to its group
-    raise _Terminated
+    global _coming
+    if _coming is None or _coming() is None:  # timeout sends it to the process and to its group
+        error = _Terminated()
+        _coming = weakref.ref(error, _terminate_again)
+        raise error
+
+
+def _terminate_again(_gone: object) -> None:
+    """Have the signal come once more where a library has swallowed what it raised: some do while they are imported."""
+    if _coming is not None:
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
 
 def _say(text: str) -> bool:
