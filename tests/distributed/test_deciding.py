@@ -509,6 +509,39 @@ def test_a_second_process_group_decides_anew(two: World, tmp_path: Any, first: s
     assert other == [together, together, together]
 
 
+def in_turns(rank: int, size: int, interval: int) -> str:
+    """Two optimizers, both, then one, then the other, where rank 1 is idle: a new window, which it cannot see."""
+    case = Case(f"fp16-mixed+loss_scale.interval={interval}+loss_scale.init=1024", 2, None)
+
+    def window(step: int, *turn: int) -> None:
+        for at in turn:
+            if rank == 0 or step != 2:
+                case.amp.backward(case.nets[at](batch(step)).square().mean())
+        for at in turn:
+            for parameter in case.nets[at].parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+            case.amp.step(case.optimizers[at])
+        for optimizer in case.optimizers:
+            optimizer.zero_grad()
+
+    window(0, 0, 1)
+    window(1, 0)
+    with pytest.raises(StateError) as refused:
+        window(2, 1)
+    case.amp.close()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_scales_that_would_part_are_refused_on_all_ranks(two: World, interval: int) -> None:
+    """Whether or not the scale has moved by then."""
+    for text in two.run(in_turns, interval):
+        assert text.startswith("step: rank 1 had no backward since the last step, and has taken the windows")
+        assert "let each rank call amp.backward(loss) for each, of a loss times 0" in text
+
+
 def test_alone_nothing_is_asked() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert not Agreement(castwise.ranks.ALONE, lambda: [parameter]).can_differ()

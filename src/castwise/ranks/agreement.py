@@ -237,17 +237,30 @@ class Agreement:
         Raises:
             StateError: On all ranks.
         """
-        held = self.window.optimizers if self.window is not None else []
+        window = self.window
+        held = window.optimizers if window is not None else []
         norms = [_norm_here(optimizer) for optimizer in held]
         supposed = {at for at, optimizer in enumerate(held) if any(optimizer is one for one in summed)}
-        heard = self._who_steps().meet((norms, supposed))
+        scale = None if window is None else (window.scaler.current.name, window.scaler.current.numbers())
+        heard = self._who_steps().meet((norms, supposed, scale))
+        apart = [
+            place
+            for place, (_, doubtful, own) in enumerate(heard)
+            if doubtful and not any(own == other for _, known, other in heard if not known)
+        ]
+        if apart and not all(doubtful for _, doubtful, _ in heard):
+            raise StateError(
+                f"step: {named(apart)} had no backward since the last step, and has taken the windows of other optimizers for one, so "
+                "that loss scales would part. Where optimizers are stepped in changing turns, let each rank call amp.backward(loss) "
+                "for each, of a loss times 0 where it has no batch, or give each optimizer an Amp of its own"
+            )
         wrong = [
             place
-            for place, (own, doubtful) in enumerate(heard)
+            for place, (own, doubtful, _) in enumerate(heard)
             for at in doubtful
             if not any(
                 at < len(other) and at not in known and math.isclose(own[at], other[at], rel_tol=1e-4)
-                for other, known in heard
+                for other, known, _ in heard
             )
         ]
         if wrong:
