@@ -64,7 +64,11 @@ FURTHER = (
     ("castwise.inspection.operators", operators, ("OperatorUse", "RegionUse", "CastUse")),
     ("castwise.inspection.ratios", ratios, ("ServeMismatch", "Token")),
     ("castwise.inspection.values", values, ("Values",)),
-    ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
+    (
+        "castwise.masters",
+        masters,
+        ("master_of", "model_param_of", "copy_to_model", "refresh_master", "make_pickles_plain"),
+    ),
     (
         "castwise.monitor",
         castwise.monitor,
