@@ -433,3 +433,46 @@ def test_a_wrong_format_is_found() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_near(by_castwise(recipe, plan_of("O1")), in_fp64(recipe), ROUNDING["fp16"])
+
+
+# --- state: attributes, writes through data, buffers -------------------------------------------------------------------
+
+
+@each_value()
+@pytest.mark.parametrize(("module", "name"), pairs(RECIPES, NAMES, 2))
+def test_state_of_every_module_holds(module: str, name: str) -> None:
+    """Optimizers see attributes, masters take over what is written through ``data``, skipped steps poison no buffer."""
+    recipe, states = RECIPES[module], []
+    for counted in (True, False):
+        net = recipe.build()
+        parameters = [q for q in net.parameters() if q.requires_grad and q.is_floating_point()]
+        if not parameters:
+            return
+        optimizer = torch.optim.SGD(parameters, RATE)
+        with castwise.Amp(plan_of(name), device="cpu") as amp:
+            amp.prepare(net, optimizer)
+            for number, (parameter, held) in enumerate(
+                zip(parameters, optimizer.param_groups[0]["params"], strict=True)
+            ):
+                parameter.mark = number  # type: ignore[attr-defined]
+                assert held.mark == number
+                written = parameter if counted else parameter.data
+                with torch.no_grad():
+                    written.mul_(0.5)
+            states.append(amp.model_state_dict(net))
+            buffers = [b for b in net.buffers() if b.is_floating_point() and b.isfinite().all()]
+            loss = loss_of(tensors(net(*recipe.feed())))
+            if loss is None:
+                continue
+            amp.backward(loss * float("nan"))
+            if any(q.grad is not None for q in parameters):
+                assert amp.step(optimizer).skipped
+                assert all(b.isfinite().all() for b in buffers)
+    counted_state, data_state = states
+    for key, value in counted_state.items():
+        if (
+            isinstance(value, Tensor)
+            and "running" not in key
+            and not key.endswith(("weight_u", "weight_v", "_u", "_v"))
+        ):
+            assert torch.equal(value, data_state[key]), key
