@@ -1362,6 +1362,10 @@ _unscaled_by_hand: set[tuple[str, torch.dtype]] = set()
 """Device types and formats that torch's kernel has refused."""
 
 
+def _kind(grads: list[torch.Tensor]) -> tuple[str, torch.dtype]:
+    return grads[0].device.type, grads[0].dtype
+
+
 def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply gradients in place by a factor, and set a flag to one where a gradient was not finite.
 
@@ -1369,21 +1373,18 @@ def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: tor
     gradient, which is NaN where one of its elements is, says whether all are finite.
 
     Args:
-        grads: On one device; of one dtype, but on a CPU of any.
+        grads: At least one, on one device; of one dtype, but on a CPU of any.
         flag: 0-dim fp32 on that device.
         factor: The same.
     """
-    if not grads:
-        return
-    kind = grads[0].device.type, grads[0].dtype
-    if kind not in _unscaled_by_hand:
+    if not _unscaled_by_hand or _kind(grads) not in _unscaled_by_hand:
         try:
             _check_and_unscale(grads, flag, factor)
             return
         except NotImplementedError:
-            if kind[0] == "cpu":  # sparse gradients, which it refuses before it writes anything
+            if grads[0].device.type == "cpu":  # sparse gradients, which it refuses before it writes anything
                 raise
-            _unscaled_by_hand.add(kind)
+            _unscaled_by_hand.add(_kind(grads))
     largest = torch.stack(torch._foreach_norm([grad for grad in grads if grad.numel()] or [flag], math.inf))
     flag.copy_(torch.maximum(flag, (~torch.isfinite(largest).all()).to(flag.dtype)))
     torch._foreach_mul_(grads, factor)

@@ -135,7 +135,7 @@ class Master:
         return getattr(self.stored, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if _is_own(self, name):
+        if name == "grad" or _is_own(self, name):  # which each zero_grad() sets
             super().__setattr__(name, value)
         else:
             setattr(self.stored, name, value)

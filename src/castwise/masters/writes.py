@@ -41,7 +41,8 @@ class DataWrites:
     @property
     def count(self) -> int:
         """How often it was written through all that was given out."""
-        return self._past + sum(_torch.versions([counter for _, counter in self._out]))
+        out = self._out
+        return self._past + sum(_torch.versions([counter for _, counter in out])) if out else self._past
 
     def _let_go(self) -> None:
         """Of what nobody holds any more, nor a view of it, only the count is kept."""

@@ -135,7 +135,7 @@ class Window:
 
     def _put_back_unstepped(self) -> None:
         """Where gradients were looked at and not stepped on, as by a rule of the user's: put back the buffers they tell of."""
-        if not self.scaler.works:
+        if not self.scaler.works or not (self._dropped or self.scaler.optimizer_states):
             return
         states = [
             state for state in self.scaler.optimizer_states.values() if state["stage"] is OptState.UNSCALED
