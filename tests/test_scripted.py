@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -109,19 +108,6 @@ def test_a_whole_model_is_refused(kind: str) -> None:
 # --- torch.export -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_precision() -> Iterator[None]:
-    """torch.export reads one setting for all of cuDNN, which is an error where a test has left convolutions another one."""
-    parts: Any = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # type: ignore[attr-defined]
-    before = [part.fp32_precision for part in parts]
-    for part in parts:
-        part.fp32_precision = "tf32"
-    yield
-    for part, was in zip(parts, before, strict=True):
-        part.fp32_precision = was
-
-
-@pytest.mark.usefixtures("one_precision")
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-master", "bf16-mixed+rules=cuda"])
 def test_export_of_casts_is_refused(plan: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
@@ -137,7 +123,6 @@ def test_export_of_casts_is_refused(plan: str) -> None:
     torch.testing.assert_close(torch.export.export(model, example).module()(*example), model(*example))
 
 
-@pytest.mark.usefixtures("one_precision")
 @pytest.mark.parametrize("plan", ["fp32", "bf16-true", "fp16-true"])
 def test_export_without_casts_of_operators_works(plan: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))

@@ -280,6 +280,19 @@ def interrupts_wait() -> Iterator[None]:
 # --- all settings ---------------------------------------------------------------------------------------------
 
 
+def _cudnn_tf32() -> bool | None:
+    """Whether cuDNN may use TF32, by the older name; None where its parts have different precisions, which torch refuses to read."""
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
+
+
+def _set_cudnn_tf32(value: bool | None) -> None:
+    if value is not None:
+        torch.backends.cudnn.allow_tf32 = value
+
+
 def _attributes(
     name: str, owner: Any, *attributes: str
 ) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
@@ -315,6 +328,8 @@ def _all_settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], An
         now, put = (partial(one, device) for one in (torch.get_autocast_dtype, torch.set_autocast_dtype))
         yield f"autocast.{device}", now, put
     yield "autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    # before those of its parts: whoever has set it by this older name has set a flag of its own, which has to agree with them
+    yield "cudnn.allow_tf32", _cudnn_tf32, _set_cudnn_tf32
     yield from _attributes("fp32", backends, "fp32_precision")
     yield from _attributes("cudnn", backends.cudnn, "fp32_precision")
     yield "matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision

@@ -61,6 +61,7 @@ def own_settings() -> Iterator[dict[str, Any]]:
     yield before
     put_settings(before)
     assert settings() == before
+    assert torch.backends.cudnn.allow_tf32 is True  # which can be read again, as torch.export does
 
 
 def there(_pipe: Connection) -> dict[str, Any]:
