@@ -451,6 +451,35 @@ def test_buffers_and_modules_that_come_later() -> None:
     assert same(held(run.model), good)
 
 
+class Late(nn.Module):
+    """A running mean that the first forward makes."""
+
+    mean: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().float().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return self.linear(x - self.mean)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-master", "fp16-mixed"])
+def test_a_buffer_that_is_none_at_first(plan: str) -> None:
+    run = Run(plan, Late())
+    assert run.step(batch(NAN)).skipped
+    assert run.model.mean is None
+    assert run.amp.restored_buffers == {"mean": 1}
+    assert not run.step(batch()).skipped
+    good = held(run.model)
+    assert run.step(batch(INF)).skipped
+    assert same(held(run.model), good)
+    assert run.amp.restored_buffers == {"mean": 2}
+
+
 def test_a_lazy_norm_is_kept_when_it_has_its_shape() -> None:
     run = Run(model=nn.Sequential(nn.Linear(4, 3), nn.LazyBatchNorm1d(affine=False), nn.Linear(3, 2)))
     run.step(batch())

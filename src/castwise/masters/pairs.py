@@ -50,6 +50,8 @@ class Pairs:
         self._targets = [local(parameter) for parameter in self.stored]
         self._sources = [local(master) for master in self.masters]
         self._data = [master.data_writes for master in self.masters]
+        self._plain = all(issubclass(type(parameter), nn.Parameter) for parameter in self.stored)
+        """Whether none is of a class that wraps other tensors, as DTensor."""
         self._sample: Sample | None = None
         now = [(marks or {}).get(id(parameter), _UNKNOWN) for parameter in self.stored]
         self._written, self._data_written, self._addresses, self._updated = (
@@ -63,15 +65,21 @@ class Pairs:
     def _marks(self) -> Iterable[Mark]:
         return zip(self._written, self._data_written, self._addresses, self._updated, strict=True)
 
+    def _versions(self, of: list[Any]) -> list[int]:
+        """Of :attr:`masters` or :attr:`stored`, from what shares their counters and is read three times as fast."""
+        if self._plain:
+            of = self._sources if of is self.masters else self._targets
+        return _torch.versions(of)
+
     # --- before a step, and where somebody looks ------------------------------------------------------------
 
     def pull(self) -> None:
         """Before a step: see to whatever was written by hand."""
         now = (
-            _torch.versions(self.stored),
+            self._versions(self.stored),
             [writes.count for writes in self._data],
-            [address(p) for p in self.stored],
-            _torch.versions(self.masters),
+            [*map(torch.Tensor.data_ptr if self._plain else address, self.stored)],
+            self._versions(self.masters),
         )
         if now != (self._written, self._data_written, self._addresses, self._updated):
             before = list(self._marks())
@@ -95,7 +103,7 @@ class Pairs:
 
     def push_written(self) -> None:
         """Bring the model up to date with masters that were written outside of a step."""
-        versions = _torch.versions(self.masters)
+        versions = self._versions(self.masters)
         if versions != self._updated:
             for index, (now, before) in enumerate(zip(versions, self._updated, strict=True)):
                 if now != before:
@@ -191,7 +199,7 @@ class Pairs:
         else:
             _torch.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
         # The copy counts as a write to its sources, too.
-        self._written, self._updated = _torch.versions(self.stored), _torch.versions(self.masters)
+        self._written, self._updated = self._versions(self.stored), self._versions(self.masters)
 
 
 def _is_cast(master: Any) -> bool:

@@ -135,7 +135,9 @@ class Master:
         return getattr(self.stored, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "grad" or _is_own(self, name):  # which each zero_grad() sets
+        if value is None and name == "grad":  # as each zero_grad() does
+            self.stored.grad = None
+        elif name == "grad" or _is_own(self, name):
             super().__setattr__(name, value)
         else:
             setattr(self.stored, name, value)

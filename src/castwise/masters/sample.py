@@ -12,10 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ELEMENTS = 4
-"""Of a parameter, evenly spaced in its memory."""
-TURNS = 4
-"""Parameters of which others are taken at each look."""
+ELEMENTS = 8
+"""Of a parameter, side by side in its memory."""
 READ = 64
 """Looks between two at which the host asks an accelerator what was seen."""
 
@@ -30,16 +28,18 @@ class Sample:
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         self._looks = 0
-        self._places: list[tuple[tuple[list[Tensor], list[Tensor]], int, Tensor, Tensor]] = []
+        self._places: list[tuple[tuple[list[Tensor], list[Tensor]], int, tuple[Tensor, Tensor], int]] = []
         lists: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(
             lambda: ([], [])
         )
         for target, source in zip(targets, sources, strict=True):
             if target.numel() and _is_dense(target) and target.stride() == source.stride():
                 into = lists[target.device, target.dtype]
-                self._places.append((into, len(into[0]), target, source))
-                for views, whole in zip(into, (target, source), strict=True):
-                    views.append(_elements(whole, 0.0))
+                flat = _flat(target), _flat(source)
+                count = min(ELEMENTS, target.numel())
+                self._places.append((into, len(into[0]), flat, count))
+                for views, whole in zip(into, flat, strict=True):
+                    views.append(whole.narrow(0, 0, count))
         self._lists = list(lists.values())
         self._seen: dict[torch.device, Tensor] = {}
 
@@ -65,11 +65,12 @@ class Sample:
         return found
 
     def _turn(self) -> None:
-        """Take others, in turn."""
-        for number in range(self._looks * TURNS, (self._looks + 1) * TURNS if self._places else 0):
-            (low, full), at, target, source = self._places[number % len(self._places)]
-            place = (number // len(self._places) * 0.6180339887) % 1.0
-            low[at], full[at] = _elements(target, place), _elements(source, place)
+        """Take others of one parameter, in turn."""
+        if self._places:
+            turn, number = divmod(self._looks, len(self._places))
+            (low, full), at, (target, source), count = self._places[number]
+            start = int((turn * 0.6180339887) % 1.0 * (target.numel() - count + 1))
+            low[at], full[at] = target.narrow(0, start, count), source.narrow(0, start, count)
         self._looks += 1
 
 
@@ -79,10 +80,9 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and reach + 1 == tensor.numel()
 
 
-def _elements(tensor: Tensor, place: float) -> Tensor:
-    count = min(ELEMENTS, tensor.numel())
-    step = tensor.numel() // count
-    return tensor.as_strided((count,), (step,), tensor.storage_offset() + int(place * step))
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _differ(low: Tensor, rounded: Tensor) -> Tensor:

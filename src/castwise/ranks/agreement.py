@@ -166,6 +166,11 @@ class Agreement:
         self._seen = self._are_trained()
         return bool(self._can_differ)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether :meth:`can_differ` is still to be asked for the first time, or anew."""
+        return self._can_differ is None
+
     def as_decided(self) -> bool:
         """:meth:`can_differ` without a look at what is trained by now."""
         decided = self._can_differ if self._is_same_world() else None

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from castwise import _torch
 from castwise.plans.text import some
-from castwise.scaler.copies import Copies, Table, has_nan, is_kept, values_of
+from castwise.scaler.copies import Copies, Table, empty_again, has_nan, is_kept, values_of
 from castwise.scaler.result import Restored
 
 _LARGE = 1 << 16
@@ -147,6 +147,8 @@ class KeptBuffers:
         self._tables: list[Table] = []
         self._layout = (-1, -1)
         self._groups: list[Copies] = []
+        self._empty: list[tuple[Table, str, str]] = []
+        """Buffers that are None as yet."""
         self._still: dict[str, _Still] = {}
         self._moving: set[str] = set()
         self._told: set[str] = set()
@@ -154,7 +156,7 @@ class KeptBuffers:
 
     def forget(self) -> None:
         """Let go of all that belongs to the model."""
-        self._tables, self._groups = [], []
+        self._tables, self._groups, self._empty = [], [], []
         self._still.clear()
 
     # --- copies ---------------------------------------------------------------------------------------------
@@ -181,7 +183,11 @@ class KeptBuffers:
 
     def take(self, *, look: bool = False) -> None:
         """Take what lies there now as good."""
-        changed = self._layout != (_registered, sum(map(len, self._tables))) or self._stirred()
+        changed = (
+            self._layout != (_registered, sum(map(len, self._tables)))
+            or any(table.get(key) is not None for table, key, _ in self._empty)
+            or self._stirred()
+        )
         if changed or self._groups or look:
             _torch.outside_dispatch_modes(_torch.without_grad, self._take, changed, look)
 
@@ -204,9 +210,12 @@ class KeptBuffers:
         self._tables = [table for _, table in found]
         self._layout = _registered, sum(map(len, self._tables))
         groups: dict[Any, Copies] = {}
+        self._empty = []
         for path, table in found:
             for key, buffer in table.items():
                 name = f"{path}.{key}" if path else key
+                if buffer is None:
+                    self._empty.append((table, key, name))
                 if buffer is None or name in self._still:
                     continue
                 if is_kept(buffer):
@@ -267,6 +276,9 @@ class KeptBuffers:
 
     def _put_back(self, flag: Tensor | None) -> list[Restored]:
         found = [one for group in self._groups for one in group.put_back(flag)]
+        made = [(table, key, name) for table, key, name in self._empty if table.get(key) is not None]
+        if made and (flag is None or bool(flag > 0)):
+            found += [((name,), None) for table, key, name in made if empty_again(table, key)]
         if flag is None:
             self._tell()
         return found

@@ -147,6 +147,15 @@ class Copies:
         return True
 
 
+def empty_again(table: Table, key: str) -> bool:
+    """Put None in the place of a buffer that was None and is not finite now; whether it was so. Waits for the device."""
+    buffer = table[key]
+    if buffer is None or not is_kept(buffer) or _is_finite(buffer):
+        return False
+    table[key] = None
+    return True
+
+
 def is_kept(buffer: Tensor) -> bool:
     """Whether a buffer can be kept: numbers that can be infinite or NaN, each in memory of its own."""
     if type(buffer) is not Tensor and not hasattr(buffer, "placements"):  # a DTensor has them

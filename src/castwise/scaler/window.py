@@ -393,12 +393,12 @@ class Window:
 
     # --- steps ------------------------------------------------------------------------------------------------
 
-    def check_step(self, optimizers: Sequence[Optimizer], alone: bool) -> None:
+    def check_step(self, optimizers: Sequence[Optimizer], ranks_differ: Callable[[], bool]) -> None:
         """See that there are gradients to step by, and that no step was made by them before.
 
         Args:
             optimizers: Those that are to be stepped.
-            alone: No other rank can have gradients where this one has none.
+            ranks_differ: Whether another rank can have gradients where this one has none; asked only where that matters.
 
         Raises:
             StateError: There are none, or one was.
@@ -417,7 +417,7 @@ class Window:
                     f"step({type(optimizer).__name__}): it was stepped by these gradients already, and no backward came in between. "
                     "Call amp.step(optimizer) once after each amp.backward(loss)"
                 )
-        if alone and not found:
+        if not found and not ranks_differ():
             raise StateError(
                 f"step({_names(optimizers)}): no parameter has a gradient, so there is nothing to step by. Call amp.backward(loss) "
                 "before it, and zero_grad() after it; leave the step out where the loss does not reach these parameters"

@@ -676,7 +676,9 @@ class Amp:
             self._wrapping.check_order()
         window = self._window
         if closure is None:
-            window.check_step(optimizers, alone=not self._agreement.as_decided())
+            if self._agreement.undecided:  # all ranks decide at their first step
+                self._agreement.can_differ()
+            window.check_step(optimizers, self._agreement.as_decided)
         if max_norm is None and closure is None and len(optimizers) == 1:
             result = window.step(optimizers[0])
             frames.clear_weight_cache()
