@@ -156,6 +156,56 @@ def test_a_batch_that_a_rule_left_out_is_forgotten_before_anybody_looks(plan: st
     assert run.amp.skipped_steps == 1
 
 
+@pytest.mark.parametrize("plan", ["fp32", "fp16-mixed", "bf16-master"])
+@pytest.mark.parametrize("then", ["evaluated", "saved", "trained"])
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_batch_whose_loss_a_rule_passes_over_is_forgotten(plan: str, then: str, bad: float) -> None:
+    """Before any backward: ``if not loss.isfinite(): continue``."""
+    run = Run(plan)
+    run.step(batch(seed=0))
+    good = held(run.model)
+    assert not run.model(batch(bad)).isfinite().all()
+    if then == "evaluated":
+        with torch.no_grad():
+            assert run.model.eval()(batch(seed=3)).isfinite().all()
+        run.model.train()
+    if then == "saved":
+        assert all(value.isfinite().all() for value in run.model.state_dict().values())
+    if then != "trained":
+        assert same(held(run.model), good)
+    assert not run.step(batch(seed=2)).skipped
+    by_hand = Run(plan)
+    by_hand.step(batch(seed=0))
+    by_hand.step(batch(seed=2))
+    assert same(held(run.model), held(by_hand.model))
+    assert set(run.amp.restored_buffers) == {"1.running_mean", "1.running_var"}
+    assert run.amp.skipped_steps == 0
+
+
+def test_an_infinity_that_a_forward_leaves_is_not_taken_for_a_batch_that_was_passed_over() -> None:
+    run = Run("fp32", Lists())
+    run.model.fill = -INF
+    run.model(batch())
+    run.model(batch())
+    assert (run.model.seen == -INF).all()
+
+
+class Lists(nn.Module):
+    """A buffer that a forward fills with a number that is meant."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.fill = 0.0
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.fill_(self.fill)
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
 def test_it_is_named_and_counted() -> None:
     run = Run("bf16-mixed")
     assert run.step(batch()).restored == ()

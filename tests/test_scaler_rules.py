@@ -99,6 +99,56 @@ def test_a_users_own_rule_counts_as_an_overflow(plan: str, clear: str, look: str
     amp.close()
 
 
+@pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-mixed+optimizer=fused", "fp16-master"])
+@pytest.mark.parametrize("several", [False, True])
+def test_gradients_that_were_returned_and_left_count_as_an_overflow(plan: str, several: bool) -> None:
+    """With a second optimizer that steps in each round, too, by gradients of a loss of its own."""
+    model, other = net(), net()
+    optimizer, healthy = (torch.optim.SGD(m.parameters(), 1e-3) for m in (model, other))
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model, optimizer)
+    if several:
+        amp.prepare(other, healthy)
+    params = [*model.parameters()]
+    scales: list[float] = []
+    left_out = 0
+    for step in range(40):
+        if step:
+            scales.append(amp.get_scale("it" if several else "loss"))
+        loss = (model(torch.ones(2, 4)) * FACTOR).square().mean()
+        grads = amp.grad(loss, params, name="it" if several else None)
+        if all(grad.isfinite().all() for grad in grads):
+            for parameter, grad in zip(params, grads, strict=True):
+                parameter.grad = grad
+            nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            left_out += 1
+        if several:
+            amp.backward(other(torch.ones(2, 4)).mean())
+            assert amp.step(healthy)
+            healthy.zero_grad()
+    assert (left_out, scales) == (by_hand(40)[0], by_hand(40)[1][:-1])
+    assert 0 < left_out < 40
+    assert amp.skipped_steps == left_out
+    amp.close()
+
+
+def test_returned_gradients_of_inputs_and_with_a_graph_move_no_scale() -> None:
+    """Those show in the step that follows."""
+    model = net()
+    amp = castwise.Amp("fp16-mixed", device="cpu")
+    amp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3))
+    x = torch.full((2, 4), math.inf, requires_grad=True)
+    for inputs, graph in ([x], False), ([*model.parameters()], True):
+        (bad, *_) = amp.grad(model(x).square().mean(), inputs, create_graph=graph)
+        assert not bad.isfinite().all()
+        amp.backward(model(torch.ones(2, 4)).mean())
+        assert amp.get_scale() == 65536.0
+    assert amp.skipped_steps == 0
+
+
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master", "bf16-true"])
 @pytest.mark.parametrize("clear", CLEAR)
 @pytest.mark.parametrize("look", ["unscale_", "clip", "clip params"])

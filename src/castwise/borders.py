@@ -49,7 +49,7 @@ _WIDE = "_castwise_wide"
 """Attribute of a rounded output: what it was before, and its version then."""
 
 
-_NOT_COPIED = ("_lease", "begin", "entries", "first", "loaded", "rounding")
+_NOT_COPIED = ("_lease", "begin", "entries", "first", "loaded", "read", "rounding")
 
 
 class Entries:
@@ -100,6 +100,7 @@ class Border:
         first: Of the whole model a trained parameter and its format, which stands for all of them in front of a call in training.
         begin: Around a whole model: called with whether it trains, when a forward of it begins outside of compiled code.
         loaded: Around a whole model: called when a state was loaded into it.
+        read: Around a whole model: called before its state is read.
         site: What the frame is made from.
     """
 
@@ -115,6 +116,7 @@ class Border:
     first: tuple[weakref.ref[nn.Parameter], torch.dtype] | None = None
     begin: Callable[[bool], object] | None = None
     loaded: Callable[[], object] | None = None
+    read: Callable[[], object] | None = None
     site: Site | None = None
 
     def __post_init__(self) -> None:
@@ -196,16 +198,28 @@ class Border:
     def _noted_inside(self, tensor: torch.Tensor) -> torch.Tensor:
         return note_backward(tensor, self.frame)
 
-    def watch(self, model: nn.Module, begin: Callable[[bool], object], loaded: Callable[[], object]) -> None:
-        """Have functions called when a forward of the model begins, and when a state was loaded into it."""
-        self.begin, self.loaded = begin, loaded
+    def watch(
+        self,
+        model: nn.Module,
+        begin: Callable[[bool], object],
+        loaded: Callable[[], object],
+        read: Callable[[], object],
+    ) -> None:
+        """Have functions called when a forward of the model begins, when a state was loaded into it, and before one is read."""
+        self.begin, self.loaded, self.read = begin, loaded, read
         if not isinstance(model, torch.jit.ScriptModule):
             model.register_load_state_dict_post_hook(self.load)
+            model.register_state_dict_pre_hook(self.save)
 
     def load(self, _module: nn.Module, _keys: Any) -> None:
         """Hook for a state that was loaded into the whole model."""
         if self.loaded is not None:
             self.loaded()
+
+    def save(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        """Hook for a state that is read from the whole model."""
+        if self.read is not None:
+            self.read()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook; runs after an exception too, then with ``output=None``."""
@@ -509,7 +523,9 @@ def install(
         for reference, border in borders:
             module = reference()
             if module is not None:
-                _torch.remove_hooks(module, border.enter, border.enter_and_cast, border.leave, border.load)
+                _torch.remove_hooks(
+                    module, border.enter, border.enter_and_cast, border.leave, border.load, border.save
+                )
                 _torch.unguard_calls(module, border)
         target = alive()
         for method in methods:

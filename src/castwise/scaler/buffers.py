@@ -56,10 +56,11 @@ class Buffers:
     Attributes:
         number: How many steps have ended: the number of the window.
         rounds: How often an optimizer has stepped again; several may step after one forward.
+        backwards: How many losses the session has seen.
     """
 
     def __init__(self) -> None:
-        self.number = self.rounds = 0
+        self.number = self.rounds = self.backwards = 0
         self._stepped: tuple[set[int], set[int]] = set(), set()
         """Optimizers that stepped in the last round, and in this one."""
         self._kept: list[weakref.ref[KeptBuffers]] = []
@@ -92,15 +93,16 @@ class Buffers:
             if kept is not None and self.rounds - kept.seen > _UNSEEN and now >= last:
                 kept.begin_window()
 
-    def put_back(self, flag: Tensor | None = None) -> list[Restored]:
+    def put_back(self, flag: Tensor | None = None, of: KeptBuffers | None = None) -> list[Restored]:
         """Put back the buffers that became non-finite since their window began.
 
         Args:
             flag: 0-dim fp32: do so where it is above zero, without waiting for the device. None: the step was skipped.
+            of: Those of one model alone.
         """
         alive = self._alive()
         found: list[Restored] = []
-        for kept in alive:
+        for kept in alive if of is None else (of,):
             for names, which in kept.put_back(flag):
                 if names:
                     full = names if len(alive) == 1 else tuple(f"{kept.kind}.{name}" for name in names)
@@ -134,6 +136,8 @@ class KeptBuffers:
         self.kind = type(model).__name__
         self.seen = -_UNSEEN - 1
         self._taken = -1
+        self._unused = (-1, -1)
+        """The window of the last forward with gradients, and the losses that had been seen when it began."""
         self._unsure = False
         """Whether only forwards without gradients were seen in this window, as where statistics are computed anew."""
         alive = weakref.ref(self)
@@ -165,6 +169,9 @@ class KeptBuffers:
         """A forward of the whole model begins: the first one in a window that trains, or may write, finds what is good."""
         session, grad = self._session, torch.is_grad_enabled()
         session.before_forward()
+        self.forget_unused()
+        if training and grad:
+            self._unused = session.number, session.backwards
         if self._taken == session.number and not (self._unsure and grad):
             return
         if not (training or grad) or (self._groups and _torch.is_stand_in_call()):
@@ -175,6 +182,24 @@ class KeptBuffers:
             self._taken, self.seen = session.number, session.rounds
             self.begin_window()
         self._unsure = not grad
+
+    def forget_unused(self) -> None:
+        """Put back what a forward has poisoned of which no loss came, as where a loss that is not finite is passed over.
+
+        A NaN tells of it; an infinity by itself may be meant, and of a forward that is used in another way nobody knows.
+        """
+        if self._unused != (self._session.number, self._session.backwards):
+            return
+        self._unused = (-1, -1)
+        found = [
+            _torch.outside_dispatch_modes(_torch.without_grad, group.has_new_nan) for group in self._groups
+        ]
+        if all(flag.is_cpu for flag in found):
+            if any(map(bool, found)):
+                self._session.put_back(None, self)
+        else:
+            home = found[0].device
+            self._session.put_back(torch.stack([flag.to(home) for flag in found]).any().float(), self)
 
     def begin_window(self) -> None:
         """Take what lies there now as good, and look now and then for large buffers that change, or do not."""

@@ -88,6 +88,14 @@ class Copies:
             self._flat.copy_(torch.where(self._spread(self._worse(flat)), self._flat, flat))
             self._ids = [*map(id, now)]
 
+    def has_new_nan(self) -> Tensor:
+        """Whether a NaN lies where there is none in the copy: a 0-dim bool on the device."""
+        flat = torch.cat([
+            (values_of(buffer) if self.fits(buffer, copy) else copy).reshape(-1)
+            for buffer, copy in zip(self._now(), self.copies, strict=True)
+        ])
+        return (_numbers(flat, self._dtype).isnan() & ~_numbers(self._flat, self._dtype).isnan()).any()
+
     def put_back(self, flag: Tensor | None) -> list[Restored]:
         """Put back what became non-finite; see :meth:`Buffers.put_back`."""
         now = self._now()

@@ -109,6 +109,8 @@ class GradScaler(Verdicts):
         self.asked = False
         # What was found in gradients of such a window that were cleared without a step.
         self.left_out: Callable[[], list[torch.Tensor]] = list
+        # Losses of which such a window's true gradients were returned and not set as yet, and what was found in them.
+        self.returned: Callable[[], list[tuple[str, torch.Tensor]]] = list
         # The inverse scale last used, and what it is the inverse of where the host knows that.
         self._inverse: tuple[float | None, torch.Tensor | None] = (None, None)
         self._outcomes = Outcomes(eager=floor is not None)
@@ -148,7 +150,7 @@ class GradScaler(Verdicts):
         return self._state_now()(name).scale if self.scales else 1.0
 
     def _state_now(self) -> Callable[[str], ScaleState]:
-        over = self.is_over is not None and (self.is_over() or self.left_out())
+        over = self.is_over is not None and (self.is_over() or self.left_out() or self.returned())
         return self.state_after_update if over else self._state_of
 
     def next_state(self, found_inf: bool, name: str = DEFAULT) -> ScaleState:
@@ -157,10 +159,13 @@ class GradScaler(Verdicts):
 
     def state_after_update(self, name: str = DEFAULT) -> ScaleState:
         """What the state of a loss will be after :meth:`update`, by the steps so far. Changes nothing; synchronises."""
+        state = self._state_of(name)
+        if any(bool(flag > 0) for of, flag in self.returned() if of == name):
+            state = next_state(state, True, self.policy)
         flag = self._outcome(self.left_out()).get(name)
         if flag is None or (self.is_over is not None and not self.is_over() and not bool(flag > 0)):
-            return self._state_of(name)
-        return self.next_state(bool(flag > 0), name)
+            return state
+        return next_state(state, bool(flag > 0), self.policy)
 
     def _outcome(self, left_out: Iterable[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
         """The losses whose scales :meth:`update` will move, and whether one of their gradients was not finite."""
@@ -486,12 +491,22 @@ class GradScaler(Verdicts):
                 self._outcomes.skips.setdefault(key, bad)
             self.add_flags(key, flags)
         if not stepped:
-            for name, flag in self._outcome().items():
-                tracker = self._loss(name, flag.device).growth_tracker
-                assert tracker is not None
-                if self._limits.dynamic:
-                    tracker.sub_((flag.to(tracker.device) == 0).to(tracker.dtype))  # which the update adds
+            self._hold_back(self._outcome())
             self.update()
+
+    def note_left(self, returned: dict[str, torch.Tensor]) -> None:
+        """Move the scales of losses whose gradients were computed, were not finite, and were never set on parameters."""
+        self._hold_back(returned)
+        if self._limits.dynamic:
+            self._move(returned)
+
+    def _hold_back(self, outcome: Mapping[str, torch.Tensor]) -> None:
+        """Where gradients were finite, take back what the update that follows adds to the counter of such steps."""
+        for name, flag in outcome.items():
+            tracker = self._loss(name, flag.device).growth_tracker
+            assert tracker is not None
+            if self._limits.dynamic:
+                tracker.sub_((flag.to(tracker.device) == 0).to(tracker.dtype))
 
     def _update_alone(self, states: dict[int, dict[str, Any]]) -> None:
         """Torch's update, without the questions that do not arise for one optimizer on the scale's device."""
@@ -553,7 +568,7 @@ class GradScaler(Verdicts):
         state = super().__getstate__()
         losses = {name: LossState(name, loss.numbers()) for name, loss in self._losses.items()}
         state.update(
-            _losses=losses, current=losses[DEFAULT], param_names=None, admit=None, is_over=None, left_out=list, opened_by=None, _flags={},
+            _losses=losses, current=losses[DEFAULT], param_names=None, admit=None, is_over=None, left_out=list, returned=list, opened_by=None, _flags={},
             _inverse=(None, None), _outcomes=Outcomes(eager=self._limits.floor is not None),
         )  # fmt: skip
         if self.admit is not None:  # a session's, whose ranks it asks

@@ -72,6 +72,8 @@ class Window:
         """Whether gradients of a scaled loss were returned by themselves, as torch.autograd.grad does, for somebody to set."""
         self.differentiated = False
         """Whether true gradients were computed through the scale in this window, for somebody to set."""
+        self._returned: dict[int, tuple[str, torch.Tensor]] = {}
+        """By optimizer that has not stepped since, the loss of which true gradients were returned and whether these were not finite."""
         self.settled = not self.scales
         """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
         self.in_backward = False
@@ -82,6 +84,7 @@ class Window:
         """Whether anybody has ever asked for a scaled loss."""
         scaler.is_over = lambda: self.stepped
         scaler.left_out = lambda: [flag for flags in self._dropped.values() for flag in flags.values()]
+        scaler.returned = lambda: [*self._returned.values()]
         self._by_hand: dict[int, tuple[set[int], _Ends | None]] = {}
         """Parameters of optimizers that were unscaled by hand, and their gradients: these may change, or be replaced, and
         parameters may join, before the step."""
@@ -126,7 +129,7 @@ class Window:
             self.hidden.clear()  # of steps that raised: who goes on to a backward is done with them
             dropped = self._count_dropped()
             if self.scales:
-                self._settle(name, dropped, idle)
+                self._settle(name, dropped, self._count_returned(), idle)
             else:
                 self.scaler.forget()
             self.settled = True
@@ -171,8 +174,42 @@ class Window:
                     self.scaler.note_given_up(optimizer)
         return found
 
+    def note_returned(
+        self, inputs: Any, grads: Iterable[torch.Tensor | None], name: str | None = None
+    ) -> None:
+        """Take note of true gradients that were computed through the scale and returned, for somebody to set or to leave.
+
+        Where nobody steps before the next loss, the scale falls if gradients of parameters were not finite.
+        """
+        each = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+        by_input = {id(_stored(one)): grad for one, grad in zip(each, grads, strict=True) if grad is not None}
+        home, name = self.scaler.scale_tensor().device, name or self.scaler.current.name
+        for optimizer in self._optimizers():
+            found = [by_input[id(p)] for p in gradients.stored(optimizer) if id(p) in by_input]
+            if found:
+                flag = gradients.are_finite(found, home)
+                known = self._returned.get(id(optimizer))
+                if known is not None and known[0] == name:
+                    flag = torch.maximum(known[1], flag)
+                self._returned[id(optimizer)] = name, flag
+                self.settled = False
+
+    def _count_returned(self) -> dict[str, torch.Tensor]:
+        """By loss, the flags of gradients that were returned and then left by a rule of the user's, where they may be set."""
+        returned, self._returned = self._returned, {}
+        found: dict[str, torch.Tensor] = {}
+        for name, flag in returned.values():
+            if read_on_host((flag,)) is not False:
+                self.count(StepResult([flag], send=False))
+                found[name] = torch.maximum(found[name], flag) if name in found else flag
+        return found
+
     def _settle(
-        self, name: str, dropped: Mapping[int, Mapping[torch.device, torch.Tensor]], idle: bool
+        self,
+        name: str,
+        dropped: Mapping[int, Mapping[torch.device, torch.Tensor]],
+        returned: dict[str, torch.Tensor],
+        idle: bool,
     ) -> None:
         scaler = self.scaler
         scaled: dict[int, torch.Tensor] = {}
@@ -184,14 +221,16 @@ class Window:
                 fed.append(optimizer)
                 of = scaled if self.is_scaled(optimizer) else plain
                 of.update((id(grad), grad) for grad in grads)
-        old = scaler.scale_tensor().clone() if scaled and (self.stepped or dropped) else None
+        old = scaler.scale_tensor().clone() if scaled and (self.stepped or dropped or returned) else None
         if not self.stepped:
             scaler.forget()
         if dropped:
             scaler.note_dropped(dropped, self.stepped)
+        if returned:
+            scaler.note_left(returned)
         if self.stepped and scaler.optimizer_states:  # none where a state was loaded into the scaler since
             scaler.update()
-        if self.stepped or dropped:
+        if self.stepped or dropped or returned:
             self._owners.clear()
         self.stepped = self._lent = self._begun = self._handed_out = self.differentiated = False
         if plain or old is not None:
@@ -346,8 +385,9 @@ class Window:
         self.scaler.note_norm(optimizers, norm)
 
     def no_look_at_step(self, optimizer: Optimizer) -> None:
-        """Somebody else steps by gradients that were unscaled by hand."""
+        """Somebody else steps by gradients that were unscaled by hand, or were returned."""
         self._by_hand.pop(id(optimizer), None)
+        self._returned.pop(id(optimizer), None)
 
     def _look_at_step(self, optimizer: Optimizer) -> None:
         params = {id(_stored(p)) for group in optimizer.param_groups for p in group["params"]}
@@ -440,6 +480,7 @@ class Window:
             self._get_ready(optimizer)
         elif self._by_hand:
             self._look_again(optimizer)
+        self._returned.pop(id(optimizer), None)
         self.stepping.add(id(optimizer))
         try:
             result = self.scaler.take(optimizer, closure)

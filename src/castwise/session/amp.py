@@ -261,7 +261,7 @@ class Amp:
             root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
             if self.scaler.works and not inference:
                 copies = self._buffers.follow(target)
-                root.watch(target, copies.begin, copies.take)
+                root.watch(target, copies.begin, copies.take, copies.forget_unused)
             if not self._members.models:
                 if self.scaler.is_enabled():
                     self._watch.refuse_strangers(log.callback)
@@ -451,6 +451,7 @@ class Amp:
                 f"scale: the loss is a {type(loss).__name__}; a tensor is needed. Add several losses up, or scale each by itself."
             )
         check_loss("scale", loss)
+        self._window.buffers.backwards += 1
         self._window.open(name)
         self._wrapping.narrow()
         for look in self._on_loss:
@@ -497,6 +498,7 @@ class Amp:
                 return self.backward(loss, name, **kwargs)
         check_loss("backward", loss)
         window, scaler = self._window, self.scaler
+        window.buffers.backwards += 1
         scales = window.scales
         if scales or not window.settled:
             window.open(name)
@@ -562,7 +564,10 @@ class Amp:
         scale = self.scaler.scale_for_grad(name)
         grads = torch.autograd.grad(loss.float() * scale, inputs, create_graph=create_graph, **kwargs)
         inverse = gradients.inverse(scale)
-        return tuple(g if g is None else _in_fp32(g) * inverse for g in grads)
+        unscaled = tuple(g if g is None else _in_fp32(g) * inverse for g in grads)
+        if not create_graph:
+            self._window.note_returned(inputs, unscaled, name)
+        return unscaled
 
     # --- steps --------------------------------------------------------------------------------------------
 
