@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import castwise
 from castwise import Amp, Plan, Region
 from castwise.errors import PatternError, StateError
 
@@ -121,6 +122,57 @@ def test_export_of_casts_is_refused(plan: str) -> None:
     model(*example)  # as before
     amp.close()
     torch.testing.assert_close(torch.export.export(model, example).module()(*example), model(*example))
+
+
+class Block(nn.Module):
+    """An autocast inside forward, made there or before."""
+
+    def __init__(self, plan: Any, made_before: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.plan = plan
+        self.block = castwise.autocast(plan, device_type="cpu") if made_before else None
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with self.block or castwise.autocast(self.plan, device_type="cpu"):
+            y = self.linear(x)
+        return y + 1, torch.exp(y)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("made_before", [False, True])
+@pytest.mark.parametrize("plan", [torch.bfloat16, "bf16", "bf16-mixed", "bf16-mixed+ops.exp=lower", "O1"])
+def test_export_of_an_autocast_inside_forward(plan: Any, made_before: bool, strict: bool) -> None:
+    model, x = Block(plan, made_before), torch.randn(2, 4)
+    expected = model(x)
+    ours = plan in ("bf16-mixed+ops.exp=lower", "O1") or (strict and not made_before)
+    if ours:
+        with pytest.raises(Exception, match=r"torch.export of castwise.autocast: .*strict=False"):
+            torch.export.export(model, (x,), strict=strict)
+    else:
+        exported = torch.export.export(model, (x,), strict=strict).module()(x)
+        assert [one.dtype for one in exported] == [one.dtype for one in expected]
+        assert all(map(torch.equal, exported, expected))
+    assert all(map(torch.equal, model(x), expected))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# --- torch.jit ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master", "O2"])
+def test_scripting_a_prepared_model_is_refused(plan: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 1)))
+    x = torch.randn(4, 8)
+    amp = Amp(plan, device="cpu")
+    amp.prepare(model)
+    expected = model(x)
+    for whole in (model, nn.Sequential(model)):
+        with pytest.raises(StateError, match=r"torch.jit.script of a prepared Sequential: .*amp.close\(\)"):
+            torch.jit.script(whole)
+    assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), expected)
+    amp.close()
+    assert torch.equal(torch.jit.script(model)(x), model(x))
 
 
 @pytest.mark.parametrize("plan", ["fp32", "bf16-true", "fp16-true"])

@@ -1570,8 +1570,21 @@ def takes_hooks(module: torch.nn.Module) -> bool:
 
 
 def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
-    """The tables of a module's hooks before and after ``forward`` and after loading, to look into and to change."""
-    return module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks
+    """The tables of a module's hooks around ``forward``, after loading and before saving, to look into and to change."""
+    return (
+        module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks, module._state_dict_pre_hooks,
+    )  # fmt: skip
+
+
+def before_scripting(look: Callable[[torch.nn.Module], object]) -> None:
+    """Have a function called with each module before ``torch.jit.script`` compiles it, for good."""
+
+    def prepare(module: torch.nn.Module) -> torch.nn.Module:
+        look(module)
+        return module
+
+    if not hasattr(torch.nn.Module, "__prepare_scriptable__"):
+        torch.nn.Module.__prepare_scriptable__ = prepare  # type: ignore[attr-defined]
 
 
 def buffer_tables(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
@@ -1777,9 +1790,14 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` records what runs."""
+    return torch._C._get_tracing_state() is not None
+
+
 def is_stand_in_call() -> bool:
     """Whether a module is being traced, or called with other parameters or buffers in the place of its own."""
-    if torch._C._get_tracing_state() is not None:
+    if is_tracing():
         return True
     frame: FrameType | None = sys._getframe()
     for _ in range(24):  # between the call and a hook of the module

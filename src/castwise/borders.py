@@ -155,7 +155,7 @@ class Border:
         """Forward pre-hook with keyword arguments, where inputs are cast or backward must be told of the border."""
         cast = self.cast_inputs
         if cast is not None:
-            if not is_compiling() and self.rounding is not None:
+            if self.rounding is not None and not is_compiling() and not _torch.is_tracing():
                 kind = type(module).__name__
                 self.rounding = self.rounding if self.rounding.look(kind, (args, kwargs)) else None
             if cast not in LOW_DTYPES and self.cast_only is None:
@@ -266,6 +266,20 @@ def _refuse_export(kind: str) -> None:
 
 
 _torch.mark_constant(_refuse_export)
+
+
+def refuse_scripting(module: nn.Module) -> None:
+    """Before torch.jit.script compiles a module.
+
+    Raises:
+        StateError: It has a border.
+    """
+    if border_of(module) is None:
+        return
+    raise StateError(
+        f"torch.jit.script of a prepared {type(module).__name__}: hooks switch the formats, and scripted code has none of them. Script the model after "
+        "amp.close(), which leaves it in fp32, trace it by torch.jit.trace, or prepare a model of which parts are scripted"
+    )
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

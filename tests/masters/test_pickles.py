@@ -412,6 +412,17 @@ def test_a_session_is_none_in_pickles_and_prepares_nothing_in_copies(trained: An
     optimizer.zero_grad()
     monitor, recorder = castwise.Monitor(amp), Recorder(amp, model, tempfile.mkdtemp())
     holder = Holder(amp, model, [scheduler, monitor, recorder, functools.partial(print, amp)])
+    calls = [
+        amp.step,
+        functools.partial(amp.backward, name="it"),
+        monitor.close,
+        model.eval,
+        functools.partial(print, 1),
+    ]
+    found = plainly(pickle.dumps(calls))
+    assert found[:3] == [None] * 3
+    assert isinstance(found[3].__self__, type(model))
+    assert (found[4].func, found[4].args) == (print, (1,))
     found = plainly(pickle.dumps(holder))
     assert found.amp is found.more[1] is found.more[2] is found.more[3].args[0] is None
     copied = copy.deepcopy(holder)

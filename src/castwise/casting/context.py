@@ -12,7 +12,7 @@ import torch
 from castwise import _torch
 from castwise.casting import frames, kernels, tracing
 from castwise.casting.kernels import frame_of
-from castwise.errors import PlanError, UnknownNameError
+from castwise.errors import PlanError, StateError, UnknownNameError
 from castwise.plans import rules
 from castwise.plans.formats import LOW_DTYPES, get_format
 from castwise.plans.plan import Plan, Region, as_plan
@@ -119,6 +119,22 @@ def _resolve_for_trace(
 _torch.mark_constant(_resolve_for_trace)
 
 
+def _refuse_export() -> None:
+    """While torch.export traces a block of which its graph would hold no casts.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        "torch.export of castwise.autocast: a graph that is exported holds the casts of torch's own lists alone, and with strict=True "
+        "none of a block that is made inside. Export with strict=False and a dtype or a plan without rules of its own, use "
+        "torch.autocast, or cast the model by hand"
+    )
+
+
+_torch.mark_constant(_refuse_export)
+
+
 def _for_trace(plan: Any) -> Any:
     """What :func:`_resolve` looks at of a plan, in strings."""
     if not isinstance(plan, Plan):
@@ -199,14 +215,20 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         return not kernels.registered(self.device)  # its own lease registers some
 
     def __enter__(self) -> Self:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_exporting():
+            if tracing.graph_frames[self._key].overrides or torch.compiler.is_dynamo_compiling():
+                _refuse_export()
+            super().__enter__()  # type: ignore[no-untyped-call]  # which tells what traces the graph
+        elif torch.compiler.is_compiling():
             tracing.graph_push(self._key)
         else:
             frames.push_block(self._frame)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if torch.compiler.is_compiling():
+    def __exit__(self, *exception: object) -> None:
+        if torch.compiler.is_exporting():
+            super().__exit__(*exception)
+        elif torch.compiler.is_compiling():
             tracing.graph_pop()
         else:
             frames.pop_block(self._frame)

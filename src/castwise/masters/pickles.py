@@ -8,7 +8,9 @@ optimizer in the same pickle holds the same parameters. ``copy.deepcopy`` keeps 
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
@@ -47,6 +49,15 @@ def make_pickles_plain() -> None:
     """
     for kind, plain in ((nn.Module, _plain_module), (Optimizer, _plain_optimizer)):
         _torch.around_function(kind, "__reduce_ex__", functools.partial(_around, kind, plain))
+    copyreg.pickle(types.MethodType, lambda method: _plain_call(method, method))
+    copyreg.pickle(functools.partial, lambda partial: _plain_call(partial, partial.func))
+
+
+def _plain_call(call: Any, function: Any) -> Any:
+    """How a method, or a partial of one, pickles: as None where it is of what watches a session, and as ever otherwise."""
+    owner = getattr(function, "__self__", None)
+    ours = isinstance(owner, OfThisProcess) and not is_being_copied()
+    return owner.__reduce__() if ours else call.__reduce__()
 
 
 def _around(kind: Any, plain: Callable[[Any, Any], Any], _: Callable[..., Any]) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ class _HowPrepared(TypedDict, total=False):
     widen: bool | str
 
 
-class Amp:
+class Amp(masters.OfThisProcess):
     """A precision plan, applied to models and optimizers of any training loop.
 
     Args:
@@ -908,10 +908,6 @@ class Amp:
         self._prepares.clear()
         self._block = self._root = None
         self._wrapping.forget()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A session is of this process alone, so a pickle of what holds one has None in its place."""
-        return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Amp:
         """A session of the same plan and loss scales that has prepared nothing: models and optimizers belong to one session."""

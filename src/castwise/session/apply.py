@@ -56,6 +56,7 @@ def apply(
     plan = resolution.plan
     alive = weakref.ref(model)
     masters.make_pickles_plain()
+    _torch.before_scripting(borders.refuse_scripting)
     # a copy of a prepared model brings the original's borders along
     borders.strip(model, log.callback)
     tracing.get_ready_for_compile()
