@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import castwise
 from castwise import Amp, Plan, Region
 from castwise.errors import StateError
 from castwise.session import bypass
@@ -76,6 +77,37 @@ def test_backward_says_that_a_model_was_not_called(way: str, plan: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     amp.close()
     run(model, torch.randn(4, 8)).float().mean().backward()
+
+
+@pytest.mark.parametrize("plan", ["bf16-master", "fp16-master", "bf16-master+rules=cuda"])
+@pytest.mark.parametrize("way", BYPASSES)
+def test_weights_that_are_stored_low_are_watched_too(way: str, plan: str) -> None:
+    """A loop that casts its inputs by itself goes past the plan's rules for operators without an error of torch's."""
+    make, run = BYPASSES[way]
+    amp, model, _ = prepared(plan, make())
+    dtype = next(model.parameters()).dtype
+    with pytest.raises(StateError, match=r"backward: the loss was computed from .*was not called"):
+        amp.backward(run(model, torch.randn(4, 8, dtype=dtype)).float().mean())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["amp.autocast", "castwise.autocast", "torch.autocast"])
+@pytest.mark.parametrize("plan", ["bf16-master", "bf16-mixed"])
+def test_parts_that_are_called_inside_a_block_of_autocast_run_by_the_plan(plan: str, kind: str) -> None:
+    amp, model, optimizer = prepared(plan, Net())
+    for _ in range(3):
+        block = {
+            "amp.autocast": amp.autocast,
+            "castwise.autocast": lambda: castwise.autocast("bf16", device_type="cpu"),
+            "torch.autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        }[kind]()
+        with block:
+            loss = one_by_one(model, torch.randn(4, 8)).square().mean()
+        amp.backward(loss)
+        amp.step(optimizer)
+        optimizer.zero_grad()
+    amp.close()
+    assert bypass._watched or not hasattr(torch.autocast.__enter__, "__wrapped__")
 
 
 @pytest.mark.parametrize("way", BYPASSES)

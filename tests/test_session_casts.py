@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from castwise import Amp
+from castwise import Amp, stored
 from castwise.errors import StateError
 
 PLANS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true")
@@ -163,3 +164,34 @@ def test_an_optimizer_that_joins_later_is_looked_at() -> None:
     with pytest.raises(StateError, match=r"body.weight was stored in torch.float32"):
         optimizer.step()
     del loss
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("there", "part"),
+    [("half", ""), ("bfloat16", "body"), ("double", ""), ("to half", "norm"), ("to device", "")],
+)
+def test_a_cast_there_and_back_is_said_where_bits_are_lost(plan: str, there: str, part: str) -> None:
+    """Weights of a region, or of the whole model, between two steps; masters keep theirs."""
+    amp, model, optimizer = prepared(plan)
+    step(amp, model, optimizer)
+    if model.body.weight.dtype is not torch.float32 and not part:
+        part = "body"  # with the norm, which is stored in fp32, there is no one dtype to go back to
+    module = model.get_submodule(part)
+    dtype = next(module.parameters()).dtype
+    lossy = dtype is torch.float32 and there not in ("double", "to device")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        {
+            "to half": lambda: module.to(torch.float16).to(dtype),
+            "to device": lambda: module.to("cpu"),
+        }.get(there, lambda: getattr(module, there)().to(dtype))()
+        step(amp, model, optimizer)
+        module.to(dtype)
+    said = [str(each.message) for each in seen if "and back, so that" in str(each.message)]
+    assert len(said) == lossy, said
+    amp.close()
+    assert len(stored._stored) or not hasattr(nn.Module._apply, "__wrapped__")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.half().float()

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from castwise import _torch
 from castwise.errors import StateError
 
 _stored: Any = WeakTensorKeyDictionary()
+_narrow: Any = WeakTensorKeyDictionary()
+"""Parameters that were stored in a wider dtype, and what somebody has cast them to."""
+_leave: list[Callable[[], None]] = []
+"""What ends that casts are followed."""
 
 
 def note_formats(model: nn.Module) -> None:
     """A model has been prepared: as its parameters are stored now they are to stay."""
     for parameter in model.parameters():
         _stored[parameter] = parameter.dtype
+    if not _leave:
+        _leave.append(_torch.around_function(nn.Module, "_apply", _follow_casts))
 
 
 def note_format(parameter: Tensor) -> None:
@@ -28,6 +38,46 @@ def forget_formats(model: nn.Module) -> None:
     """A model is prepared no longer."""
     for parameter in model.parameters():
         _stored.pop(parameter, None)
+    while _leave and not _stored:
+        _leave.pop()()
+
+
+def _follow_casts(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Around what ``model.half()`` and its like go through: warn where parameters come back to their dtype without their low bits."""
+    depth = 0
+
+    def applied(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            result = apply(module, *args, **kwargs)
+        finally:
+            depth -= 1
+        if not depth:
+            back = {}
+            for name, parameter in module.named_parameters():
+                stored, now = stored_format(parameter), parameter.dtype
+                if now is stored and parameter in _narrow:
+                    back[name] = _narrow.pop(parameter)
+                elif _is_narrower(now, stored):
+                    _narrow[parameter] = now
+            if back:
+                name, dtype = next(iter(back.items()))
+                warnings.warn(
+                    f"{len(back)} parameters of a prepared {type(module).__name__}, {name} among them, were cast to {dtype} and back, "
+                    "so that what this dtype cannot hold of them is lost. Leave casting to the plan; if this was not meant, load the "
+                    "weights from a checkpoint.",
+                    stacklevel=3,
+                )
+        return result
+
+    return applied
+
+
+def _is_narrower(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    if dtype is stored or not (dtype.is_floating_point and stored.is_floating_point):
+        return False
+    return torch.finfo(dtype).bits < torch.finfo(stored).bits
 
 
 def stored_format(parameter: Tensor) -> Any:

@@ -4,7 +4,8 @@ A border is a pair of hooks, and torch runs hooks where a module is called: not 
 is a container whose parts are called one by one. Operators then run in fp32, whatever the plan says. So the first backward
 passes are looked at: where one reaches parameters of a model, what used them must have been recorded inside of the model's
 border. What was computed from them in the plan's format, inside a block of autocast for example, is right too, and so is what
-no plan would cast: it takes a product to complain, of torch's own and with something else than the weight itself. Of compiled code nothing can be told. Once a backward has shown that the model runs by the plan, nobody looks any more.
+no plan would cast: it takes a product to complain, of torch's own and with something else than the weight itself. A weight
+that is stored low needs no cast in such a block, so that nothing is said of it once there was one. Of compiled code nothing can be told. Once a backward has shown that the model runs by the plan, nobody looks any more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 
 from castwise import _torch
 from castwise.borders import Border, Entries, border_of
-from castwise.casting import tracing
+from castwise.casting import autocast, tracing
 from castwise.errors import StateError
 from castwise.plans.formats import LOW_DTYPES
 from castwise.resolve import Resolution
@@ -41,6 +42,7 @@ class _Watched:
         plan: As text.
         inner: Paths of modules inside that have borders of their own.
         begun: The number that the next autograd node would have got when the border was put on.
+        blocks: Blocks of autocast that had been entered then.
         entered: Whether it has ever been called in training.
         misses: Backward passes in a row that reached it after no call.
         looks: Backward passes left to look at.
@@ -55,13 +57,14 @@ class _Watched:
     plan: str
     inner: frozenset[str]
     begun: int
+    blocks: int
     entered: bool = False
     misses: int = 0
     looks: int = _LOOKS
     say: Callable[[str], object] | None = None
 
     def own(self) -> dict[int, str]:
-        """By ``id``, the names of the parameters that the border is the nearest one of, but for those stored low."""
+        """By ``id``, the names of the parameters that the border is the nearest one of and of which a backward can tell."""
         model = self.model()
         if model is None:
             return {}
@@ -69,7 +72,7 @@ class _Watched:
             id(parameter): f"{path}.{name}" if path else name
             for path, module in _inside(model.get_submodule(self.path), self.path, self.inner)
             for name, parameter in module.named_parameters(recurse=False)
-            if parameter.requires_grad and parameter.dtype not in LOW_DTYPES
+            if parameter.requires_grad and (parameter.dtype not in LOW_DTYPES or self.blocks == _blocks)
         }
 
     def is_settled(self, nodes: Sequence[Any]) -> bool:
@@ -108,6 +111,17 @@ def _inside(module: nn.Module, path: str, without: frozenset[str]) -> Iterator[t
 
 _watched: list[_Watched] = []
 _undo: list[Callable[[], None]] = []
+_blocks = 0
+"""Blocks of autocast that were entered while anybody looked."""
+
+
+def _note_block(enter: Callable[..., Any]) -> Callable[..., Any]:
+    def entered(block: Any) -> Any:
+        global _blocks
+        _blocks += 1
+        return enter(block)
+
+    return entered
 
 
 def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], None]], object]) -> None:
@@ -133,7 +147,7 @@ def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], 
         new.append(
             _Watched(
                 weakref.ref(model), path, border.entries, border.frame.dtype, border.key, str(resolution.plan), bordered,
-                _torch.sequence_number(),
+                _torch.sequence_number(), _blocks,
             )
         )  # fmt: skip
 
@@ -144,6 +158,9 @@ def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], 
     _watched.extend(new)
     if _watched and not _undo:
         _undo.append(_torch.around_backward(_look))
+        _undo.extend(
+            _torch.around_function(kind, "__enter__", _note_block) for kind in (torch.autocast, autocast)
+        )
 
 
 def watching(model: nn.Module) -> bool:
@@ -171,7 +188,7 @@ def _forget(done: Sequence[_Watched]) -> None:
         border = None if model is None else border_of(model.get_submodule(watched.path))
         if border is not None and border.entries is watched.entries:
             border.entries = None
-    if not _watched and _undo:
+    while _undo and not _watched:
         _undo.pop()()
 
 
