@@ -172,6 +172,14 @@ class Watch:
                     f"{type(by).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
                     "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
                 )
+            if window.were_cleared(optimizer):
+                raise StateError(
+                    f"{type(by).__name__}.step(): its gradients are as large as those that zero_grad() has cleared since the last step, "
+                    "and point where these pointed, which had the loss scale in them: what is made of copies of scaled gradients is too "
+                    "large by the scale. Call amp.unscale_(optimizer) after each amp.backward(loss) and before gradients are copied, or "
+                    "compute them by amp.grad(loss, params), which returns them without the scale. Gradients that are right "
+                    "nevertheless are stepped once they are cleared and set again"
+                )
             if not window.used and gradients.move(optimizer):
                 if not _torch.called_by_a_scaler():
                     raise StateError(

@@ -16,10 +16,11 @@ from castwise import _torch
 from castwise.errors import LossScaleError, NonFiniteError, StateError
 from castwise.scaler import gradients
 from castwise.scaler.buffers import Buffers
+from castwise.scaler.cleared import Cleared
 from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.held import Held
 from castwise.scaler.losses import DEFAULT
-from castwise.scaler.result import StepResult, read_on_host
+from castwise.scaler.result import StepResult, peek, read_on_host
 from castwise.scaler.step_guard import StepGuard, take_back
 
 _Ends = tuple[TensorWeakRef, TensorWeakRef]
@@ -90,6 +91,8 @@ class Window:
         parameters may join, before the step."""
         self._dropped: dict[int, dict[torch.device, torch.Tensor]] = {}
         """By optimizer, what was found in gradients that were unscaled by hand and cleared since."""
+        self._cleared: dict[int, Cleared] = {}
+        """By optimizer, what was cleared of its gradients with the scale in them since its last step."""
         self._last: dict[int, _Stepped] = {}
         """By optimizer, the gradients that it was stepped by."""
         self.stepping: set[int] = set()
@@ -317,6 +320,10 @@ class Window:
         if not (self._owners or self._by_hand or self._stray is not None):
             return
         which = set(map(id, gradients.stored(by) if isinstance(by, Optimizer) else by.parameters()))
+        scale = self.scaler.current.scale
+        for key, held in self._owners.items():
+            lost = [parameter for parameter in held.owned() if id(parameter) in which]
+            self._cleared.setdefault(key, Cleared()).note(lost, None if scale is None else peek(scale))
         for held in (*self._owners.values(), *([] if self._stray is None else [self._stray])):
             held.release(which)
         for key, (params, _) in self._by_hand.items() if self.scaler.works else ():
@@ -384,10 +391,16 @@ class Window:
                 self._look_at_step(optimizer)
         self.scaler.note_norm(optimizers, norm)
 
+    def were_cleared(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer's gradients are made of some that were cleared with the scale in them. Waits for the device."""
+        cleared = self._cleared.get(id(optimizer))
+        return cleared is not None and cleared.were_used_for(gradients.stored(optimizer))
+
     def no_look_at_step(self, optimizer: Optimizer) -> None:
         """Somebody else steps by gradients that were unscaled by hand, or were returned."""
         self._by_hand.pop(id(optimizer), None)
         self._returned.pop(id(optimizer), None)
+        self._cleared.pop(id(optimizer), None)
 
     def _look_at_step(self, optimizer: Optimizer) -> None:
         params = {id(_stored(p)) for group in optimizer.param_groups for p in group["params"]}
@@ -481,6 +494,7 @@ class Window:
         elif self._by_hand:
             self._look_again(optimizer)
         self._returned.pop(id(optimizer), None)
+        self._cleared.pop(id(optimizer), None)
         self.stepping.add(id(optimizer))
         try:
             result = self.scaler.take(optimizer, closure)
