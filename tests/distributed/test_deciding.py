@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,72 @@ def oracle(steps: list[int], max_norm: float | None) -> Tensor:
         optimizer.step()
         optimizer.zero_grad()
     return net.weight.detach()
+
+
+# --- gradients that are not averaged ---------------------------------------------------------------------------
+
+
+def local_steps(rank: int, size: int, plan: str, max_norm: float | None, bad: int) -> Any:
+    """Local SGD: DistributedDataParallel averages the gradients of every third step alone; weights are averaged after it."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(net, optimizer)
+    ddp = DistributedDataParallel(net)
+    scales, skipped = [], []
+    for step in range(9):
+        x = batch(2 * step + rank)
+        if step == bad and rank == 1:
+            x[0, 0] = float("inf")
+        local = step % 3 != 2
+        with ddp.no_sync() if local else contextlib.nullcontext():
+            amp.backward(ddp(x).square().mean())
+        result = amp.step(optimizer, max_norm=max_norm)
+        skipped.append(result.skipped)
+        optimizer.zero_grad()
+        scales.append(amp.get_scale())
+        if not local:
+            for parameter in optimizer.param_groups[0]["params"]:  # masters, where there are any
+                dist.all_reduce(parameter.data)
+                parameter.data /= size
+    weight = amp.model_state_dict(net)["weight"].clone()
+    amp.close()
+    return scales, skipped, weight
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2, 4])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed", "fp16-master"])
+def test_ranks_that_step_by_their_own_gradients_skip_together(
+    two: World, plan: str, max_norm: float | None, bad: int
+) -> None:
+    (scales, skipped, weight), (others, also, other) = two.run(local_steps, grown(plan), max_norm, bad)
+    assert scales == others
+    assert skipped == also == [step == bad for step in range(9)]
+    assert torch.equal(weight, other)
+    nets = [network().double() for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+    for step in range(9):
+        if step != bad:
+            for rank, net in enumerate(nets):
+                net(batch(2 * step + rank).double()).square().mean().backward()
+            if step % 3 == 2:
+                for one, two_ in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+                    one.grad = two_.grad = (one.grad + two_.grad) / 2  # type: ignore[operator]
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                if max_norm is not None:
+                    nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+        if step % 3 == 2:
+            with torch.no_grad():
+                for one, two_ in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+                    one.copy_((one + two_) / 2)
+                    two_.copy_(one)
+    torch.testing.assert_close(
+        weight.double(), nets[0].weight.detach(), atol=max(1e-6, tolerance(plan)[2]), rtol=0
+    )
 
 
 # --- a rank without a backward ---------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ gradients are clipped both travel in the same message. No group of a mesh is use
 norm is divided by the number of ranks that hold the same piece of it, so that the plain sum over all ranks counts each
 parameter once, whatever mesh it lies on.
 
-Gradients that DistributedDataParallel has averaged over all ranks agree already and nothing is sent for them.
+Gradients that DistributedDataParallel has averaged over all ranks agree already and nothing is sent for them. Those of a backward
+inside its ``no_sync()`` are each rank's own, as in local SGD: ranks that step by them skip together, or their loss scales would
+part for good, and clip each by its own norm.
 """
 
 from __future__ import annotations
@@ -63,6 +65,10 @@ class Agreement:
         self._steps: Any = None
         """The group of those that step, where some ranks of the session have no optimizer; ALONE where this one is the only."""
         self._flags_wait = False
+        self._averaging: list[weakref.ref[Any]] = []
+        """The DistributedDataParallels that average."""
+        self._is_local = False
+        """Whether the last backward left this rank's own gradients, which are not averaged as yet."""
 
     @property
     def ranks(self) -> Ranks:
@@ -89,6 +95,7 @@ class Agreement:
                 parameter.requires_grad
             ):  # it reduces what is trained when it is made, and nothing that is unfrozen later
                 self._averaged[parameter] = weakref.ref(ddp), members, weakref.ref(dist.group.WORLD)
+        self._averaging = [*(one for one in self._averaging if one() not in (None, ddp)), weakref.ref(ddp)]
         if self.group is not ALONE and members.issuperset(self._members()):
             self._can_differ = None  # all ranks of the session are here, and decide again at the next step
 
@@ -97,6 +104,13 @@ class Agreement:
         for parameter in params:
             self._averaged.pop(parameter, None)
         self._can_differ = None
+
+    def note_backward(self) -> None:
+        """A backward begins."""
+        if self._averaging:
+            self._is_local = any(
+                (ddp := one()) is not None and not ddp.require_backward_grad_sync for one in self._averaging
+            )
 
     def _members(self) -> list[int]:
         """The session's ranks, by their numbers among all."""
@@ -149,6 +163,8 @@ class Agreement:
             self.forget()
             self._note_world()
         known = self._can_differ
+        if known is not None and self._is_local:
+            return True
         if known or (known is False and (self._seen is None or self._seen == self._are_trained())):
             return known
         ranks = self._who_steps()
@@ -174,7 +190,7 @@ class Agreement:
     def as_decided(self) -> bool:
         """:meth:`can_differ` without a look at what is trained by now."""
         decided = self._can_differ if self._is_same_world() else None
-        return self.can_differ() if decided is None else decided
+        return self.can_differ() if decided is None else decided or self._is_local
 
     def _is_same_world(self) -> bool:
         """Whether the process group of all is that in which ranks have decided."""
@@ -281,7 +297,7 @@ class Agreement:
 
     def clip(self, params: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm over whole parameters; returns it."""
-        joined = self.ranks.size > 1
+        joined = self.ranks.size > 1 and not self._is_local
         if self.can_differ() if joined else any(is_dtensor(masters.model_param_of(p)) for p in params):
             norm = self.norm(params, norm_type, joined=joined)
         else:
@@ -300,19 +316,25 @@ class Agreement:
         self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer], max_norm: float
     ) -> Tensor:
         """Unscale, agree on the flag and on the norm, in one message, and clip; returns the norm."""
+        if self._is_local and scaler.works and not scaler.is_enabled():
+            self.decide(scaler, window, optimizers)
+            return self.clip(_params_of(optimizers), max_norm)
         if not scaler.is_enabled():
             norm = self.clip(_params_of(optimizers), max_norm)
             window.note_norm(optimizers, norm)
             return norm
         late = any(scaler.is_unscaled(optimizer) for optimizer in optimizers)
         differ, params = self._unscale(window, optimizers), _params_of(optimizers)
-        if differ:
-            flag = scaler.joint_flag(optimizers)
+        flag = scaler.joint_flag(optimizers) if differ else None
+        if flag is not None and self._is_local:
+            scaler.set_flag(optimizers, self.agree(flag))
+        elif flag is not None:
             norm = self.norm(params, joined=True, flag=flag)
             scaler.set_flag(optimizers, flag)
             _clip_by(norm, params, max_norm)
             return norm
-        scaler.decide_together(optimizers)
+        else:
+            scaler.decide_together(optimizers)
         norm = self.clip(params, max_norm)
         if late:  # gradients may have changed since they were looked at
             window.note_norm(optimizers, norm)

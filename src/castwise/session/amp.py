@@ -452,6 +452,7 @@ class Amp(masters.OfThisProcess):
             )
         check_loss("scale", loss)
         self._window.buffers.backwards += 1
+        self._agreement.note_backward()
         self._window.open(name)
         self._wrapping.narrow()
         for look in self._on_loss:
@@ -499,6 +500,7 @@ class Amp(masters.OfThisProcess):
         check_loss("backward", loss)
         window, scaler = self._window, self.scaler
         window.buffers.backwards += 1
+        self._agreement.note_backward()
         scales = window.scales
         if scales or not window.settled:
             window.open(name)
