@@ -184,7 +184,26 @@ def test_a_loss_scale_skips_what_it_can_cure(tiny: str, tmp_path: Path) -> None:
     assert [line["step"] for line in lines if line["skipped"]] == [6]
     assert lines[5]["loss"] is None
     assert result.skipped_steps == 1
+    assert result.restored_buffers == {}
     assert result.status == "ok"
+
+
+def test_buffers_that_a_skipped_step_had_poisoned_are_in_the_result(tiny: str, tmp_path: Path) -> None:
+    class Normed(_BlowsUp):
+        def __init__(self) -> None:
+            super().__init__(8, 1)
+            self.norm = nn.BatchNorm1d(1)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            out = self.norm(super().forward(inputs))
+            self.calls = -1000 if self.calls > 5 else self.calls
+            return out  # type: ignore[no-any-return]
+
+    workload = replace(find_workload(f"{tiny}:mlp"), model=Normed)
+    result = train(workload, "fp16-mixed+loss_scale.init=1024", steps=12, out=tmp_path)
+    assert result.skipped_steps == 1
+    assert result.restored_buffers == {"norm.running_mean": 1, "norm.running_var": 1}
+    assert "put back after skipped steps: norm.running_mean, norm.running_var" in result.summary()
 
 
 @pytest.mark.parametrize("plan", ["fp32", "fp16-mixed"])

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,6 +160,7 @@ class _Run:
     pending: list[_Step] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: int = 0
+    restored: Counter[str] = field(default_factory=Counter)
     time_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
@@ -277,6 +279,7 @@ class _Run:
                 skipped = step.result.skipped
                 scale = None if step.scale is None else float(step.scale)
                 self.skipped_steps += skipped
+                self.restored.update(step.result.restored)
                 row = {
                     "step": step.number, "loss": finite(loss), "loss_scale": scale, "skipped": skipped,
                     "elapsed_s": round(step.elapsed_s, 6),
@@ -364,6 +367,7 @@ class _Run:
             steps_done=self.steps_before + done,
             steps_before=self.steps_before,
             skipped_steps=self.skipped_steps,
+            restored_buffers=dict(self.restored),
             final_loss=last.get("loss"),
             loss_scale=last.get("loss_scale"),
             metrics=self.metrics,

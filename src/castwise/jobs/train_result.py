@@ -40,6 +40,7 @@ class TrainResult(Result):
         steps_done: Steps made, skipped ones and those before a checkpoint that was resumed too.
         steps_before: Those of them that were made before that checkpoint.
         skipped_steps: Steps not taken, since gradients were not finite.
+        restored_buffers: How often each buffer got its last finite values back after one of them, since the start or the checkpoint.
         final_loss: Of the last step, None where it is not finite.
         loss_scale: In the last step; None under a plan without one.
         metrics: What ``workload.evaluate`` says of the trained model.
@@ -60,6 +61,7 @@ class TrainResult(Result):
     steps_done: int
     steps_before: int
     skipped_steps: int
+    restored_buffers: Mapping[str, int]
     final_loss: float | None
     loss_scale: float | None
     metrics: Mapping[str, float]

@@ -348,6 +348,7 @@ class Recovery(OfThisProcess, Result):
             "plan": str(self._amp.plan),
             "returns": [one.to_dict() for one in self.returns],
             "passed_over": sorted(self._data.passed),
+            "restored_buffers": self._amp.restored_buffers,
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:

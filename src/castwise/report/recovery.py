@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from castwise.plans.text import some
 from castwise.report.grids import Columns, Grid, Line
 
 
@@ -24,4 +25,6 @@ def headline(record: Mapping[str, Any]) -> str:
     count = len(record["returns"])
     times = "never" if not count else "once" if count == 1 else f"{count} times"
     changed = "" if record["plan"] == record["first_plan"] else f"; the plan is {record['plan']} now"
-    return f"{record['steps']} steps; went back to a good state {times}{changed}."
+    put_back = record["restored_buffers"]
+    restored = f"; put back after skipped steps: {some([*put_back])}" if put_back else ""
+    return f"{record['steps']} steps; went back to a good state {times}{changed}{restored}."

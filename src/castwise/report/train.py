@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from castwise.plans.text import some
 from castwise.report import words
 from castwise.report.grids import Line
 from castwise.report.plots import COLOURS, Record, draw_curves, new_figure, save_png, style
@@ -24,6 +25,8 @@ def summary(record: Mapping[str, Any]) -> str:
     said += f" after {record['steps_done']} steps ({record['steps_per_s']:.3g} steps/s"
     said += f", {record['steps_before']} of them before" if record["steps_before"] else ""
     said += f", {record['skipped_steps']} skipped)" if record["skipped_steps"] else ")"
+    if record["restored_buffers"]:
+        said += f"; put back after skipped steps: {some([*record['restored_buffers']])}"
     return "; ".join([said, *(f"{key} {words.loss(value)}" for key, value in record["metrics"].items())])
 
 
