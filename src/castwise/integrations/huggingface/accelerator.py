@@ -331,10 +331,11 @@ class CastwiseAccelerator(Accelerator):
         """The plan's casting as a block, for code outside of prepared models.
 
         Args:
-            autocast_handler: An ``AutocastKwargs``, whose ``enabled=False`` makes an fp32 island.
+            autocast_handler: An ``AutocastKwargs``, whose ``enabled=False`` makes an fp32 island; ``cache_enabled`` is as in torch.
         """
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
-        with self.amp.autocast(enabled=handler is None or handler.enabled):
+        enabled, cache = (True, None) if handler is None else (handler.enabled, handler.cache_enabled)
+        with self.amp.autocast(enabled=enabled, cache_enabled=cache):
             yield
 
     def free_memory(self, *objects: Any) -> list[Any]:
