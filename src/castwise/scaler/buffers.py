@@ -153,6 +153,8 @@ class KeptBuffers:
         self._groups: list[Copies] = []
         self._empty: list[tuple[Table, str, str]] = []
         """Buffers that are None as yet."""
+        self._is_bare = False
+        """Whether the model has no buffers that could be kept."""
         self._still: dict[str, _Still] = {}
         self._moving: set[str] = set()
         self._told: set[str] = set()
@@ -167,7 +169,11 @@ class KeptBuffers:
 
     def begin(self, training: bool) -> None:
         """A forward of the whole model begins: the first one in a window that trains, or may write, finds what is good."""
-        session, grad = self._session, torch.is_grad_enabled()
+        session = self._session
+        if self._is_bare and self._layout == (_registered, sum(map(len, self._tables))):
+            self.seen = session.rounds
+            return
+        grad = torch.is_grad_enabled()
         session.before_forward()
         self.forget_unused()
         if training and grad:
@@ -249,6 +255,7 @@ class KeptBuffers:
                 elif is_lazy(buffer) or _torch.is_transformed(buffer):
                     self._layout = (-1, -1)  # what comes in its place is looked at then
         self._groups = [*groups.values()]
+        self._is_bare = not (groups or self._empty or self._still or self._layout[0] < 0)
         for group in self._groups:
             group.lay_out()
 
