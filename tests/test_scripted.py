@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import castwise
 from castwise import Amp, Plan, Region
+from castwise.casting import kernels
 from castwise.errors import PatternError, StateError
 
 pytestmark = [
@@ -155,6 +157,9 @@ def test_export_of_an_autocast_inside_forward(plan: Any, made_before: bool, stri
         assert all(map(torch.equal, exported, expected))
     assert all(map(torch.equal, model(x), expected))
     assert not torch.is_autocast_enabled("cpu")
+    del model
+    gc.collect()
+    assert not kernels.registered("cpu")
 
 
 # --- torch.jit ------------------------------------------------------------------------------------------------------

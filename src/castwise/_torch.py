@@ -1100,6 +1100,29 @@ def around_function(
     return undo
 
 
+class Replacement:
+    """A method of a class of torch's with something around it, at times.
+
+    An interrupt between any two lines leaves a state that :meth:`end` undoes, and what somebody else has put there stays.
+    """
+
+    def __init__(
+        self, home: type, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._home, self._name, self._own = home, name, vars(home)[name]
+        self._ours = functools.wraps(self._own)(around(self._own))
+
+    def begin(self) -> None:
+        """Put it there, where it is not."""
+        if vars(self._home).get(self._name) is self._own:
+            setattr(self._home, self._name, self._ours)
+
+    def end(self) -> None:
+        """Put the method itself back, where it is not."""
+        if vars(self._home).get(self._name) is self._ours:
+            setattr(self._home, self._name, self._own)
+
+
 class _Told:
     """Functions that are told of each call of some methods of torch, before the call does anything, or ``after`` it.
 

@@ -16,16 +16,13 @@ from castwise.errors import StateError
 _stored: Any = WeakTensorKeyDictionary()
 _narrow: Any = WeakTensorKeyDictionary()
 """Parameters that were stored in a wider dtype, and what somebody has cast them to."""
-_leave: list[Callable[[], None]] = []
-"""What ends that casts are followed."""
 
 
 def note_formats(model: nn.Module) -> None:
     """A model has been prepared: as its parameters are stored now they are to stay."""
     for parameter in model.parameters():
         _stored[parameter] = parameter.dtype
-    if not _leave:
-        _leave.append(_torch.around_function(nn.Module, "_apply", _follow_casts))
+    _casts.begin()
 
 
 def note_format(parameter: Tensor) -> None:
@@ -38,8 +35,8 @@ def forget_formats(model: nn.Module) -> None:
     """A model is prepared no longer."""
     for parameter in model.parameters():
         _stored.pop(parameter, None)
-    while _leave and not _stored:
-        _leave.pop()()
+    if not len(_stored):
+        _casts.end()
 
 
 def _follow_casts(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +69,9 @@ def _follow_casts(apply: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return applied
+
+
+_casts = _torch.Replacement(nn.Module, "_apply", _follow_casts)
 
 
 def _is_narrower(dtype: torch.dtype, stored: torch.dtype) -> bool:

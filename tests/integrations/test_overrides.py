@@ -21,6 +21,7 @@ pytest.importorskip("lightning", reason="needs castwise[lightning]")
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import AutocastKwargs
 from lightning import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader
@@ -227,3 +228,14 @@ def test_a_training_step_may_leave_a_batch_out(plan: str) -> None:
         warnings.filterwarnings("ignore", message=r".*returned `None`")
         trainer.fit(net)
     assert not torch.equal(before, net.net.weight)
+
+
+def test_accelerates_autocast_takes_what_the_handler_says() -> None:
+    accelerator = CastwiseAccelerator("bf16-mixed", cpu=True)
+    for handler, expected in (
+        (None, (True, torch.is_autocast_cache_enabled())),
+        (AutocastKwargs(enabled=False), (False, torch.is_autocast_cache_enabled())),
+        (AutocastKwargs(cache_enabled=False), (True, False)),
+    ):
+        with accelerator.autocast(handler):
+            assert (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()) == expected

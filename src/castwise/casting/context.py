@@ -110,6 +110,8 @@ def _resolve_for_trace(
         parts = tuple(Region("*", compute=region) for region in regions if region is not None)
         plan = Plan(compute=compute, params="compute", regions=parts, rules=rules_, ops=ops)
     resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
+    if names and torch.compiler.is_exporting():
+        _refuse_export()
     if names:
         # The graph holds the casts once it is traced; the kernels are needed until then.
         tracing.trace_leases.append(kernels.Lease(names, resolved[1]))

@@ -124,6 +124,9 @@ def _note_block(enter: Callable[..., Any]) -> Callable[..., Any]:
     return entered
 
 
+_entries = [_torch.Replacement(kind, "__enter__", _note_block) for kind in (torch.autocast, autocast)]
+
+
 def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], None]], object]) -> None:
     """Look at the first backward passes that reach a model which has got its borders.
 
@@ -156,11 +159,10 @@ def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], 
 
     log(end)
     _watched.extend(new)
+    for entry in _entries if new else ():
+        entry.begin()
     if _watched and not _undo:
         _undo.append(_torch.around_backward(_look))
-        _undo.extend(
-            _torch.around_function(kind, "__enter__", _note_block) for kind in (torch.autocast, autocast)
-        )
 
 
 def watching(model: nn.Module) -> bool:
@@ -188,8 +190,11 @@ def _forget(done: Sequence[_Watched]) -> None:
         border = None if model is None else border_of(model.get_submodule(watched.path))
         if border is not None and border.entries is watched.entries:
             border.entries = None
-    while _undo and not _watched:
-        _undo.pop()()
+    if not _watched:
+        for entry in _entries:
+            entry.end()
+        if _undo:
+            _undo.pop()()
 
 
 def _look(call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
