@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import castwise
 from castwise import Plan
-from castwise.measure.stats import paired_speedup
+from castwise.lab.timing.stats import paired_speedup
 from common import write
 
 SHAPES = ((8, 4, 128, 64), (8, 6, 128, 32), (8, 3, 145, 64), (2, 4, 512, 64), (1, 4, 1024, 64))

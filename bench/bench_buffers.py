@@ -20,10 +20,10 @@ from torch import nn
 
 import castwise
 from architectures import ARCHITECTURES
-from castwise.borders import root_of
-from castwise.measure.stats import paired_speedup
-from castwise.session.amp import Inside
-from castwise.workload import Workload, find_workload
+from castwise.core.model.borders import root_of
+from castwise.core.session.amp import Inside
+from castwise.lab.timing.stats import paired_speedup
+from castwise.lab.workloads.workload import Workload, find_workload
 from common import Results, arguments, check_losses_agree
 from loops import Loop, readme_loop, start
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from castwise import Workload
-from castwise._torch import OperatorMode
-from castwise.casting.trees import map_tensors
-from castwise.numerics.damage import Grams, estimate
-from castwise.numerics.probes import REFERENCE, Prober
-from castwise.tuning.pairs import judge_losses
-from castwise.workload import find_workload
+from castwise.core._torch import OperatorMode
+from castwise.core.casting.trees import map_tensors
+from castwise.lab.parity.damage import Grams, estimate
+from castwise.lab.parity.probes import REFERENCE, Prober
+from castwise.lab.search.pairs import judge_losses
+from castwise.lab.workloads.workload import find_workload
 from common import write
 
 PRODUCTS = {

@@ -33,12 +33,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.inspection.faults import Stack, batch, loss
+from tests.lab.inspect.faults import Stack, batch, loss
 
 from architectures import ARCHITECTURES, convnext
 from castwise import compare, forecast
-from castwise.inspection.comparison import CallComparison, Comparison
-from castwise.workload import Workload, find_workload
+from castwise.lab.inspect.comparison import CallComparison, Comparison
+from castwise.lab.workloads.workload import Workload, find_workload
 from common import Results, arguments
 
 LAYERS = 24

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise.compat.apex import amp
-from castwise.workload import find_workload
+from castwise.bridges.compat.apex import amp
+from castwise.lab.workloads.workload import find_workload
 from common import Results, arguments, compare
 
 WIDTH, LAYERS, BATCH, RATE = 32, 6, 8, 0.01

@@ -1,6 +1,6 @@
 """How often the rule that chooses a plan is wrong: simulated searches among plans of known speed.
 
-Five plans, the simplest first, race once as in one process, which tells who is far behind, and then by the rule of ``castwise.tuning.decision``: ``slow`` counts choices that are more than
+Five plans, the simplest first, race once as in one process, which tells who is far behind, and then by the rule of ``castwise.lab.search.decision``: ``slow`` counts choices that are more than
 3 % slower than the best, ``sure_slow`` those of them that were called decided and not "too noisy to decide", ``complicated`` choices that a simpler plan equals, ``alike`` pairs of searches that choose the same,
 ``decided`` searches that did not run out of starts, of which there are 16, or two where a row says so: a short budget. The noise is of three kinds drawn from formulas (a process is lucky for
 its whole life, rounds have a long right tail, the machine drifts), and this machine's own: copies of one fp32 training, each
@@ -19,12 +19,12 @@ from functools import partial
 
 import torch
 
-from castwise.measure import stats
-from castwise.measure.apart import race_apart
-from castwise.measure.processes import Home, portable
-from castwise.plans.plan import PRESETS
-from castwise.tuning.decision import BEHIND, LEAST, MARGIN, MOST, settle
-from castwise.tuning.final import ROUNDS
+from castwise.core.plans.plan import PRESETS
+from castwise.lab.search.decision import BEHIND, LEAST, MARGIN, MOST, settle
+from castwise.lab.search.final import ROUNDS
+from castwise.lab.timing import stats
+from castwise.lab.timing.apart import race_apart
+from castwise.lab.timing.processes import Home, portable
 from common import Results, arguments
 
 PLANS, SEARCHES = 5, 600

@@ -21,14 +21,14 @@ from torch import Tensor
 import architectures
 import castwise
 from castwise import Plan, Workload
-from castwise.inspection.forecast import Forecast, TensorForecast
-from castwise.inspection.plan_casts import PlanCasts
-from castwise.inspection.watch import Kind, Site
-from castwise.numerics.batches import endless
-from castwise.numerics.isolation import undisturbed
-from castwise.numerics.probes import Prober
-from castwise.plans.formats import LOW_DTYPES
-from castwise.workload import find_workload
+from castwise.core.plans.formats import LOW_DTYPES
+from castwise.lab.inspect.forecast import Forecast, TensorForecast
+from castwise.lab.inspect.plan_casts import PlanCasts
+from castwise.lab.inspect.watch import Kind, Site
+from castwise.lab.parity.batches import endless
+from castwise.lab.parity.isolation import undisturbed
+from castwise.lab.parity.probes import Prober
+from castwise.lab.workloads.workload import find_workload
 from common import Results, arguments
 from planted.cases import CASES
 

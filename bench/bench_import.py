@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from castwise.measure import stats
+from castwise.lab.timing import stats
 from common import Results, arguments
 
 ADDED = {

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from castwise import Plan
-from castwise.casting.trees import cast_floating
-from castwise.workload import Workload, find_workload
+from castwise.core.casting.trees import cast_floating
+from castwise.lab.workloads.workload import Workload, find_workload
 from common import Results, arguments, compare
 from loops import training_by_castwise
 

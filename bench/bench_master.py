@@ -12,8 +12,8 @@ from functools import partial
 import torch
 
 from castwise import Plan
-from castwise.measure.memory import measure_memory
-from castwise.workload import find_workload
+from castwise.lab.timing.memory import measure_memory
+from castwise.lab.workloads.workload import find_workload
 from common import Results, arguments, compare
 from loops import Loop, training_by_castwise, training_by_hand
 

@@ -19,8 +19,8 @@ from torch import nn
 
 import castwise
 from bench_overhead import build
-from castwise.monitor.monitor import AUDIT_EVERY, EVERY
-from castwise.workload import find_workload
+from castwise.lab.watch.monitor import AUDIT_EVERY, EVERY
+from castwise.lab.workloads.workload import find_workload
 from common import Results, arguments, compare
 from loops import Loop, readme_loop, start
 

@@ -2,9 +2,9 @@
 
 fp32, one-line autocast and three runs that keep memory, of which two are copies of one plan, train in turns in processes of
 their own, started anew ``STARTS`` times in each of two orders: ``cyclic``, in which everybody always has the same neighbours,
-and ``balanced``, that of ``castwise.measure.timing.turn``. ``copies`` is how many times as long the second copy takes as the
+and ``balanced``, that of ``castwise.lab.timing.timing.turn``. ``copies`` is how many times as long the second copy takes as the
 first, with its interval over starts: 1, were it not for whom it follows. ``sd`` is the standard deviation between starts of the
-logarithm of a ratio, by the median over rounds of the ratios, and by the times that ``castwise.measure.stats.restarts`` takes,
+logarithm of a ratio, by the median over rounds of the ratios, and by the times that ``castwise.lab.timing.stats.restarts`` takes,
 the means of the faster halves: of the copies, and of fp32 over them.
 """
 
@@ -20,8 +20,8 @@ import torch
 
 from architectures import ARCHITECTURES
 from castwise import Plan
-from castwise.measure import apart, stats, timing
-from castwise.measure.processes import Home, portable
+from castwise.lab.timing import apart, stats, timing
+from castwise.lab.timing.processes import Home, portable
 from common import Results, arguments
 
 STARTS, ROUNDS = 8, 8

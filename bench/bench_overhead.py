@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.workload import find_workload
+from castwise.lab.workloads.workload import find_workload
 from common import Results, arguments, compare
 from loops import Loop, readme_loop, training_by_castwise
 

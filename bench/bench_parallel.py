@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
 from bench_overhead import build
-from castwise.measure.ranks import lockstep
-from castwise.measure.stats import paired_speedup
-from castwise.measure.timing import paired, race
-from castwise.ranks import ALONE
-from castwise.workload import find_workload
+from castwise.core.ranks import ALONE
+from castwise.lab.timing.ranks import lockstep
+from castwise.lab.timing.stats import paired_speedup
+from castwise.lab.timing.timing import paired, race
+from castwise.lab.workloads.workload import find_workload
 from common import check_losses_agree, write
 from loops import Loop, readme_loop
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import castwise
 from castwise import Plan, Workload
-from castwise.workload import find_workload
+from castwise.lab.workloads.workload import find_workload
 from common import write
 from planted.cases import CASES
 

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 import castwise
 from architectures import ARCHITECTURES
 from castwise import Workload
-from castwise.measure import stats
-from castwise.measure.environment import environment
-from castwise.measure.timing import synchronize
-from castwise.workload import find_workload
+from castwise.lab.timing import stats
+from castwise.lab.timing.environment import environment
+from castwise.lab.timing.timing import synchronize
+from castwise.lab.workloads.workload import find_workload
 from common import RESULTS, Results, arguments
 
 LIBRARIES = ("accelerate", "lightning", "transformers")

@@ -21,7 +21,7 @@ import torch
 
 import castwise
 from castwise import Plan, Region, Workload
-from castwise.resolve import assign
+from castwise.core.model.resolve import assign
 from common import RESULTS, write
 from planted import cases, judge, models, paired
 

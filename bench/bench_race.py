@@ -12,10 +12,10 @@ import torch
 
 from architectures import ARCHITECTURES
 from castwise import Plan
-from castwise.measure import stats
-from castwise.measure.apart import start_apart
-from castwise.measure.processes import Home, portable
-from castwise.tuning.contest import Contest
+from castwise.lab.search.contest import Contest
+from castwise.lab.timing import stats
+from castwise.lab.timing.apart import start_apart
+from castwise.lab.timing.processes import Home, portable
 from common import Results, arguments
 
 STARTS, ROUNDS = 6, 8

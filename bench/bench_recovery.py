@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import castwise
-from castwise.numerics.isolation import seed_all
-from castwise.workload import Workload, find_workload
+from castwise.lab.parity.isolation import seed_all
+from castwise.lab.workloads.workload import Workload, find_workload
 from common import Results, arguments
 
 STEPS, LAST, HIT, LATE = 320, 40, 150, 200

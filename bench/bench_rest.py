@@ -2,7 +2,7 @@
 
 fp32 and bf16, twice each, train in processes of their own and take ``STEPS`` steps in turns, each block after a pause of 0 or
 10 ms. ``steady_ms`` is the median of the later half of steps, ``extra_ms`` by how much the median of each earlier one is longer:
-what a training alone would not pay, and why the final rests before each block (``castwise.measure.apart.REST_S``).
+what a training alone would not pay, and why the final rests before each block (``castwise.lab.timing.apart.REST_S``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from architectures import ARCHITECTURES
 from blocks import steps_in_turn
-from castwise.measure.apart import REST_S
-from castwise.measure.processes import Home, Process, portable
+from castwise.lab.timing.apart import REST_S
+from castwise.lab.timing.processes import Home, Process, portable
 from common import Results, arguments
 
 STEPS, ROUNDS = 8, 16

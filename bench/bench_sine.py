@@ -18,8 +18,8 @@ from torch import nn
 
 import castwise
 from castwise import Plan
-from castwise.measure.memory import measure_memory
-from castwise.workload import Workload, find_workload
+from castwise.lab.timing.memory import measure_memory
+from castwise.lab.workloads.workload import Workload, find_workload
 from common import Results, arguments, compare, show
 from loops import Loop, start, training_by_castwise, training_by_hand
 

@@ -1,6 +1,6 @@
 """What starts of one search have in common: trainings started anew from several homes in turns, and their ratios.
 
-A home is the process that the trainings of a search are forked from (``castwise.measure.processes``). Each of ``HOMES`` starts
+A home is the process that the trainings of a search are forked from (``castwise.lab.timing.processes``). Each of ``HOMES`` starts
 fp32 and a low plan ``STARTS`` times, the homes taking turns. Of the logarithm of fp32's time over the plan's, ``sd`` is the
 standard deviation between starts of a home, ``homes_f`` the variance between homes over what that explains (F with 3 and 12
 degrees of freedom: above 3.5 in one of twenty where homes have nothing of their own), and ``times_f`` the same between turns.
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from castwise import Plan
-from castwise.measure.apart import race_apart
-from castwise.measure.processes import Home, portable
+from castwise.lab.timing.apart import race_apart
+from castwise.lab.timing.processes import Home, portable
 from common import Results, arguments
 
 HOMES, STARTS, ROUNDS = 4, 5, 5

@@ -33,13 +33,13 @@ import torch
 import castwise
 from architectures import ARCHITECTURES
 from castwise import Plan, Workload
-from castwise.measure import timing
-from castwise.measure.apart import start_apart
-from castwise.measure.failures import cannot_run
-from castwise.measure.processes import Home, portable
-from castwise.measure.steps import TrainingRun
-from castwise.tuning.final import Final
-from castwise.workload import find_workload
+from castwise.lab.search.final import Final
+from castwise.lab.timing import timing
+from castwise.lab.timing.apart import start_apart
+from castwise.lab.timing.failures import cannot_run
+from castwise.lab.timing.processes import Home, portable
+from castwise.lab.timing.steps import TrainingRun
+from castwise.lab.workloads.workload import find_workload
 from common import RESULTS, sentence, show, store
 
 BUILT_IN = {

@@ -16,9 +16,9 @@ from collections import Counter
 import numpy as np
 import torch
 
-from castwise.numerics.damage import PASS, Grams, Matrix, estimate
-from castwise.numerics.parity import MICROBATCHES, MOST
-from castwise.numerics.verdicts import LEAST, compare, goes_on
+from castwise.lab.parity.damage import PASS, Grams, Matrix, estimate
+from castwise.lab.parity.parity import MICROBATCHES, MOST
+from castwise.lab.parity.verdicts import LEAST, compare, goes_on
 from common import Results, arguments
 
 SHAPES = ("even", "1/2", "1/5", "1/10", "1/20", "lognormal 1", "lognormal 2", "lognormal 3")

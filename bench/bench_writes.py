@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
-from castwise.masters import attachment_of
-from castwise.masters.pairs import Pairs
-from castwise.workload import Workload, find_workload
+from castwise.core.masters import attachment_of
+from castwise.core.masters.pairs import Pairs
+from castwise.lab.workloads.workload import Workload, find_workload
 from common import Results, arguments, compare
 from loops import Loop, training_by_castwise
 

@@ -17,9 +17,9 @@ from typing import Any, Self
 
 import torch
 
-from castwise.measure.environment import environment
-from castwise.measure.stats import paired_speedup
-from castwise.measure.timing import Lap, paired, race
+from castwise.lab.timing.environment import environment
+from castwise.lab.timing.stats import paired_speedup
+from castwise.lab.timing.timing import Lap, paired, race
 
 os.environ["CASTWISE_CACHE_DIR"] = ""  # every search is made anew
 

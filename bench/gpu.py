@@ -127,7 +127,7 @@ def surroundings() -> dict[str, str]:
 def environment(device: str) -> dict[str, Any] | None:
     """What is measured on. A process of its own asks the device, so that this one leaves it alone, whatever becomes of it."""
     code = (
-        "import dataclasses, json, sys; from castwise.measure.environment import environment; "
+        "import dataclasses, json, sys; from castwise.lab.timing.environment import environment; "
         "print(json.dumps(dataclasses.asdict(environment(sys.argv[1]))))"
     )
     try:

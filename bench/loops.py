@@ -10,7 +10,7 @@ from torch import nn
 
 import castwise
 from castwise import Plan
-from castwise.workload import Workload
+from castwise.lab.workloads.workload import Workload
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 

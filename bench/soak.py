@@ -29,7 +29,7 @@ from tests.distributed.model import Options, Trace
 from tests.distributed.test_layouts import LOSS_SCALE, REGIONS, tolerance
 from tests.distributed.world import World
 
-from castwise.plans.plan import PRESETS, Plan
+from castwise.core.plans.plan import PRESETS, Plan
 from common import write
 
 LAYOUTS = {

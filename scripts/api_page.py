@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import castwise
-import castwise.monitor
-import castwise.schemas
-from castwise import casting, checkpoint, errors, masters, parallel, scaler, updates, workload
-from castwise.inspection import comparison, cures, operators, ratios, values
-from castwise.inspection import forecast as forecasts
-from castwise.measure import environment as measured_on
-from castwise.numerics import casts, damage, gradient_range, parity
-from castwise.plans import plan, rules
+import castwise.core.schemas
+import castwise.lab.watch
+from castwise import errors
+from castwise.core import casting, checkpoint, masters, parallel, scaler
+from castwise.core.masters import updates
+from castwise.core.plans import plan, rules
+from castwise.lab.inspect import comparison, cures, operators, ratios, values
+from castwise.lab.inspect import forecast as forecasts
+from castwise.lab.parity import casts, damage, gradient_range, parity
+from castwise.lab.timing import environment as measured_on
+from castwise.lab.workloads import workload
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
@@ -71,7 +74,7 @@ FURTHER = (
     ),
     (
         "castwise.monitor",
-        castwise.monitor,
+        castwise.lab.watch,
         ("Line", "Alarm", "Sample", "RegionSample", "Audit", "MonitorReport"),
     ),
     ("castwise.measure.environment", measured_on, ("Environment",)),
@@ -96,7 +99,7 @@ FURTHER = (
             "to_colossalai",
         ),
     ),
-    ("castwise.schemas", castwise.schemas, ("schema",)),
+    ("castwise.schemas", castwise.core.schemas, ("schema",)),
     ("castwise.updates", updates, ("lamb_", "novograd_", "total_norm")),
     ("castwise.workload", workload, ("find_workload", "Pipeline")),
 )
@@ -161,7 +164,11 @@ def _members(cls: type) -> Iterator[tuple[str, str]]:
     bases = [
         base
         for base in cls.__mro__[1:]
-        if base.__module__.startswith(("castwise.session", "castwise.jobs", "castwise.result"))
+        if base.__module__.startswith((
+            "castwise.core.session",
+            "castwise.commands.jobs",
+            "castwise.lab.result",
+        ))
     ]
     for name, value in {**vars(cls), **{k: v for base in bases for k, v in vars(base).items()}}.items():
         if name.startswith("_"):

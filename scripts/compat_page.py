@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from castwise.compat.coverage import STATUSES, covered
+from castwise.bridges.compat.coverage import STATUSES, covered
 
 PAGE = Path(__file__).parent.parent / "docs" / "compat.md"
 DROP_INS = {
@@ -19,7 +19,7 @@ _COUNTED = {"works": "work", "differs": "differ", "absent": "are absent"}
 INTRODUCTION = """\
 # Drop-ins, name by name
 
-<!-- Written by scripts/compat_page.py from the lists src/castwise/compat/*/coverage.toml. Edit those instead. -->
+<!-- Written by scripts/compat_page.py from the lists src/castwise/bridges/compat/*/coverage.toml. Edit those instead. -->
 
 Scripts that were written for these libraries run on castwise. *Works*: as in the original. *Differs*: it is there and
 does something else, for the reason given. *Absent*: using it raises, and the note says what to use instead.

@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("scaler", "masters", "casting", "numerics/damage.py")
+SOURCES = ("core/scaler", "core/masters", "core/casting", "lab/parity/damage.py")
 TESTS = (
-    "tests/casting", "tests/masters", "tests/numerics/test_damage.py", "tests/test_low_weights.py",
+    "tests/casting", "tests/masters", "tests/lab/parity/test_damage.py", "tests/core/model/test_low_weights.py",
     "tests/test_masters*.py", "tests/test_scaler*.py",
 )  # fmt: skip
 SLOW_S, VARIANTS = 5.0, 6

@@ -1,24 +1,24 @@
-"""Write docs/rules.md: the operator tables of castwise.plans.rules, with a reason per row."""
+"""Write docs/rules.md: the operator tables of castwise.core.plans.rules, with a reason per row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from castwise.plans.rules import RULES, Row, base_table, describe
+from castwise.core.plans.rules import RULES, Row, base_table, describe
 
 PAGE = Path(__file__).parent.parent / "docs" / "rules.md"
 
 INTRODUCTION = """\
 # Operator rules
 
-<!-- Written by scripts/rules_page.py from castwise.plans.rules. Edit the tables in src/castwise/plans/tables.py instead. -->
+<!-- Written by scripts/rules_page.py from castwise.core.plans.rules. Edit the tables in src/castwise/core/plans/tables.py instead. -->
 
 A plan's `rules` names one of these tables, its `ops` replaces single rows; [the concepts](concepts.md) say what the rules
 do. Operators carry ATen's names, a rule holds for every overload. An operator that is in no table is not touched: its
 inputs pass as they are and, where it is made of other operators (`einsum` calls `bmm`), those follow rows of their own.
 
-`castwise.plans.rules.describe(base, device_type)` lists the rows for the torch that is installed. This page is that of
+`castwise.core.plans.rules.describe(base, device_type)` lists the rows for the torch that is installed. This page is that of
 torch 2.13.
 
 """

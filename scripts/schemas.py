@@ -1,4 +1,4 @@
-"""Write src/castwise/schemas/*.schema.json from the dataclasses that plans and evidence are."""
+"""Write src/castwise/core/schemas/*.schema.json from the dataclasses that plans and evidence are."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from castwise.plans.plan import LossScale, Plan, Region
-from castwise.plans.rules import RULES
-from castwise.schemas import NAMES, PLAN_VERSION, RECORD_VERSION
-from castwise.tuning.evidence import Evidence
+from castwise.core.plans.plan import LossScale, Plan, Region
+from castwise.core.plans.rules import RULES
+from castwise.core.schemas import NAMES, PLAN_VERSION, RECORD_VERSION
+from castwise.lab.search.evidence import Evidence
 
-FOLDER = Path(__file__).parent.parent / "src" / "castwise" / "schemas"
+FOLDER = Path(__file__).parent.parent / "src" / "castwise" / "core" / "schemas"
 FORMATS = {"enum": ["fp64", "fp32", "bf16", "fp16", None]}
 RULE = {"enum": list(RULES)}
 LIMITS: dict[str, dict[str, Any]] = {

@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from castwise.jobs.tune_result import TuneResult
-from castwise.measure.processes import Home
-from castwise.plans.plan import Plan
-
-from . import schemas
-from .processes import forked_home
-from .soak import SOAKING, dealt
+from castwise.commands.jobs.tune_result import TuneResult
+from castwise.core.plans.plan import Plan
+from castwise.lab.timing.processes import Home
+from tests import schemas
+from tests.processes import forked_home
+from tests.soak import SOAKING, dealt
 
 try:
     import hypothesis
@@ -75,7 +74,7 @@ def one_home() -> Iterator[Callable[[Home], socket.socket]]:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         real = Home.line
         patch.setattr(Home, "line", line)
-        patch.setattr("castwise.measure.processes._end", socket.socket.close)  # theirs is a copy
+        patch.setattr("castwise.lab.timing.processes._end", socket.socket.close)  # theirs is a copy
         yield real
 
 

@@ -27,15 +27,15 @@ import torch.distributed.run
 import torch.distributed.tensor.parallel
 import torch.utils.tensorboard
 
-import castwise.cli
-import castwise.compat.apex.amp
-import castwise.compat.colossalai
-import castwise.jobs.stages
-import castwise.jobs.train
-import castwise.jobs.tune
+import castwise.bridges.compat.apex.amp
+import castwise.bridges.compat.colossalai
+import castwise.commands.cli
+import castwise.commands.jobs.stages
+import castwise.commands.jobs.train
+import castwise.commands.jobs.tune
+import castwise.lab.workloads.gpt
 import castwise.report.train
-import castwise.workloads.gpt
-from castwise.workloads import digits
+from castwise.lab.workloads import digits
 
 digits.split()  # is read once, too
 gc.collect()

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from castwise.measure import processes
-from castwise.measure.processes import Home
-from castwise.measure.served import serve
+from castwise.lab.timing import processes
+from castwise.lab.timing.processes import Home
+from castwise.lab.timing.served import serve
 
 
 def forks() -> ForkServerContext:
@@ -213,6 +213,6 @@ def run_ranks(function: Callable[[Any], Any], argument: Any, folder: Path, size:
 
 def command(folder: Path, size: int, *words: str) -> list[Forked]:
     """Run ``castwise`` to its end in processes with the environment that torchrun gives them; those processes."""
-    from castwise.cli import main
+    from castwise.commands.cli import main
 
     return run_ranks(main, words, folder, size)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from castwise.jobs.tune_result import TuneResult
-from castwise.plans.plan import Plan
-from castwise.schemas import schema
+from castwise.commands.jobs.tune_result import TuneResult
+from castwise.core.plans.plan import Plan
+from castwise.core.schemas import schema
 
 INSTALLED = importlib.util.find_spec("jsonschema") is not None
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 import typer
 
-from castwise import cli
-from castwise.plans.plan import PRESETS, LossScale, Plan
-from castwise.plans.rules import BASES, RULES, base_table
-
-from .fresh import run_interpreter, run_python
+from castwise.commands import cli
+from castwise.core.plans.plan import PRESETS, LossScale, Plan
+from castwise.core.plans.rules import BASES, RULES, base_table
+from tests.fresh import run_interpreter, run_python
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -292,18 +291,29 @@ def test_the_makefile_has_the_targets_shown() -> None:
 
 
 def test_every_room_is_in_the_listing_in_the_order_of_the_layers() -> None:
-    """CONTRIBUTING lists each file and folder of the package; what imports comes after what is imported."""
+    """CONTRIBUTING lists each floor of the package and each room on it; what imports comes after what is imported."""
     listing = re.search(r"^src/castwise/\n((?:  .*\n)+)", read("CONTRIBUTING.md"), re.MULTILINE).group(1)
-    listed = [line.split()[0].rstrip("/") for line in listing.splitlines()]
-    rooms = {
-        path.name
-        for path in (ROOT / "src" / "castwise").iterdir()
-        if (path.suffix == ".py" and path.stem not in ("__init__", "__main__"))
-        or (path / "__init__.py").exists()
-    }
-    assert set(listed) == rooms
+    listed: dict[str, list[str]] = {"castwise": []}
+    for line in listing.splitlines():
+        name = line.split()[0].rstrip("/")
+        floor = "castwise" if not line.startswith("    ") else f"castwise.{listed['castwise'][-1]}"
+        listed.setdefault(floor, []).append(name)
     pyproject = tomllib.loads(read("pyproject.toml"))
-    layers = pyproject["tool"]["importlinter"]["contracts"][0]["layers"]
-    level = {room: depth for depth, layer in enumerate(layers) for room in re.findall(r"\w+", layer)}
-    depths = [level[name.removesuffix(".py")] for name in listed]
-    assert depths == sorted(depths, reverse=True)
+    contracts = pyproject["tool"]["importlinter"]["contracts"]
+    layers = {c["containers"][0]: c["layers"] for c in contracts if c["type"] == "layers"}
+    for floor, names in listed.items():
+        rooms = {
+            path.name
+            for path in (ROOT / "src" / floor.replace(".", "/")).iterdir()
+            if (path.suffix == ".py" and path.stem not in ("__init__", "__main__"))
+            or (path / "__init__.py").exists()
+        }
+        assert set(names) == rooms
+        level = {
+            room: depth for depth, layer in enumerate(layers[floor]) for room in re.findall(r"\w+", layer)
+        }
+        depths = [level[name.removesuffix(".py")] for name in names]
+        assert depths == sorted(depths, reverse=True), floor
+    assert {floor for floor in layers if floor.count(".") == 1} - {"castwise.report"} == listed.keys() - {
+        "castwise"
+    }

@@ -1,6 +1,6 @@
 """What castwise puts in the place of torch's own functions: listed, and torch's own again when no session lives.
 
-For overrides of other libraries' methods see ``tests/integrations/test_overrides.py``.
+For overrides of other libraries' methods see ``tests/bridges/trainers/test_overrides.py``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .fresh import run_interpreter
+from tests.fresh import run_interpreter
 
 IN_FORCE = {
     # while a session lives

@@ -25,9 +25,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 import castwise
-from castwise.extras import EXTRAS
-
-from .fresh import run_interpreter, run_python
+from castwise.core.extras import EXTRAS
+from tests.fresh import run_interpreter, run_python
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "castwise"
@@ -183,7 +182,7 @@ def test_private_torch_api_has_one_home() -> None:
         for tree in [ast.parse(path.read_text(encoding="utf-8"))]
         for line, name in (*private_torch(tree), *private_attributes(tree, module_of(path)))
     ]
-    assert not uses, "private torch API belongs into src/castwise/_torch.py:\n" + "\n".join(uses)
+    assert not uses, "private torch API belongs into src/castwise/core/_torch.py:\n" + "\n".join(uses)
 
 
 FACTORIES = {
@@ -259,15 +258,12 @@ def test_training_imports_no_room_that_measures_or_reports(tmp_path: Path) -> No
     code = """
         import sys, castwise
         castwise.Amp, castwise.GradScaler, castwise.autocast, castwise.Plan
-        print(*{name.split(".")[1] for name in sys.modules if name.startswith("castwise.")})
+        print(*{name.removeprefix("castwise.") for name in sys.modules if name.startswith("castwise.")})
     """
     rooms = set(run_python(textwrap.dedent(code), tmp_path).split())
-    assert "session" in rooms
-    above = (
-        "measure", "numerics", "tuning", "report", "jobs", "workload", "workloads", "checkpoint", "compat", "integrations",
-        "migrate", "script", "cli",
-    )  # fmt: skip
-    assert not rooms & set(above)
+    assert "core.session" in rooms
+    assert {room.split(".")[0] for room in rooms} == {"core", "errors"}
+    assert "core.checkpoint" not in rooms
 
 
 # --- the public face ----------------------------------------------------------------------------------------
@@ -334,8 +330,18 @@ def defines(tree: ast.Module | ast.ClassDef, name: str) -> bool:
 
 
 def test_the_search_for_names_that_do_not_exist_finds_them() -> None:
-    bad = ["tests/test_none.py", "scaler/window.py::Windows", "scaler/window.py::Window.opens", "a/b.md"]
-    good = ["tests/test_plan.py::test_frozen", "scaler/window.py::Window.open", "resolve.py", "README.md"]
+    bad = [
+        "tests/test_none.py",
+        "core/scaler/window.py::Windows",
+        "core/scaler/window.py::Window.opens",
+        "a/b.md",
+    ]
+    good = [
+        "tests/core/plans/test_plan.py::test_frozen",
+        "core/scaler/window.py::Window.open",
+        "core/model/resolve.py",
+        "README.md",
+    ]
     assert missing(" ".join(f"`{name}`" for name in (*bad, *good))) == bad
 
 
@@ -347,7 +353,7 @@ def test_what_a_guide_names_exists(guide: Path) -> None:
 
 @pytest.mark.parametrize("room", HARD_ROOMS)
 def test_a_hard_room_says_what_holds_what_bites_and_which_test_shows_it(room: str) -> None:
-    text = (SOURCE / room / "README.md").read_text(encoding="utf-8")
+    text = (SOURCE / "core" / room / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 48, "half a page"
     for heading in ("What holds", "What bites"):
         points = text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0].split("\n- ")[1:]

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fresh import SOURCE
+from tests.report.browser import CHROMIUM, DRIVER, Browser, browser
 from tests.soak import SOAKING, some
-
-from .fresh import SOURCE
-from .report.browser import CHROMIUM, DRIVER, Browser, browser
-from .test_docs import NOTEBOOKS, ROOT, examples, prints
+from tests.test_docs import NOTEBOOKS, ROOT, examples, prints
 
 pytestmark = [
     pytest.mark.skipif(find_spec("sphinx") is None, reason="needs the extra castwise[docs]"),

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from .soak import SOAKING, covering, each_value, every
+from tests.soak import SOAKING, covering, each_value, every
 
 GRID = [
     {"plan": plan, "layout": layout, "clips": clips}

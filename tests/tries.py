@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from castwise.script import race
+from castwise.bridges.run import race
 from tests.processes import Forked
 
 
 def _run(given: tuple[Connection, list[str]]) -> None:
-    from castwise.cli import main
+    from castwise.commands.cli import main
 
     pipe, words = given
     os.environ[race.ADDRESS] = str(pipe.fileno())

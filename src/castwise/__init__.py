@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from castwise.casting import (
+    from castwise.commands.jobs.bench import bench
+    from castwise.commands.jobs.tune import TuneResult, tune
+    from castwise.core.casting import (
         autocast,
         custom_bwd,
         custom_fwd,
@@ -14,25 +20,23 @@ if TYPE_CHECKING:
         lower_function,
         widest_function,
     )
+    from castwise.core.masters import AveragedModel
+    from castwise.core.plans.plan import LossScale, Plan, Region
+    from castwise.core.scaler import GradScaler, StepResult
+    from castwise.core.session import Amp
     from castwise.errors import CastwiseError
-    from castwise.inspection.compare import compare
-    from castwise.inspection.comparison import Comparison
-    from castwise.inspection.forecast import Forecast, forecast
-    from castwise.inspection.mismatch import Mismatch, mismatch
-    from castwise.inspection.nonfinite import FirstNonfinite, first_nonfinite
-    from castwise.inspection.operators import OperatorTable, operator_table
-    from castwise.jobs.bench import bench
-    from castwise.jobs.tune import TuneResult, tune
-    from castwise.masters import AveragedModel
-    from castwise.monitor import Monitor
-    from castwise.monitor.recorder import Recorder
-    from castwise.monitor.recovery import Recovery
-    from castwise.monitor.replay import Replay, replay
-    from castwise.numerics.parity import ParityResult, parity
-    from castwise.plans.plan import LossScale, Plan, Region
-    from castwise.scaler import GradScaler, StepResult
-    from castwise.session import Amp
-    from castwise.workload import Workload
+    from castwise.lab.inspect.compare import compare
+    from castwise.lab.inspect.comparison import Comparison
+    from castwise.lab.inspect.forecast import Forecast, forecast
+    from castwise.lab.inspect.mismatch import Mismatch, mismatch
+    from castwise.lab.inspect.nonfinite import FirstNonfinite, first_nonfinite
+    from castwise.lab.inspect.operators import OperatorTable, operator_table
+    from castwise.lab.parity.parity import ParityResult, parity
+    from castwise.lab.watch import Monitor
+    from castwise.lab.watch.recorder import Recorder
+    from castwise.lab.watch.recovery import Recovery
+    from castwise.lab.watch.replay import Replay, replay
+    from castwise.lab.workloads.workload import Workload
 
 __version__ = "0.1.0"
 __all__ = [
@@ -76,39 +80,94 @@ __all__ = [
 _HOME = {
     name: home
     for home, names in {
-        "casting": "autocast custom_bwd custom_fwd fp32_function lower_function widest_function",
+        "core.casting": "autocast custom_bwd custom_fwd fp32_function lower_function widest_function",
         "errors": "CastwiseError",
-        "inspection.compare": "compare",
-        "inspection.comparison": "Comparison",
-        "inspection.mismatch": "Mismatch mismatch",
-        "inspection.forecast": "Forecast forecast",
-        "inspection.nonfinite": "FirstNonfinite first_nonfinite",
-        "inspection.operators": "OperatorTable operator_table",
-        "jobs.bench": "bench",
-        "jobs.tune": "tune",
-        "jobs.tune_result": "TuneResult",
-        "masters": "AveragedModel",
-        "monitor": "Monitor",
-        "monitor.recorder": "Recorder",
-        "monitor.recovery": "Recovery",
-        "monitor.replay": "Replay replay",
-        "numerics.parity": "ParityResult parity",
-        "plans.plan": "LossScale Plan Region",
-        "scaler": "GradScaler StepResult",
-        "session": "Amp",
-        "workload": "Workload",
+        "lab.inspect.compare": "compare",
+        "lab.inspect.comparison": "Comparison",
+        "lab.inspect.mismatch": "Mismatch mismatch",
+        "lab.inspect.forecast": "Forecast forecast",
+        "lab.inspect.nonfinite": "FirstNonfinite first_nonfinite",
+        "lab.inspect.operators": "OperatorTable operator_table",
+        "commands.jobs.bench": "bench",
+        "commands.jobs.tune": "tune",
+        "commands.jobs.tune_result": "TuneResult",
+        "core.masters": "AveragedModel",
+        "lab.watch": "Monitor",
+        "lab.watch.recorder": "Recorder",
+        "lab.watch.recovery": "Recovery",
+        "lab.watch.replay": "Replay replay",
+        "lab.parity.parity": "ParityResult parity",
+        "core.plans.plan": "LossScale Plan Region",
+        "core.scaler": "GradScaler StepResult",
+        "core.session": "Amp",
+        "lab.workloads.workload": "Workload",
     }.items()
     for name in names.split()
 }
-_ROOMS = ("checkpoint", "compat", "errors", "integrations", "masters", "parallel", "ranks")
-"""Whose own names the docs give: ``castwise.ranks.ALONE`` is there after ``import castwise``."""
+_MOVED = {
+    "casting": "core.casting",
+    "checkpoint": "core.checkpoint",
+    "cli": "commands.cli",
+    "compat": "bridges.compat",
+    "inspection": "lab.inspect",
+    "integrations": "bridges.trainers",
+    "lint": "bridges.scripts.lint",
+    "masters": "core.masters",
+    "measure": "lab.timing",
+    "migrate": "bridges.scripts.migrate",
+    "monitor": "lab.watch",
+    "numerics": "lab.parity",
+    "parallel": "core.parallel",
+    "plans": "core.plans",
+    "ranks": "core.ranks",
+    "scaler": "core.scaler",
+    "schemas": "core.schemas",
+    "session": "core.session",
+    "updates": "core.masters.updates",
+    "workload": "lab.workloads.workload",
+    "workloads": "lab.workloads",
+}
+"""Paths that the docs give or gave, and where what they name is: ``castwise.ranks.ALONE`` is there after ``import castwise``, and
+``import castwise.checkpoint`` gives the module itself."""
+
+
+class _Moved:
+    """Finds modules by the paths of :data:`_MOVED`."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        package, _, rest = name.partition(".")
+        room, _, below = rest.partition(".")
+        if package != "castwise" or room not in _MOVED:
+            return None
+        home = ".".join(filter(None, ("castwise", _MOVED[room], below)))
+        if importlib.util.find_spec(home) is None:
+            return None
+        return importlib.machinery.ModuleSpec(name, _Alias(home))
+
+
+class _Alias(importlib.abc.Loader):
+    """Gives a module that has a path of its own."""
+
+    def __init__(self, home: str) -> None:
+        self._home = home
+
+    def create_module(self, spec: object) -> Any:
+        module = importlib.import_module(self._home)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__ = self._spec  # in whose place that of the other path was put
+
+
+sys.meta_path.insert(0, _Moved())  # before that which looks in folders
 
 
 if not TYPE_CHECKING:  # or a checker would take every wrong name for Any
 
     def __getattr__(name: str) -> Any:
         """Import a public name when it is first used: ``import castwise`` itself costs next to nothing."""
-        if name in _ROOMS:
+        if name in _MOVED:
             return importlib.import_module(f"castwise.{name}")
         if name not in _HOME:
             raise AttributeError(f"module 'castwise' has no attribute {name!r}; it has {', '.join(__all__)}")

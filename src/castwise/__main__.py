@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from castwise.cli import main
+from castwise.commands.cli import main
 
 if __name__ == "__main__":
     main()

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.plans.plan import PRESETS
-
-from .models import CASES, Case
+from castwise.core.plans.plan import PRESETS
+from tests.contract.models import CASES, Case
 
 pytestmark = pytest.mark.gpu
 

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 import castwise
-from castwise.plans.plan import PRESETS
+from castwise.core.plans.plan import PRESETS
+from tests.contract.module_recipes import EXCEPTIONS, RECIPES, Recipe, covered, every_name
 from tests.soak import SOAKING, each_value, every, pairs
-
-from .module_recipes import EXCEPTIONS, RECIPES, Recipe, covered, every_name
 
 pytestmark = [
     pytest.mark.filterwarnings(

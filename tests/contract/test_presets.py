@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.casting import frames
+from castwise.core.casting import frames
+from castwise.core.plans.plan import PRESETS
 from castwise.errors import DeviceError
-from castwise.plans.plan import PRESETS
+from tests.contract.models import CASES, Case
 from tests.soak import each_value, every, pairs
-
-from .models import CASES, Case
 
 pytestmark = [
     # Inductor itself still uses torch.jit; Dynamo itself looks at .grad of the input of a resumed frame.

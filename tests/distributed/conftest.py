@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from .world import World
+from tests.distributed.world import World
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,15 +16,14 @@ from torch import nn
 
 import castwise
 from castwise import LossScale, Plan
+from castwise.core.ranks import ALONE, Agreement, Ranks
+from castwise.core.session import storage
 from castwise.errors import CheckpointError, PatternError, PlanError, RankError, StateError
-from castwise.measure.steps import InferenceRun, TrainingRun
-from castwise.ranks import ALONE, Agreement, Ranks
-from castwise.session import storage
+from castwise.lab.timing.steps import InferenceRun, TrainingRun
+from tests.distributed import model
+from tests.distributed.model import LOSS, Options, build, mesh_of
+from tests.distributed.world import World
 from tests.soak import each_value
-
-from . import model
-from .model import LOSS, Options, build, mesh_of
-from .world import World
 
 
 class Counted:

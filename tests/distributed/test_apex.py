@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from castwise.compat.apex import amp, parallel
+from castwise.bridges.compat.apex import amp, parallel
+from tests.bridges.compat.reference import FROM_FP64, close
+from tests.distributed.world import World
 from tests.soak import each_value
-
-from ..compat.reference import FROM_FP64, close
-from .world import World
 
 STEPS = 6
 OVERFLOW = {1, 3}

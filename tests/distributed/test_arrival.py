@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 import castwise
+from castwise.core.plans.plan import PRESETS
 from castwise.errors import StateError
-from castwise.plans.plan import PRESETS
+from tests.distributed.model import mesh_of
+from tests.distributed.world import World
 from tests.soak import every
-
-from .model import mesh_of
-from .world import World
 
 
 def arrived(rank: int, size: int, plan: str) -> None:

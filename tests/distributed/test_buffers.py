@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import castwise
+from tests.distributed.world import World
 from tests.soak import pairs
-
-from .world import World
 
 
 class Averaging(nn.Module):

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import castwise
-from castwise import checkpoint
+from castwise.core import checkpoint
+from castwise.core.masters import without_masters
 from castwise.errors import CheckpointError
-from castwise.masters import without_masters
+from tests.distributed.world import World
 from tests.soak import every
-
-from .world import World
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this torch is built without torch.distributed"
@@ -228,7 +227,7 @@ def errors(rank: int, size: int, folder: Path) -> None:
 
 def a_disk_fails(rank: int, size: int, folder: Path) -> None:
     """While one rank writes: all raise, and the older checkpoint is the newest."""
-    from castwise.checkpoint.storage import Stage
+    from castwise.core.checkpoint.storage import Stage
 
     folder = folder / "disk"
     run = Run("ddp", "bf16-mixed")

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import castwise
+from castwise.core.ranks import Agreement
 from castwise.errors import StateError
-from castwise.ranks import Agreement
+from tests.distributed.test_agreement import Counted
+from tests.distributed.test_layouts import tolerance
+from tests.distributed.world import World
 from tests.soak import each_value
-
-from .test_agreement import Counted
-from .test_layouts import tolerance
-from .world import World
 
 PLANS = ["fp32", "fp16-mixed", "bf16-mixed", "bf16-master", "fp16-master", "bf16-true", "O1", "O2"]
 GROWS = "+loss_scale.interval=2+loss_scale.init=1024"

@@ -15,20 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from castwise import compare, first_nonfinite, forecast, mismatch, operator_table
 from castwise.errors import CastwiseError
-from castwise.inspection.comparison import Comparison
-from castwise.inspection.forecast_result import Forecast
-from castwise.inspection.mismatch import Mismatch
+from castwise.lab.inspect.comparison import Comparison
+from castwise.lab.inspect.forecast_result import Forecast
+from castwise.lab.inspect.mismatch import Mismatch
 from castwise.report import compare as compare_report
 from castwise.report import mismatch as mismatch_report
 from castwise.report import words
 from castwise.report.grids import Grid
-
-from ..inspection.faults import Stack
-from ..inspection.faults import batch as batch_of
-from ..inspection.faults import loss as loss_of
-from ..inspection.test_mismatch import Language, tokens
-from .model import Net, mesh_of
-from .world import World
+from tests.distributed.model import Net, mesh_of
+from tests.distributed.world import World
+from tests.lab.inspect.faults import Stack
+from tests.lab.inspect.faults import batch as batch_of
+from tests.lab.inspect.faults import loss as loss_of
+from tests.lab.inspect.test_mismatch import Language, tokens
 
 WRAPPERS = ("ddp", "fsdp")
 PER_RANK = 2

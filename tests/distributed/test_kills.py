@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import kills
+from tests.distributed.kills import OwnLoop, Training
 from tests.processes import Forked
 from tests.soak import soaks
-
-from . import kills
-from .kills import OwnLoop, Training
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for the processes to kill")
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from castwise import Plan
+from tests.distributed import model
+from tests.distributed.model import BATCH, LOSS, Net, Options, Trace
+from tests.distributed.world import World
 from tests.soak import each_value, every, examples, pairs, some
-
-from . import model
-from .model import BATCH, LOSS, Net, Options, Trace
-from .world import World
 
 LOSS_SCALE = (
     "+loss_scale.init=4096"  # 65536 overflows fp16 in a quarter of a batch, whose gradients are larger

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import castwise
+from castwise.core.masters import attach, attachment_of, fp32_state_dict
 from castwise.errors import StateError
-from castwise.masters import attach, attachment_of, fp32_state_dict
-from tests.test_masters_gradients import held
-from tests.test_masters_optimizers import Weights, lower
-
-from .world import World
+from tests.core.masters.test_masters_gradients import held
+from tests.core.masters.test_masters_optimizers import Weights, lower
+from tests.distributed.world import World
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this torch is built without torch.distributed"

@@ -15,13 +15,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import castwise
-from castwise.monitor import Alarm, Line, Monitor
-from tests.monitor.jobs import batches, loss, same
+from castwise.lab.watch import Alarm, Line, Monitor
+from tests.distributed import model
+from tests.distributed.model import LOSS, Options
+from tests.distributed.world import World
+from tests.lab.watch.jobs import batches, loss, same
 from tests.soak import every
-
-from . import model
-from .model import LOSS, Options
-from .world import World
 
 
 def train(run: model.Run, steps: int = 4) -> None:

@@ -22,13 +22,13 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import castwise
-from castwise import checkpoint
+from castwise.core import checkpoint
+from castwise.core.plans.plan import PRESETS
 from castwise.errors import PlanError, StateError
-from castwise.monitor.recovery import Recovery
-from castwise.numerics.isolation import seed_all
-from castwise.plans.plan import PRESETS
+from castwise.lab.parity.isolation import seed_all
+from castwise.lab.watch.recovery import Recovery
 from tests.distributed.world import World
-from tests.monitor.test_recovery import Batch, Net, data
+from tests.lab.watch.test_recovery import Batch, Net, data
 from tests.soak import some
 
 PLANS = [name for name in PRESETS if name not in ("tf32", "O0", "O3")]
@@ -195,7 +195,7 @@ def test_a_step_under_tensor_parallelism_comes_out_near(
 
 def told_by_a_checkpoint(rank: int, size: int, layout: str, folder: str) -> Any:
     patch = pytest.MonkeyPatch()
-    patch.setattr("castwise.monitor.recorder.LARGE", 0)
+    patch.setattr("castwise.lab.watch.recorder.LARGE", 0)
     job = Job(rank, layout, "bf16-master", frozen=True)
     then: list[Any] = []
     with castwise.Recorder(job.amp, job.call, f"{folder}/steps", checkpoints=f"{folder}/saves") as recorder:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from castwise.core.parallel.rendezvous import _attempt
 from castwise.errors import StateError
-from castwise.parallel.rendezvous import _attempt
 from tests.fresh import run_python
 from tests.soak import every
 

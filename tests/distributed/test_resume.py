@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from castwise import checkpoint
+from castwise.core import checkpoint
+from tests.distributed import model
+from tests.distributed.model import Options, Trace
+from tests.distributed.test_layouts import LOSS_SCALE, TOLERANCE, close
+from tests.distributed.world import World
 from tests.soak import every, pairs, soaks
-
-from . import model
-from .model import Options, Trace
-from .test_layouts import LOSS_SCALE, TOLERANCE, close
-from .world import World
 
 HALF = 6
 

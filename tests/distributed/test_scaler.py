@@ -13,11 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 import castwise
 from castwise import GradScaler, LossScale, Plan
 from castwise.errors import StateError
+from tests.distributed import model
+from tests.distributed.model import LOSS, Options, mesh_of
+from tests.distributed.world import World
 from tests.soak import each_value, pairs
-
-from . import model
-from .model import LOSS, Options, mesh_of
-from .world import World
 
 SCALED = Plan(compute="fp16", loss_scale=LossScale(init=64.0, interval=1))
 

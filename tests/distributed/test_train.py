@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from castwise.commands.jobs.parts import Whole, build_whole
+from castwise.commands.jobs.processes import join
+from castwise.commands.jobs.train import train
+from castwise.core.session import Amp
 from castwise.errors import NonFiniteError, PatternError, PlanError, WorkloadError
-from castwise.jobs.parts import Whole, build_whole
-from castwise.jobs.processes import join
-from castwise.jobs.train import train
-from castwise.session import Amp
-from castwise.workload import Pipeline, Workload, find_workload
+from castwise.lab.workloads.workload import Pipeline, Workload, find_workload
+from tests.distributed.world import World
 from tests.processes import Forked, command
 from tests.soak import pairs, some
-
-from .world import World
 
 GPT = "gpt?layers=4&width=32&heads=2&context=16&batch=8"
 VIT = "digits?model=vit&width=16&batch=32"
@@ -145,7 +144,7 @@ def _normalised() -> nn.Module:
 def _statistics(rank: int, _world: int, folder: Path) -> None:
     """BatchNorm in a pipeline has seen the microbatches, and nothing of what torch finds shapes out with."""
     workload = replace(
-        find_workload(f"{Path(__file__).parents[1]}/jobs/tiny_workloads.py:mlp"),
+        find_workload(f"{Path(__file__).parents[1]}/commands/jobs/tiny_workloads.py:mlp"),
         model=_normalised,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
         pipeline=Pipeline(
@@ -249,7 +248,7 @@ def test_statistics_of_a_pipeline_are_those_of_its_microbatches(two: World, tmp_
 JOB = """
 import os
 from dataclasses import replace
-from castwise.workload import find_workload
+from castwise.lab.workloads.workload import find_workload
 
 plain = find_workload("gpt?layers=2&width=16&context=8&batch=4")
 calls = []

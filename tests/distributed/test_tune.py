@@ -17,16 +17,15 @@ from torch.nn import functional
 
 import castwise
 from castwise import Plan, Workload
-from castwise.measure.processes import NotThereError
-from castwise.measure.ranks import lockstep
-from castwise.tuning import contest, final
-from castwise.tuning.state import SearchState, Settings
+from castwise.lab.search import contest, final
+from castwise.lab.search.state import SearchState, Settings
+from castwise.lab.timing.processes import NotThereError
+from castwise.lab.timing.ranks import lockstep
+from tests.distributed.world import World
 from tests.processes import command
 
-from .world import World
-
 WORLD = 2
-TINY = Path(__file__).parent.parent / "jobs" / "tiny_workloads.py"
+TINY = Path(__file__).parent.parent / "commands" / "jobs" / "tiny_workloads.py"
 SLOW_S, MIDDLE_S, QUICK_S = 0.16, 0.06, 0.01
 """By which the models move the clock that races read, and do not sleep: a busy machine changes no choice."""
 Case = Callable[[int, Path], dict[str, Any]]

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import castwise
-from castwise import checkpoint
-from castwise.ranks import waiting
-from castwise.ranks.waiting import Waiting
-
-from .world import World
+from castwise.core import checkpoint
+from castwise.core.ranks import waiting
+from castwise.core.ranks.waiting import Waiting
+from tests.distributed.world import World
 
 
 @contextlib.contextmanager

@@ -19,12 +19,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import castwise
+from castwise.core.parallel.whole import ranks_of
 from castwise.errors import CastwiseError
-from castwise.numerics.isolation import copied
-from castwise.parallel.whole import ranks_of
-
-from .model import Net, mesh_of
-from .world import World
+from castwise.lab.parity.isolation import copied
+from tests.distributed.model import Net, mesh_of
+from tests.distributed.world import World
 
 
 class Tied(Net):

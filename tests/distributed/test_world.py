@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .world import World
+from tests.distributed.world import World
 
 
 @pytest.fixture

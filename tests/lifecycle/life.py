@@ -20,15 +20,14 @@ import torch
 from torch import Tensor, nn
 
 import castwise
-from castwise import _torch
-from castwise.casting import frames
+from castwise.core import _torch
+from castwise.core.casting import frames
+from castwise.core.masters import without_masters
+from castwise.core.session import Amp
 from castwise.errors import CastwiseError
-from castwise.masters import without_masters
-from castwise.session import Amp
-
-from .kinds import KINDS, LLAMA, optimizers
-from .photograph import bits, differences, of_model, of_optimizers, of_process
-from .twin import Twin, can_follow, load_state
+from tests.lifecycle.kinds import KINDS, LLAMA, optimizers
+from tests.lifecycle.photograph import bits, differences, of_model, of_optimizers, of_process
+from tests.lifecycle.twin import Twin, can_follow, load_state
 
 PLANS = (
     "fp32",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise.casting import frames, kernels
+from castwise.core.casting import frames, kernels
 
 _MODULE_HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]
 _OPTIMIZER_HOOKS = [name for name in vars(torch.optim.SGD([torch.zeros(1)])) if "hooks" in name]

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import castwise
+from castwise.core.plans.plan import PRESETS
+from castwise.core.session import Amp
 from castwise.errors import CastwiseError, StateError
-from castwise.plans.plan import PRESETS
-from castwise.session import Amp
+from tests.lifecycle.kinds import KINDS, optimizers
+from tests.lifecycle.life import ERRORS, GETTERS, PLANS, REFUSALS, Life, check, living
+from tests.lifecycle.photograph import bits, of_model, of_optimizers, of_process
 from tests.soak import each_value, every, pairs
-
-from .kinds import KINDS, optimizers
-from .life import ERRORS, GETTERS, PLANS, REFUSALS, Life, check, living
-from .photograph import bits, of_model, of_optimizers, of_process
 
 HERE = [
     name for name in PRESETS if name not in ("tf32", "O0", "O3")

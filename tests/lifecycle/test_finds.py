@@ -18,16 +18,15 @@ from hypothesis.errors import FlakyFailure
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise import _torch
+from castwise.core import _torch
+from castwise.core.session import Amp
+from castwise.core.session.undo import UndoLog
 from castwise.errors import CastwiseError, StateError
-from castwise.session import Amp
-from castwise.session.undo import UndoLog
+from tests.lifecycle.life import Life, living, must_break
+from tests.lifecycle.test_lifecycle import of_kind, play
 from tests.soak import some
 
-from .life import Life, living, must_break
-from .test_lifecycle import of_kind, play
-
-CALLERS = ("castwise.session", "castwise.borders", "castwise.fused")
+CALLERS = ("castwise.core.session", "castwise.core.model.borders", "castwise.core.session.fused")
 """Rooms that enter into the undo log."""
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -273,7 +272,7 @@ def warm(line: str) -> Callable[[Life], None]:
 
 
 # Number of the promise and what is broken; the fault, the life that finds it, its kind and its optimizers. Those through
-# `a_log_that_forgets` name entries of the undo log of `castwise.session`, `borders_that_do_not_unwind` names a function, and
+# `a_log_that_forgets` name entries of the undo log of `castwise.core.session`, `borders_that_do_not_unwind` names a function, and
 # `scaled_steps_unnoticed` takes hooks before `optimizer.step()` away that are not the masters': where the sources rename
 # these, they fail and have to follow.
 FAULTS: dict[str, tuple[Fault, Callable[[Life], None], str, str]] = {

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.masters.test_undo import interrupted
+from tests.core.masters.test_undo import interrupted
+from tests.lifecycle.life import check
+from tests.lifecycle.photograph import of_model, of_optimizers, of_process
+from tests.lifecycle.test_second import Pair
 from tests.soak import SOAKING, every, pairs
-
-from .life import check
-from .photograph import of_model, of_optimizers, of_process
-from .test_second import Pair
 
 PLANS = (
     "bf16-master",

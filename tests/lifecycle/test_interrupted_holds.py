@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from castwise import Amp, Plan, _torch
-from castwise.casting import kernels
-from castwise.casting.context import override_rows
-from castwise.process import Claim, _claimed
-from tests.masters.test_undo import Interrupts, interrupted
+from castwise import Amp, Plan
+from castwise.core import _torch
+from castwise.core.casting import kernels
+from castwise.core.casting.context import override_rows
+from castwise.core.session.process import Claim, _claimed
+from tests.core.masters.test_undo import Interrupts, interrupted
 from tests.soak import each_value
 
 PLAN = Plan.parse("bf16-mixed+fp32_matmul=ieee+fp32_conv=ieee+ops.exp=fp32")

@@ -22,10 +22,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.lifecycle.kinds import KINDS, OPTIMIZERS
+from tests.lifecycle.life import ERRORS, GETTERS, PLANS, REFUSALS, Life
 from tests.soak import every
-
-from .kinds import KINDS, OPTIMIZERS
-from .life import ERRORS, GETTERS, PLANS, REFUSALS, Life
 
 LIVES = int(os.environ.get("CASTWISE_LIVES", "0"))
 

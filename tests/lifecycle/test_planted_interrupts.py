@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise import Amp, _torch
-from castwise.masters import attachment
-from castwise.session.undo import UndoLog
+from castwise import Amp
+from castwise.core import _torch
+from castwise.core.masters import attachment
+from castwise.core.session.undo import UndoLog
 
 PLANS = (
     "bf16-mixed",

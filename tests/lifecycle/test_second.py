@@ -10,15 +10,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise.plans.plan import Plan
-from castwise.session import Amp
-from tests.masters.test_undo import interrupted
+from castwise.core.plans.plan import Plan
+from castwise.core.session import Amp
+from tests.core.masters.test_undo import interrupted
+from tests.lifecycle.kinds import KINDS, optimizers
+from tests.lifecycle.life import SkipsInit, Stubborn, check
+from tests.lifecycle.photograph import bits, of_model, of_optimizers, of_process
+from tests.lifecycle.test_directed import HERE
 from tests.soak import SOAKING, each_value, pairs
-
-from .kinds import KINDS, optimizers
-from .life import SkipsInit, Stubborn, check
-from .photograph import bits, of_model, of_optimizers, of_process
-from .test_directed import HERE
 
 PLANS = (
     *HERE,

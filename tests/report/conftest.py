@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.report import evidence
 
-from castwise.jobs.bench_result import BenchResult, PlanResult, Timing
-from castwise.measure.environment import Environment
-from castwise.measure.memory import Memory
-from castwise.measure.stats import Ratio, Summary
+from castwise.commands.jobs.bench_result import BenchResult, PlanResult, Timing
+from castwise.lab.timing.environment import Environment
+from castwise.lab.timing.memory import Memory
+from castwise.lab.timing.stats import Ratio, Summary
+from tests.report import evidence
 
 ENVIRONMENT = Environment(
     device="Test CPU", device_type="cpu", cores=2, threads=1, capability="AVX512", torch="2.13.0", python="3.11.7",

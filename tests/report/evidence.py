@@ -6,12 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
-from castwise.jobs.tune_result import TuneResult
-from castwise.measure.environment import Environment
-from castwise.measure.stats import Ratio, Summary
-from castwise.numerics.gradient_range import Histogram, ScaleRange
-from castwise.plans.plan import Plan, Region
-from castwise.tuning.evidence import Candidate, Damage, Evidence, RegionEvidence, Stage, Verification
+from castwise.commands.jobs.tune_result import TuneResult
+from castwise.core.plans.plan import Plan, Region
+from castwise.lab.parity.gradient_range import Histogram, ScaleRange
+from castwise.lab.search.evidence import Candidate, Damage, Evidence, RegionEvidence, Stage, Verification
+from castwise.lab.timing.environment import Environment
+from castwise.lab.timing.stats import Ratio, Summary
 
 MIB = 2**20
 CHOSEN = dataclasses.replace(

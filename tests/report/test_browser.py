@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from castwise.commands.jobs.tune_result import TuneResult
+from castwise.core.plans.plan import Plan
+from castwise.lab.search.evidence import Evidence
 from tests.report.browser import CHROMIUM, DRIVER, Browser, browser
 from tests.report.evidence import make_bare, make_candidate, make_evidence
 from tests.soak import pairs, some
-
-from castwise.jobs.tune_result import TuneResult
-from castwise.plans.plan import Plan
-from castwise.tuning.evidence import Evidence
 
 pytestmark = [
     pytest.mark.skipif(

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tests.inspection.faults import Stack, batch, loss
+
+from castwise.lab.inspect.compare import compare
+from castwise.lab.inspect.comparison import Comparison
+from castwise.report.compare_plots import _by_end
+from tests.lab.inspect.faults import Stack, batch, loss
 from tests.report.browser import CHROMIUM, DRIVER, Browser, browser
 from tests.soak import every
-
-from castwise.inspection.compare import compare
-from castwise.inspection.comparison import Comparison
-from castwise.report.compare_plots import _by_end
 
 
 @pytest.fixture(scope="module")

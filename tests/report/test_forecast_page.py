@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+
+from castwise.core.plans.plan import Plan
+from castwise.lab.inspect.forecast import Forecast, RegionForecast, TensorForecast
+from castwise.lab.inspect.forecast_result import Spread
+from castwise.lab.parity.casts import Cast
+from castwise.lab.parity.gradient_range import Histogram, ScaleRange
+from castwise.report.show import page as show_page
+from castwise.report.show import table
 from tests.report.browser import CHROMIUM, DRIVER, Browser, browser
 from tests.report.conftest import ENVIRONMENT
 from tests.report.pages import read
-
-from castwise.inspection.forecast import Forecast, RegionForecast, TensorForecast
-from castwise.inspection.forecast_result import Spread
-from castwise.numerics.casts import Cast
-from castwise.numerics.gradient_range import Histogram, ScaleRange
-from castwise.plans.plan import Plan
-from castwise.report.show import page as show_page
-from castwise.report.show import table
 
 FORMATS = ("fp16", "bf16", "fp8_e4m3")
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.pages import read
 
-from castwise.jobs.bench_result import PlanResult
+from castwise.commands.jobs.bench_result import PlanResult
 from castwise.report.bench import PICTURES, headline
 from castwise.report.plots import draw
 from castwise.report.show import page as show_page
 from castwise.report.show import write
 from castwise.report.train import plot_curves
+from tests.report.pages import read
 
 Row = Callable[..., PlanResult]
 Make = Callable[..., dict[str, Any]]

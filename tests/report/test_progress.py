@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from castwise.jobs import Event
+from castwise.commands.jobs import Event
 from castwise.report import progress
 from castwise.report.progress import bars
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from castwise.jobs.bench_result import PlanResult, Timing
-from castwise.measure.rates import verdict_of
-from castwise.measure.stats import paired_speedup, summarise
+from castwise.commands.jobs.bench_result import PlanResult, Timing
+from castwise.lab.timing.rates import verdict_of
+from castwise.lab.timing.stats import paired_speedup, summarise
 from castwise.report import bench, plots, words
 from castwise.report.grids import Grid, terminal
 from castwise.report.show import table, write

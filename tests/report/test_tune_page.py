@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence, make_record
-from tests.report.pages import read
-from tests.soak import every, some
 
-from castwise.numerics.gradient_range import ScaleRange
-from castwise.plans.formats import FORMATS
+from castwise.core.plans.formats import FORMATS
+from castwise.lab.parity.gradient_range import ScaleRange
 from castwise.report import show, tune, tune_plots
 from castwise.report.grids import Grid
 from castwise.report.plots import draw
 from castwise.report.show import table, write
 from castwise.report.words import pasted
+from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence, make_record
+from tests.report.pages import read
+from tests.soak import every, some
 
 FIGURES = ["scatter", "gradients", "gradients_by_region", "regions"]
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from castwise.plans.text import some
+from castwise.core.plans.text import some
 from castwise.report import words
 from castwise.report.grids import Columns, Grid, Line, Row
 from castwise.report.plots import COLOURS, Picture, Record, name_decades, new_figure

@@ -62,7 +62,7 @@ class Bars:
         self._tasks: dict[tuple[str, str], Any] = {}
 
     def __call__(self, event: Any) -> None:
-        """Show an event, as :class:`castwise.jobs.Event` has it; those of a training have figures too."""
+        """Show an event, as :class:`castwise.commands.jobs.Event` has it; those of a training have figures too."""
         key = (event.stage, event.subject)
         figures = _figures(event)
         if key not in self._tasks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from castwise.plans.text import some
+from castwise.core.plans.text import some
 from castwise.report.grids import Columns, Grid, Line
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from castwise.plans.text import some
+from castwise.core.plans.text import some
 from castwise.report import words
 from castwise.report.grids import Line
 from castwise.report.plots import COLOURS, Record, draw_curves, new_figure, save_png, style

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from castwise.plans.formats import FORMATS
+from castwise.core.plans.formats import FORMATS
 from castwise.report import words
 from castwise.report.plots import COLOURS, GREY, Picture, Record, name_rows, new_figure, row_height
 

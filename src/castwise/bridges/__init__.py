@@ -1,0 +1,1 @@
+"""To the code of others: drop-ins, scripts, trainers; on public names alone."""

@@ -1,0 +1,251 @@
+"""``initialize``, ``init`` and the state dict."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise.bridges.compat.apex.amp import models as casting
+from castwise.bridges.compat.apex.amp import stash
+from castwise.bridges.compat.apex.amp._amp_state import _amp_state, maybe_print
+from castwise.bridges.compat.apex.amp.ambient import (
+    FORMATS,
+    begin_caching,
+    casts_of_o1,
+    end_caching,
+    patch_torch,
+)
+from castwise.bridges.compat.apex.amp.functions import patch_registered
+from castwise.bridges.compat.apex.amp.handle import AmpHandle
+from castwise.bridges.compat.apex.amp.properties import BRIEFS, LEVELS, Properties
+from castwise.bridges.compat.apex.amp.scaler import LossScaler
+from castwise.core.masters import make_pickles_plain
+
+__all__ = ["init", "initialize", "load_state_dict", "state_dict"]
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: Any = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+) -> Any:
+    """Make models and optimizers train by an optimization level, in place.
+
+    Args:
+        models: A module, or a list of them.
+        optimizers: An optimizer, a list of them, or None for inference.
+        enabled: False makes everything in ``amp`` do nothing.
+        opt_level: ``O0`` fp32; ``O1`` casts around operators, everywhere; ``O2`` half with fp32 masters; ``O3`` half.
+        cast_model_type: What models are stored in: fp16, bf16, fp32, or False for no cast.
+        patch_torch_functions: False leaves the casts of O1 out.
+        keep_batchnorm_fp32: Keep BatchNorm with weights in fp32; ``"True"`` and ``"False"`` are taken too.
+        master_weights: Keep fp32 masters in the optimizers.
+        loss_scale: ``"dynamic"`` or a number, also as text.
+        cast_model_outputs: Dtype of the models' floating outputs.
+        num_losses: How many loss scales; ``scale_loss(loss_id=...)`` names one.
+        verbosity: 0 prints nothing.
+        min_loss_scale: Floor of dynamic scales.
+        max_loss_scale: Ceiling of dynamic scales.
+        patch_torch_functions_type: bf16 for the casts of O1, as in AMD's Apex; fp16 if None.
+
+    Returns:
+        ``models``, or ``models, optimizers``; lists where lists were given.
+
+    Raises:
+        RuntimeError: A level that does not exist, options that contradict each other, models in half or wrapped already,
+            an optimizer given twice.
+        TypeError: Containers other than lists, or parameters that are neither fp32 nor half.
+    """
+    _amp_state.opt_properties = properties = Properties()
+    _amp_state.verbosity = verbosity
+    _amp_state.loss_scalers = []
+    if _end_casts():
+        maybe_print(
+            "amp.initialize was called again: the casts that an earlier call with O1 put in force end here.  Call it once, "
+            "with lists of all models and optimizers, to keep them.",
+            True,
+        )
+    if not enabled:
+        return models if optimizers is None else (models, optimizers)
+    if opt_level not in LEVELS:
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.  Note that in `O0`, `O1`, etc., "
+            "the prefix O is the letter O, not the number zero."
+        )
+    properties.set_level(opt_level)
+    maybe_print(f"Selected optimization level {opt_level}:  {BRIEFS[opt_level]}", True)
+    _print_options("Defaults for this optimization level are:", properties)
+    _amp_state.min_loss_scale = min_loss_scale
+    _amp_state.max_loss_scale = max_loss_scale
+    maybe_print("Processing user overrides (additional kwargs that are not None)...", True)
+    for name, value in (
+        ("cast_model_type", cast_model_type),
+        ("patch_torch_functions", patch_torch_functions),
+        ("keep_batchnorm_fp32", keep_batchnorm_fp32),
+        ("master_weights", master_weights),
+        ("loss_scale", loss_scale),
+    ):
+        if value is not None:
+            setattr(properties, name, value)
+    _print_options("After processing overrides, optimization options are:", properties)
+    all_optimizers = _as_list(
+        "optimizer", optimizers, lambda value: isinstance(casting.base_of(value), torch.optim.Optimizer)
+    )
+    all_models = _as_list("model", models, lambda value: isinstance(value, nn.Module))
+    casting.check_models(all_models)
+    if not _amp_state.allow_incoming_model_not_fp32:
+        casting.check_params_fp32(all_models)
+    casting.check_optimizers(all_optimizers, all_models if properties.cast_model_type else [])
+    scalers = [
+        LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        for _ in range(num_losses)
+    ]
+    # What can fail comes first, so that the call can be made again.
+    if properties.patch_torch_functions:
+        device_type, half = casting.device_type_of(all_models), patch_torch_functions_type or torch.float16
+        _begin_casts(device_type, half, all_models, properties.loss_scale)
+    try:
+        if properties.cast_model_type:
+            casting.cast_models(all_models, all_optimizers, properties, cast_model_outputs)
+    except BaseException:
+        _end_casts()
+        raise
+    if not properties.cast_model_type and cast_model_outputs is not None:
+        casting.install_casts(all_models, None, cast_model_outputs)
+    for optimizer in all_optimizers:
+        stash.equip(optimizer, bool(properties.master_weights))
+    _amp_state.loss_scalers = scalers
+    return models if optimizers is None else (models, optimizers)
+
+
+def _print_options(title: str, properties: Properties) -> None:
+    maybe_print(title, True)
+    for name, value in properties.options.items():
+        maybe_print(f"{name:22} : {value}", True)
+
+
+def _as_list(what: str, given: Any, fits: Callable[[Any], bool]) -> list[Any]:
+    if given is None:
+        return []
+    values = [given] if fits(given) else given
+    if not isinstance(values, list) or not all(map(fits, values)):
+        raise TypeError(f"{what}s must be either a single {what} or a list of {what}s.")
+    return values
+
+
+def _end_casts() -> bool:
+    """The casts of an earlier ``initialize`` end when another one begins; Apex would stack them. Whether there were any."""
+    handle = _amp_state.handle
+    if handle is None:
+        return False
+    were_in_force: bool = handle._ambient.entered
+    handle._deactivate()
+    return were_in_force
+
+
+def _begin_casts(
+    device_type: str,
+    half: torch.dtype,
+    models: Sequence[nn.Module],
+    loss_scale: float | str,
+    enabled: bool = True,
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle:
+    if half not in FORMATS:
+        raise RuntimeError(
+            f"patch_torch_functions_type was {half}; allowed: torch.float16, torch.bfloat16. For fp32 use opt_level='O0'."
+        )
+    ambient = casts_of_o1(device_type, half, allow_banned)
+    handle = AmpHandle(
+        ambient, half, loss_scale, enabled and enable_caching, verbose or _amp_state.verbosity == 2
+    )
+    try:
+        if enabled:
+            patch_registered(handle.undo)
+            make_pickles_plain()
+            for model in models if enable_caching else ():
+                handle.undo.callback(model.register_forward_pre_hook(begin_caching).remove)
+                handle.undo.callback(model.register_forward_hook(end_caching, always_call=True).remove)
+            ambient.enter()
+            patch_torch(device_type, handle.undo)
+    except BaseException:
+        handle._deactivate()
+        raise
+    _amp_state.handle = handle
+    return handle
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> Any:
+    """Put the casts of O1 in force, as Apex's first API did; returns their handle.
+
+    It does nothing with ``enabled=False``. ``enable_caching`` and ``verbose`` are kept by it: without ``initialize`` there
+    is no model to keep copies for. With ``allow_banned``, ``binary_cross_entropy`` runs in fp32 instead of being refused.
+    """
+    _end_casts()
+    where, half = casting.device_type_of([]), torch.float16
+    return _begin_casts(where, half, [], loss_scale, enabled, enable_caching, verbose, allow_banned)
+
+
+# --- state --------------------------------------------------------------------------------------------------
+
+
+def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
+    """The loss scales, in Apex's structure: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``.
+
+    They are written to ``destination``, if given; there are none where ``amp`` is disabled.
+    """
+    destination = OrderedDict() if destination is None else destination
+    for index, scaler in enumerate(_amp_state.loss_scalers):
+        destination[f"loss_scaler{index}"] = {
+            "loss_scale": scaler.loss_scale(),
+            "unskipped": scaler._unskipped,
+        }
+    return destination
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Continue with saved loss scales, those of real Apex too; where these are more or fewer, the first ones count.
+
+    Raises:
+        RuntimeError: A key that is no loss scale's.
+    """
+    scalers = _amp_state.loss_scalers
+    if len(state_dict) != len(scalers):
+        print(
+            f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used"
+        )
+    unexpected = [key for key in state_dict if "loss_scaler" not in key]
+    saved = [value for key, value in state_dict.items() if "loss_scaler" in key]
+    if len(saved) > len(scalers):
+        print(f"Skipping loss_scaler[{len(scalers)}], since num_losses was set to {len(scalers)}")
+    for scaler, entry in zip(scalers, saved, strict=False):
+        scaler._loss_scale = float(entry["loss_scale"])
+        scaler._unskipped = int(entry["unskipped"])
+    if unexpected:
+        keys = ", ".join(f'"{key}"' for key in unexpected)
+        raise RuntimeError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys}. ")

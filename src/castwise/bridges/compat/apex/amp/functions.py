@@ -1,0 +1,162 @@
+"""Functions of the user's own: decorators, and functions of modules registered before ``initialize``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any, TypeVar
+
+import torch
+
+from castwise import fp32_function, lower_function
+from castwise.bridges.compat.apex.amp._amp_state import _amp_state
+from castwise.core.plans.rules import base_table
+
+__all__ = [
+    "float_function",
+    "half_function",
+    "patch",
+    "patch_registered",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_registered: list[tuple[Any, str, Callable[[Any], Any]]] = []
+
+
+def _floating(value: Any, device_type: str) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if (
+            value.is_floating_point()
+            and value.dtype is not torch.float64
+            and value.device.type == device_type
+        ):
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _floating(item, device_type)
+
+
+def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if any(True for _ in _floating(value, device_type)) else value
+    if isinstance(value, (list, tuple)):
+        items = [_cast(item, device_type, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+_ONE_OPERATOR = {"cross_entropy", "grid_sample", "interpolate", "softmin"}
+"""Functions of torch in Python that run one operator of the lists, under another name."""
+
+
+def _is_listed(function: Any) -> bool:
+    """Whether a function is one that Apex's lists may have, and not code that calls several of them."""
+    if isinstance(function, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)):
+        return True
+    name, home = (getattr(function, key, "") or "" for key in ("__name__", "__module__"))
+    return home.partition(".")[0] == "torch" and (name in _ONE_OPERATOR or name in base_table("apex", "cpu"))
+
+
+def _casting(
+    function: _F,
+    choose: Callable[[Any, Any], torch.dtype | None],
+    alone: Callable[[_F], _F] | None = None,
+) -> _F:
+    """Cast the arguments and run the function with the casts of O1 on inside, as Apex does.
+
+    Args:
+        function: To be decorated.
+        choose: The dtype, from the handle and the arguments; None for no cast.
+        alone: Decorates a function that the lists may have, in place of the above: what they say of it is not to be
+            done inside.
+    """
+    listed = alone(function) if alone is not None and _is_listed(function) else None
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        handle = _amp_state.handle
+        if handle is None or not handle.is_active():
+            return function(*args, **kwargs)
+        if listed is not None:
+            return listed(*args, **kwargs)
+        dtype = choose(handle, (args, tuple(kwargs.values())))
+        if dtype is None:
+            return function(*args, **kwargs)
+        device_type = handle.device_type
+        kwargs = {name: _cast(value, device_type, dtype) for name, value in kwargs.items()}
+        return function(*_cast(args, device_type, dtype), **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def half_function(fn: _F) -> _F:
+    """Cast floating arguments to half (bf16 where O1 runs in it) while the casts of O1 are in force.
+
+    A function of torch that is on Apex's lists runs in half whatever they say.
+    """
+    return _casting(fn, lambda handle, _: handle.dtype, lower_function)
+
+
+def float_function(fn: _F) -> _F:
+    """Cast floating arguments to fp32 while the casts of O1 are in force.
+
+    A function of torch that is on Apex's lists runs in fp32 whatever they say.
+    """
+    return _casting(fn, lambda _handle, _values: torch.float32, fp32_function)
+
+
+def promote_function(fn: _F) -> _F:
+    """Cast floating arguments to the widest type among them while the casts of O1 are in force; Apex's lists come first."""
+
+    def choose(handle: Any, values: Any) -> torch.dtype | None:
+        found = {tensor.dtype for tensor in _floating(values, handle.device_type)}
+        return functools.reduce(torch.promote_types, found) if len(found) > 1 else None
+
+    return _casting(fn, choose)
+
+
+def _register(module: Any, name: str, decorator: Callable[[Any], Any]) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"No function named {name} in module {module}.")
+    if (module, name, decorator) not in _registered:
+        _registered.append((module, name, decorator))
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have the next ``initialize`` with O1 put :func:`half_function` around a function of a module or a class."""
+    _register(module, name, half_function)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have the next ``initialize`` with O1 put :func:`float_function` around a function of a module or a class."""
+    _register(module, name, float_function)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have the next ``initialize`` with O1 put :func:`promote_function` around a function of a module or a class."""
+    _register(module, name, promote_function)
+
+
+def patch(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
+    """Put ``value`` in the place of an attribute of a module or a class; ``undo`` puts back what stood there."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    if own is None:
+        undo.callback(delattr, owner, name)
+    else:
+        undo.callback(setattr, owner, name, own)
+
+
+def patch_registered(undo: ExitStack) -> None:
+    """Put the registered decorators in place, until ``undo`` is closed. They stay registered for a later ``initialize``."""
+    for module, name, decorator in _registered:
+        wrapped = decorator(getattr(module, name))
+        static = isinstance(inspect.getattr_static(module, name, None), (staticmethod, classmethod))
+        patch(module, name, staticmethod(wrapped) if static else wrapped, undo)

@@ -1,0 +1,252 @@
+"""Models and optimizers under the levels that cast: O0, O2, O3."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from castwise import Amp, Plan, Region
+from castwise.bridges.compat.apex.amp._amp_state import master_params, warn_or_err
+from castwise.bridges.compat.apex.amp.ambient import FORMATS
+from castwise.core.casting import default_device_type, hook_first
+from castwise.core.masters import make_pickles_plain, master_of, model_param_of, refresh_master
+
+__all__ = [
+    "base_of",
+    "cast_models",
+    "check_models",
+    "check_optimizers",
+    "check_params_fp32",
+    "device_type_of",
+    "install_casts",
+]
+
+
+def base_of(optimizer: Any) -> Any:
+    """The torch optimizer inside LARC; any other is it itself."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def device_type_of(models: Sequence[nn.Module]) -> str:
+    """The device type that models are on; where they have no tensors, the accelerator at hand, else the CPU."""
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if torch.amp.is_autocast_available(tensor.device.type):
+                return tensor.device.type
+    return default_device_type()
+
+
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def check_models(models: Sequence[nn.Module]) -> None:
+    """Refuse models that are wrapped for data parallelism already.
+
+    Raises:
+        RuntimeError: In Apex's words.
+    """
+    from castwise.bridges.compat.apex.parallel import DistributedDataParallel
+
+    for model in models:
+        for kind, name in (
+            (DistributedDataParallel, "apex.parallel.DistributedDataParallel"),
+            (nn.parallel.DistributedDataParallel, "torch.nn.parallel.DistributedDataParallel"),
+            (nn.parallel.DataParallel, "torch.nn.parallel.DataParallel"),
+        ):
+            if isinstance(model, kind):
+                raise RuntimeError(
+                    f"Incoming model is an instance of {name}. Parallel wrappers should only be applied to the model(s) "
+                    "AFTER \nthe model(s) have been returned from amp.initialize."
+                )
+
+
+def check_params_fp32(models: Sequence[nn.Module]) -> None:
+    """Refuse models that are stored in half already.
+
+    Raises:
+        RuntimeError: In Apex's words.
+    """
+    for model in models:
+        for what, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
+            for name, tensor in tensors:
+                if tensor.dtype in FORMATS:
+                    wanted = "torch.cuda.FloatTensor" if tensor.is_cuda else "torch.FloatTensor"
+                    warn_or_err(
+                        f"Found {what} {name} with type {tensor.type()}, expected {wanted}.\n"
+                        "When using amp.initialize, you do not need to call .half() on your model\n"
+                        "before passing it, no matter what optimization level you choose."
+                    )
+
+
+def check_optimizers(optimizers: Sequence[Any], cast: Sequence[nn.Module] = ()) -> None:
+    """Refuse optimizers given twice, and parameters that are neither fp32 nor half, but for those of models to be cast.
+
+    Raises:
+        RuntimeError: An optimizer that ``initialize`` has seen.
+        TypeError: Parameters of other types.
+    """
+    seen: set[int] = set()
+    will_fit = {id(parameter) for model in cast for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if hasattr(optimizer, "_amp_stash") or id(optimizer) in seen:
+            raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+        seen.add(id(optimizer))
+        for parameter in master_params(optimizer):
+            if parameter.dtype not in (torch.float32, *FORMATS) and id(parameter) not in will_fit:
+                raise TypeError(
+                    "Optimizer's parameters must be either torch.cuda.FloatTensor or torch.cuda.HalfTensor. "
+                    f"Received {parameter.type()}"
+                )
+
+
+# --- casting ------------------------------------------------------------------------------------------------
+
+
+def _regions(model: nn.Module, keep: bool, low: str) -> tuple[Region, ...]:
+    """Parameters and buffers of all modules are stored low; of BatchNorm with weights of its own, if it is kept, in fp32: as in Apex."""
+    every = Region("**", params=low)
+    if not keep:
+        return (every,)
+    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    plain = [Region(name, params=low) for name, module in norms if name and not module.affine]
+    return (every, Region("type:_BatchNorm", params="fp32"), *plain)
+
+
+def cast_models(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    properties: Any,
+    outputs: torch.dtype | None,
+) -> None:
+    """Store models in ``properties.cast_model_type``, cast what goes in and out, and give optimizers their masters.
+
+    Models return ``outputs``, fp32 if that is None.
+
+    Raises:
+        RuntimeError: A type that models cannot be cast to.
+    """
+    dtype = properties.cast_model_type
+    if dtype is not torch.float32 and dtype not in FORMATS:
+        raise RuntimeError(
+            f"cast_model_type was {dtype}; allowed: torch.float16, torch.bfloat16, torch.float32, or False for no cast."
+        )
+    _store_in_fp32(models if dtype is torch.float32 else [*filter(_in_fp64, models)], optimizers)
+    for model in models if dtype in FORMATS else ():
+        low = FORMATS[dtype]
+        plan = Plan(
+            compute=low,
+            params="compute",
+            master="fp32" if properties.master_weights else "none",
+            rules="none",
+            regions=_regions(model, bool(properties.keep_batchnorm_fp32), low),
+            output="fp32" if outputs is None else "as_is",
+        )
+        own = {id(parameter) for parameter in model.parameters()}
+        mine = [o for o in optimizers if any(id(model_param_of(p)) in own for p in master_params(o))]
+        # Apex's own scalers decide what is skipped.
+        Amp(plan, device=device_type_of([model]), nonfinite="allow").prepare(model, *map(base_of, mine))
+    install_casts(models, dtype, torch.float32 if outputs is None else outputs)
+    for model in models:
+        for module in model.modules():
+            module.register_state_dict_post_hook(state_dict_in_fp32)
+
+
+def _in_fp64(model: nn.Module) -> bool:
+    return any(parameter.dtype is torch.float64 for parameter in model.parameters())
+
+
+def _store_in_fp32(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    """Cast models, and what optimizers keep of their parameters, which follows as in Apex: it is loaded anew."""
+    params = [parameter for model in models for parameter in model.parameters()]
+    cast = {id(parameter) for parameter in params if parameter.dtype is not torch.float32}
+    for model in models:
+        model.to(torch.float32)
+    for optimizer in map(base_of, optimizers):
+        if optimizer.state and any(id(parameter) in cast for parameter in master_params(optimizer)):
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
+def install_casts(models: Sequence[nn.Module], inputs: torch.dtype | None, outputs: torch.dtype) -> None:
+    """Cast what goes into models, unless ``inputs`` is None, and what they return."""
+    casts = Casts(inputs, outputs)
+    make_pickles_plain()
+    for model in models:
+        if inputs is not None:
+            hook_first(model, casts.enter, with_kwargs=True)
+        model.register_forward_hook(casts.leave)
+
+
+@dataclasses.dataclass(frozen=True)
+class Casts:
+    """Forward hooks that cast as Apex does: containers of any kind, and whatever has a method ``to``."""
+
+    inputs: torch.dtype | None
+    outputs: torch.dtype
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Forward pre-hook."""
+        assert self.inputs is not None
+        return apply_cast(args, self.inputs), apply_cast(kwargs, self.inputs)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook."""
+        return apply_cast(output, self.outputs)
+
+
+def apply_cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating tensors in a value: a tensor, or a container, which is rebuilt with its own type.
+
+    Named tuples, dataclasses and objects of the user's own with ``to(dtype)`` are cast too; anything else passes.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype is not dtype and value.is_floating_point() else value
+    if value is None or isinstance(value, (str, bytes, int, float, nn.Module)):
+        return value
+    if isinstance(value, Mapping):
+        changed = {key: new for key, item in value.items() if (new := apply_cast(item, dtype)) is not item}
+        if not changed:
+            return value
+        rebuilt: Any = copy.copy(value)
+        for key, item in changed.items():
+            rebuilt[key] = item
+        return rebuilt
+    if isinstance(value, (tuple, list, set, frozenset)) and not isinstance(value, PackedSequence):
+        items = [apply_cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if callable(getattr(value, "to", None)):
+        return value.to(dtype)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            f.name: apply_cast(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init
+        }
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def state_dict_in_fp32(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """Hook of a module: nothing of its own in its state dict is stored low.
+
+    Apex rounds weights to half and widens them again; here a weight comes with its master's full value, so that a
+    training that resumes from it goes on where it was. Who asks for the parameters themselves (``keep_vars``) gets them.
+    """
+    own = (
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *module.named_buffers(recurse=False),
+    )
+    for name, tensor in own:
+        held = state_dict.get(prefix + name)
+        if not isinstance(held, torch.Tensor) or held.dtype not in FORMATS or held is tensor:
+            continue
+        master = master_of(tensor)
+        if isinstance(tensor, nn.Parameter):
+            refresh_master(tensor)  # its values may have been changed by hand
+        state_dict[prefix + name] = held.float() if master is None else master.data

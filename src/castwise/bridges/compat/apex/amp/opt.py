@@ -1,0 +1,68 @@
+"""``handle.wrap_optimizer``: loss scaling as in Apex's first API."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from castwise.bridges.compat.apex.amp import stash
+from castwise.bridges.compat.apex.amp.scaler import LossScaler
+
+__all__ = ["OptimWrapper"]
+
+
+class OptimWrapper:
+    """An optimizer that scales its losses and skips steps by itself; other attributes are the optimizer's.
+
+    Each of the ``num_loss`` losses of a step has a scale of its own, by the order of the calls.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
+        if not hasattr(optimizer, "_amp_stash"):
+            stash.equip(optimizer, has_masters=False)
+        self._optimizer = optimizer
+        self._amp_handle = amp_handle
+        self._loss_idx = 0
+        self._loss_scaler = [LossScaler("dynamic") for _ in range(num_loss)]
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Scale the next loss of this step.
+
+        Raises:
+            RuntimeError: More losses than ``num_loss`` since the last step.
+        """
+        if not self._amp_handle.is_active():
+            yield loss
+            return
+        index, count = self._loss_idx, len(self._loss_scaler)
+        if index >= count:
+            raise RuntimeError(
+                f"optimizer.scale_loss: loss {index + 1} since the last step, but wrap_optimizer was given "
+                f"num_loss={count}; give it the number of losses per step"
+            )
+        with stash.Scaled(loss, [self._optimizer], self._loss_scaler[index], index) as scaled:
+            yield scaled
+        self._loss_idx += 1
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, unless a loss has overflowed since the last one.
+
+        Raises:
+            NotImplementedError: With a closure.
+        """
+        self._loss_idx = 0
+        if closure is None:
+            return self._optimizer.step()
+        if self._amp_handle.is_active():
+            raise NotImplementedError("The `closure` argument is unsupported by the amp optimizer wrapper.")
+        return self._optimizer.step(closure)
+
+    def __getattr__(self, attr: str) -> Any:
+        return getattr(self._optimizer, attr)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)

@@ -1,0 +1,192 @@
+"""What the drop-in keeps with an optimizer, and the step that may be skipped."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from castwise.bridges.compat.apex.amp._amp_state import _amp_state, master_params, maybe_print
+from castwise.bridges.compat.apex.amp.ambient import FORMATS
+from castwise.bridges.compat.apex.amp.models import base_of
+from castwise.bridges.compat.apex.amp.scaler import LossScaler
+from castwise.core.masters import copy_to_model, model_param_of
+from castwise.core.scaler import add_up, set_aside
+
+__all__ = ["Scaled", "Stash", "equip"]
+
+_NO_CLOSURES = "Currently, Amp does not support closure use with optimizers."
+
+
+class Stash:
+    """``optimizer._amp_stash``: named as in Apex, since scripts look into it.
+
+    Attributes:
+        has_masters: Whether the options ask for fp32 masters.
+        params_have_scaled_gradients: A backward pass with ``delay_unscale`` has left scaled gradients.
+        overflow: The loss, by number, and its scale for which the next step will be skipped; None if it will be made.
+        lazy_init_called: True; masters are made by ``initialize``.
+    """
+
+    lazy_init_called = True
+
+    def __init__(self, optimizer: Any, has_masters: bool) -> None:
+        self._optimizer = optimizer
+        self.has_masters = has_masters
+        self.params_have_scaled_gradients = False
+        self.overflow: tuple[int, LossScaler] | None = None
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step will be skipped."""
+        return self.overflow is not None
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
+        """The masters."""
+        return [p for p in master_params(self._optimizer) if model_param_of(p) is not p]
+
+    @property
+    def all_fp16_params(self) -> list[torch.Tensor]:
+        """The model's parameters in half: those that have masters, or those in the optimizer itself."""
+        return [p for p in map(model_param_of, master_params(self._optimizer)) if p.dtype in FORMATS]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
+        """Parameters stored in fp32."""
+        params = master_params(self._optimizer)
+        return [p for p in params if model_param_of(p) is p and p.dtype not in FORMATS]
+
+    all_fp32_params = all_fp32_from_fp32_params
+
+
+def equip(optimizer: Any, has_masters: bool) -> None:
+    """Give a torch optimizer, or LARC around one, its stash and a step that can be skipped."""
+    optimizer._amp_stash = Stash(optimizer, has_masters)
+    # A bound method with the attributes of the one it replaces: torch's schedulers look for both.
+    optimizer.step = types.MethodType(_skippable(optimizer.step), optimizer)
+    for name, method in (
+        ("_amp_lazy_init", lambda self: None),
+        ("_prepare_amp_backward", lambda self: None),
+        ("_master_params_to_model_params", lambda self: copy_to_model(base_of(self))),
+    ):
+        setattr(optimizer, name, types.MethodType(method, optimizer))
+
+
+def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
+    # step is bound already; only what it says of itself is copied.
+    @functools.wraps(getattr(step, "__func__", step))
+    def skippable_step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        stash: Stash = self._amp_stash
+        if closure is not None:
+            if stash.has_masters or stash.overflow is not None:
+                raise RuntimeError(_NO_CLOSURES)
+            args = (_checked(closure, stash), *args)
+        overflow, stash.overflow = stash.overflow, None
+        if overflow is not None:
+            loss_id, scaler = overflow
+            maybe_print(
+                f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.loss_scale()}"
+            )
+            self._opt_called = True  # or torch's schedulers would warn of a step that never came
+            return None
+        handle = _amp_state.handle
+        if handle is None:
+            return step(*args, **kwargs)
+        with handle.suspended():
+            value = step(*args, **kwargs)
+        handle._clear_cache()
+        return value
+
+    return skippable_step
+
+
+def _checked(closure: Callable[[], Any], stash: Stash) -> Callable[[], Any]:
+    """A closure that ends its step where its gradients overflow: one that has begun cannot be skipped.
+
+    Apex makes it, and so every weight NaN.
+    """
+
+    def evaluate() -> Any:
+        value = closure()
+        overflow, stash.overflow = stash.overflow, None
+        if overflow is not None:
+            raise RuntimeError(
+                f"{_NO_CLOSURES} The gradients of this one overflowed inside the step; the loss scale is "
+                f"{overflow[1].loss_scale()} now. Step again, or initialize with a fixed loss_scale."
+            )
+        return value
+
+    return evaluate
+
+
+# --- gradients ----------------------------------------------------------------------------------------------
+
+
+def _params(optimizers: Sequence[Any]) -> list[torch.Tensor]:
+    """Every parameter of some optimizers, once."""
+    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if len(optimizers) > 1:
+        params = list({id(parameter): parameter for parameter in params}.values())
+    return params
+
+
+class Scaled:
+    """The block of a backward pass of a loss, in fp32 and scaled, in which the casts of O1 rest.
+
+    Gradients that are unscaled already are kept apart meanwhile, so that the pass leaves its own alone; these are unscaled
+    then and added. Where one is not finite, each of the optimizers skips its next step. A class, as a generator takes
+    longer to enter and leave.
+
+    ``delay_unscale`` leaves gradients and scale as they are, for a later pass to complete, ``delay_overflow_check`` the
+    scale alone. Without optimizers the loss is scaled, and nothing else.
+    """
+
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        optimizers: Sequence[Any],
+        scaler: LossScaler,
+        loss_id: int = 0,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> None:
+        self._loss, self._optimizers = loss, optimizers
+        self._scaler, self._loss_id = scaler, loss_id
+        self._delay, self._unchecked = delay_unscale, delay_overflow_check
+
+    def __enter__(self) -> torch.Tensor:
+        unscaled = [o for o in self._optimizers if not o._amp_stash.params_have_scaled_gradients]
+        self._aside = set_aside(_params(unscaled)) if unscaled and not self._delay else []
+        self._handle = _amp_state.handle
+        if self._handle is not None:
+            self._rest = self._handle.suspended()
+            self._rest.__enter__()
+        return self._loss.float() * self._scaler.loss_scale()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                add_up(self._aside)
+            elif self._optimizers:
+                self._complete()
+        finally:
+            if self._handle is not None:
+                self._rest.__exit__(None, None, None)
+                self._handle._clear_cache()
+
+    def _complete(self) -> None:
+        stashes: list[Stash] = [optimizer._amp_stash for optimizer in self._optimizers]
+        for stash in stashes:
+            stash.params_have_scaled_gradients = self._delay
+        if self._delay:
+            return
+        self._scaler.clear_overflow_state()
+        self._scaler.unscale_([g for p in _params(self._optimizers) if (g := p.grad) is not None])
+        add_up(self._aside)
+        if not self._unchecked and self._scaler.update_scale():
+            for stash in stashes:  # once, whatever number of losses ask for it
+                stash.overflow = stash.overflow or (self._loss_id, self._scaler)

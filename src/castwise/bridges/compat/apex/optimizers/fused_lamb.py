@@ -1,0 +1,105 @@
+"""``apex.optimizers.FusedLAMB``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from castwise.bridges.compat.apex.optimizers.base import ClearsAsSaid, evaluate, with_gradients
+from castwise.core.masters.updates import lamb_, total_norm
+
+__all__ = ["FusedLAMB"]
+
+
+class FusedLAMB(ClearsAsSaid):
+    """LAMB, on any device; of parameters in half the arithmetic is fp32. States that Apex saved load.
+
+    Args:
+        params: Of any floating dtypes.
+        lr: Learning rate.
+        bias_correction: Divide running means by the sum of their weights.
+        betas: Of the running means of the gradient and of its square.
+        eps: Added to the root of the mean square.
+        weight_decay: Of each group.
+        amsgrad: Not supported, as in Apex.
+        adam_w_mode: Add weight decay to the direction, else to the gradient.
+        grad_averaging: Weigh a gradient by ``1 - betas[0]`` in its mean, else by 1.
+        set_grad_none: ``zero_grad`` drops gradients, else it fills with zeros.
+        max_grad_norm: All gradients together are clipped to this norm at each step; they themselves stay as they are.
+        use_nvlamb: Give directions their tensor's length in groups without weight decay, too.
+
+    Raises:
+        RuntimeError: ``amsgrad=True``.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
+    """
+
+    said = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedLAMB does not support the AMSGrad variant.")
+        self.set_grad_none, self.adam_w_mode, self.use_nvlamb = set_grad_none, adam_w_mode, use_nvlamb
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "grad_averaging": grad_averaging,
+                "max_grad_norm": max_grad_norm,
+            },
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients; returns what the closure, if any, returns."""
+        loss = evaluate(closure)
+        work = [(group, with_gradients(group["params"], "FusedLAMB")) for group in self.param_groups]
+        every = [grad for _, lists in work for _, grads in lists for grad in grads]
+        norm = total_norm(every) if every else torch.zeros((), device="cpu")
+        most = self.defaults["max_grad_norm"]  # Apex asks no group for its own
+        divisor = torch.where(norm > most, norm / most, 1.0)
+        for group, lists in work:
+            group["step"] = group.get("step", 0) + 1
+            for params, grads in lists:
+                states = [self.state[parameter] for parameter in params]
+                for parameter, state in zip(params, states, strict=True):
+                    if not state:
+                        state["exp_avg"] = torch.zeros_like(parameter)
+                        state["exp_avg_sq"] = torch.zeros_like(parameter)
+                lamb_(
+                    params,
+                    grads,
+                    [state["exp_avg"] for state in states],
+                    [state["exp_avg_sq"] for state in states],
+                    lr=group["lr"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    step=group["step"],
+                    divisor=divisor,
+                    bias_correction=group["bias_correction"],
+                    grad_averaging=group["grad_averaging"],
+                    decoupled=self.adam_w_mode,
+                    adapt_all=self.use_nvlamb,
+                )
+        return loss

@@ -1,0 +1,60 @@
+"""Colossal-AI's AMP and the frame around it, carried out by castwise.
+
+    from castwise.compat import colossalai
+
+    colossalai.launch_from_torch(config=dict(fp16=dict(mode=colossalai.amp.AMP_TYPE.TORCH), clip_grad_norm=1.0))
+    engine, train_dataloader, _, _ = colossalai.initialize(model, optimizer, criterion, train_dataloader)
+
+or, with the original import lines, after ``castwise.compat.install()``.
+
+``plans``: the modes' options as plans. ``amp``: ``convert_to_amp``. ``context``, ``core``: the configuration and the
+process groups. ``initialize``: from a configuration to an engine. ``engine``: it, its schedules and accumulation.
+``sharding``: what ``zero`` asks for. ``trainer``: the loop, with hooks. ``nn``, ``utils``, ``logging``, ``builder``, ``registry``,
+``testing``: what scripts import besides.
+"""
+
+from __future__ import annotations
+
+from castwise.bridges.compat.colossalai import (
+    amp,
+    builder,
+    context,
+    core,
+    engine,
+    logging,
+    nn,
+    registry,
+    testing,
+    trainer,
+    utils,
+)
+from castwise.bridges.compat.colossalai.initialize import (
+    get_default_parser,
+    initialize,
+    launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
+)
+from castwise.bridges.compat.coverage import missing_attribute
+
+__all__ = [
+    "amp",
+    "builder",
+    "context",
+    "core",
+    "engine",
+    "get_default_parser",
+    "initialize",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+    "logging",
+    "nn",
+    "registry",
+    "testing",
+    "trainer",
+    "utils",
+]
+__getattr__ = missing_attribute("colossalai")

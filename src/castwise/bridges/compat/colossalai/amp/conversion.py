@@ -1,0 +1,132 @@
+"""``convert_to_amp``: a model, an optimizer and a criterion made to train in one of three AMP modes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise import Amp
+from castwise.bridges.compat.apex.amp.models import state_dict_in_fp32
+from castwise.bridges.compat.colossalai.amp.amp_type import AMP_TYPE
+from castwise.bridges.compat.colossalai.amp.optimizers import (
+    AmpOptimizer,
+    ApexAMPOptimizer,
+    NaiveAMPOptimizer,
+)
+from castwise.bridges.compat.colossalai.context import ParallelMode
+from castwise.bridges.compat.colossalai.core import global_context as gpc
+from castwise.bridges.compat.colossalai.plans import Recipe, recipe_of
+
+__all__ = [
+    "AmpCriterion",
+    "convert_to_amp",
+    "convert_to_apex_amp",
+    "convert_to_naive_amp",
+    "convert_to_torch_amp",
+    "prepare",
+]
+
+
+class AmpCriterion(nn.Module):
+    """A criterion, any callable, that runs under the plan, as the torch mode and Apex's O1 have it."""
+
+    def __init__(self, loss: Any, amp: Amp) -> None:
+        super().__init__()
+        self.loss = loss
+        self.amp = amp
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss."""
+        with self.amp.autocast():
+            return self.loss(*args, **kwargs)
+
+
+def convert_to_amp(
+    model: nn.Module,
+    optimizer: Optimizer,
+    criterion: Any,
+    mode: AMP_TYPE,
+    amp_config: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, Any]:
+    """Make training components train in an AMP mode.
+
+    The model comes back as the same object, made to run by the plan. Where torch.distributed is initialised all ranks
+    make the call together. Prepare before DistributedDataParallel and ``torch.compile``.
+
+    Args:
+        model: On its device; an ``nn.ModuleList`` holds several stages of a pipeline.
+        optimizer: Of torch, updating the model.
+        criterion: Any callable that computes a loss, or None.
+        mode: TORCH, APEX or NAIVE.
+        amp_config: The mode's options, as docs/compat.md lists them.
+
+    Returns:
+        ``(model, optimizer, criterion)``; the optimizer has ``backward(loss)``, ``clip_grad_norm(model, max_norm)``,
+        ``step()`` and the session as ``amp``.
+
+    Raises:
+        PlanError: A mode or an option that is not allowed.
+        UnknownNameError: An option that the mode does not have.
+    """
+    recipe = recipe_of(mode, amp_config)
+    parameter = next(model.parameters(), None)
+    amp = Amp(recipe.plan, device=None if parameter is None else parameter.device)
+    return prepare(recipe, amp, model, optimizer, criterion)
+
+
+def convert_to_torch_amp(
+    model: nn.Module, optimizer: Optimizer, criterion: Any = None, amp_config: Any = None
+) -> tuple[Any, Any, Any]:
+    """``convert_to_amp`` in the torch mode."""
+    return convert_to_amp(model, optimizer, criterion, AMP_TYPE.TORCH, amp_config)
+
+
+def convert_to_apex_amp(model: nn.Module, optimizer: Optimizer, amp_config: Any = None) -> tuple[Any, Any]:
+    """``convert_to_amp`` in the Apex mode; returns the model and the optimizer."""
+    return convert_to_amp(model, optimizer, None, AMP_TYPE.APEX, amp_config)[:2]
+
+
+def convert_to_naive_amp(model: nn.Module, optimizer: Optimizer, amp_config: Any = None) -> tuple[Any, Any]:
+    """``convert_to_amp`` in the naive mode; returns the model and the optimizer."""
+    return convert_to_amp(model, optimizer, None, AMP_TYPE.NAIVE, amp_config)[:2]
+
+
+def prepare(
+    recipe: Recipe,
+    amp: Amp,
+    model: nn.Module,
+    optimizer: Optimizer,
+    criterion: Any,
+    clip_grad_norm: float = 0.0,
+) -> tuple[nn.Module, AmpOptimizer, Any]:
+    """Prepare by a session that exists; ``initialize`` makes it earlier, to shard by it."""
+    part = gpc.pipeline_parallel_size > 1
+    for module in model if isinstance(model, nn.ModuleList) and part else [model]:
+        amp.prepare(module, optimizer, part=part)
+    _declare_cut(amp, model)
+    if recipe.mode == "apex":
+        for module in model.modules():
+            module.register_state_dict_post_hook(state_dict_in_fp32)
+    # in a pipeline its schedule runs the backward passes, and ranks do not reach them together
+    kinds: dict[str, type[AmpOptimizer]] = {
+        "naive": NaiveAMPOptimizer,
+        "apex": AmpOptimizer if part else ApexAMPOptimizer,
+    }
+    kind = kinds.get(recipe.mode, AmpOptimizer)
+    if recipe.covers_loss and criterion is not None:
+        criterion = AmpCriterion(criterion, amp)
+    return model, kind(optimizer, amp, recipe, clip_grad_norm), criterion
+
+
+def _declare_cut(amp: Amp, model: nn.Module) -> None:
+    """Colossal-AI's tensor parallel layers mark each parameter that they cut by ``is_tensor_parallel``."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    group = gpc.get_group(ParallelMode.TENSOR) if gpc.is_initialized(ParallelMode.TENSOR) else None
+    for parameter in model.parameters():
+        if getattr(parameter, "is_tensor_parallel", False) and not hasattr(parameter, "device_mesh"):
+            amp.mark_sharded(parameter, group)

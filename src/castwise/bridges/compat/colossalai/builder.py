@@ -1,0 +1,47 @@
+"""``colossalai.builder``: this rank's part of a model that is a sequence of layers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from castwise.bridges.compat.colossalai.context import ParallelMode
+from castwise.bridges.compat.colossalai.core import global_context as gpc
+from castwise.bridges.compat.coverage import missing_attribute
+from castwise.errors import PlanError
+
+__all__ = ["build_pipeline_model"]
+__getattr__ = missing_attribute("colossalai.builder")
+
+
+def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bool = False) -> nn.Module:
+    """Take this rank's share of a sequence of layers; shares differ by one layer at most.
+
+    Args:
+        layers: The whole model, the same on every rank.
+        num_chunks: Shares per rank, for an interleaved pipeline.
+        verbose: Taken for the original's sake.
+
+    Returns:
+        ``nn.Sequential`` with the layers under their old names; an ``nn.ModuleList`` of several where ``num_chunks`` is
+        above 1.
+
+    Raises:
+        PlanError: Not a sequence, or fewer layers than shares.
+    """
+    ranks, rank = gpc.pipeline_parallel_size, gpc.get_local_rank(ParallelMode.PIPELINE)
+    shares = ranks * num_chunks
+    if not isinstance(layers, nn.Sequential) or len(layers) < shares:
+        raise PlanError(
+            f"build_pipeline_model({type(layers).__name__}, num_chunks={num_chunks}): needs an nn.Sequential of at least "
+            f"{shares} layers, one for each of {ranks} ranks times {num_chunks}"
+        )
+    named = list(layers.named_children())
+    bounds = [len(named) * index // shares for index in range(shares + 1)]
+    parts = []
+    for index in range(rank, shares, ranks):
+        part = nn.Sequential()
+        for name, layer in named[bounds[index] : bounds[index + 1]]:
+            # under its own name, so that a checkpoint of all stages is one of the whole
+            part.add_module(name, layer)
+        parts.append(part)
+    return parts[0] if num_chunks == 1 else nn.ModuleList(parts)

@@ -1,0 +1,186 @@
+"""``colossalai.context.parallel_context``: the process's place among the others, and its configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from castwise.bridges.compat.colossalai.context.config import Config, ConfigException
+from castwise.bridges.compat.colossalai.context.parallel_mode import ParallelMode
+from castwise.core.casting import default_device_type
+from castwise.errors import StateError
+
+__all__ = ["ParallelContext"]
+
+
+class ParallelContext:
+    """This process's place among the others, and the configuration: ``colossalai.core.global_context``.
+
+    Ranks lie as Colossal-AI lays them: tensor parallel ranks next to one another, then data, then pipeline.
+
+    Attributes:
+        config: The configuration; empty before ``launch``.
+        verbose: Whether ``initialize`` was asked to say much.
+        device_mesh: ``DeviceMesh`` with the dimensions ``pipeline``, ``data`` and ``tensor``, for
+            ``parallelize_module`` and the like; None before ``launch``. castwise's own.
+    """
+
+    def __init__(self) -> None:
+        self.destroy()
+
+    def destroy(self) -> None:
+        """Forget everything; process groups of torch.distributed stay as they are."""
+        self.config = Config()
+        self.verbose = False
+        self.device_mesh: Any = None
+        self.data_parallel_size = 1
+        self.pipeline_parallel_size = 1
+        self.tensor_parallel_size = 1
+        self._groups: dict[ParallelMode, Any] = {}
+
+    def load_config(self, config: Mapping[str, Any] | str | os.PathLike[str]) -> None:
+        """Take a configuration from a mapping or a Python file."""
+        if isinstance(config, Mapping):
+            self.config = Config(config)
+        elif isinstance(config, (str, os.PathLike)):
+            self.config = Config.from_file(config)
+        else:
+            raise ConfigException(
+                f"launch(config={config!r}): a dict or the path of a Python file is needed; with torchrun, pass "
+                "--config PATH to the script."
+            )
+
+    # --- groups ---------------------------------------------------------------------------------------------
+
+    def init_parallel_groups(self) -> None:
+        """Make the process groups that ``config.parallel`` asks for.
+
+        Raises:
+            ConfigException: Sizes that do not divide the number of processes, or a tensor parallel mode other than 1d.
+        """
+        parallel = self.config.get("parallel") or {}
+        pipeline, _ = _size_of(parallel, "pipeline")
+        tensor, mode = _size_of(parallel, "tensor")
+        world = dist.get_world_size()
+        if tensor > 1 and mode not in (None, "1d"):
+            raise ConfigException(
+                f"parallel = dict(tensor=dict(size={tensor}, mode={mode!r})): allowed modes: '1d'. Cut other layouts with "
+                "torch's parallelize_module on a mesh of your own."
+            )
+        data, rest = divmod(world, pipeline * tensor)
+        if rest or not data:
+            raise ConfigException(
+                f"parallel: pipeline={pipeline} times tensor={tensor} does not divide the {world} processes; start a "
+                f"multiple of {pipeline * tensor}, or change the sizes."
+            )
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.pipeline_parallel_size, self.data_parallel_size = pipeline, data
+        self.tensor_parallel_size = tensor
+        names = ("pipeline", "data", "tensor")
+        mesh = init_device_mesh(default_device_type(), (pipeline, data, tensor), mesh_dim_names=names)
+        self.device_mesh = mesh
+        groups: dict[ParallelMode, Any] = {ParallelMode.GLOBAL: dist.group.WORLD}
+        groups[ParallelMode.DATA] = mesh.get_group("data")
+        if pipeline > 1:
+            groups[ParallelMode.PIPELINE] = groups[ParallelMode.MODEL] = mesh.get_group("pipeline")
+        if tensor > 1:
+            groups[ParallelMode.TENSOR] = groups[ParallelMode.PARALLEL_1D] = mesh.get_group("tensor")
+            groups[ParallelMode.MODEL] = groups[ParallelMode.TENSOR]
+        if pipeline > 1 and tensor > 1:
+            layout = torch.arange(world, device="cpu").view(pipeline, data, tensor)
+            for index in range(data):
+                ranks = layout[:, index].flatten().tolist()
+                group = dist.new_group(ranks)
+                if dist.get_rank() in ranks:
+                    groups[ParallelMode.MODEL] = group
+        self._groups = groups
+
+    def is_initialized(self, mode: ParallelMode) -> bool:
+        """Whether there is a group for a kind of parallelism."""
+        return mode in self._groups
+
+    def get_group(self, mode: ParallelMode) -> Any:
+        """The process group of a kind of parallelism.
+
+        Raises:
+            StateError: There is none.
+        """
+        if mode not in self._groups:
+            raise StateError(
+                f"gpc.get_group({mode}): there is no such group; call colossalai.launch first, with a configuration whose "
+                "parallel asks for it"
+            )
+        return self._groups[mode]
+
+    def get_global_rank(self) -> int:
+        """The rank among all processes."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def get_local_rank(self, mode: ParallelMode) -> int:
+        """The rank within the group of a kind of parallelism; 0 where there is none."""
+        return dist.get_rank(self._groups[mode]) if mode in self._groups else 0
+
+    def get_world_size(self, mode: ParallelMode) -> int:
+        """The size of the group of a kind of parallelism; 1 where there is none."""
+        return dist.get_world_size(self._groups[mode]) if mode in self._groups else 1
+
+    def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:
+        """The global ranks of a group, in order."""
+        return list(dist.get_process_group_ranks(self.get_group(mode)))
+
+    def get_next_global_rank(self, mode: ParallelMode) -> int:
+        """The global rank of the next in a group, after the last the first."""
+        return self._neighbour(mode, 1)
+
+    def get_prev_global_rank(self, mode: ParallelMode) -> int:
+        """The global rank of the one before in a group, before the first the last."""
+        return self._neighbour(mode, -1)
+
+    def _neighbour(self, mode: ParallelMode, step: int) -> int:
+        ranks = self.get_ranks_in_group(mode)
+        return ranks[(self.get_local_rank(mode) + step) % len(ranks)]
+
+    def is_first_rank(self, mode: ParallelMode) -> bool:
+        """Whether this process is the first of its group."""
+        return self.get_local_rank(mode) == 0
+
+    def is_last_rank(self, mode: ParallelMode) -> bool:
+        """Whether this process is the last of its group."""
+        return self.get_local_rank(mode) == self.get_world_size(mode) - 1
+
+    def is_pipeline_first_stage(self, ignore_virtual: bool = False) -> bool:
+        """Whether this process holds the pipeline's first stage."""
+        return self.is_first_rank(ParallelMode.PIPELINE)
+
+    def is_pipeline_last_stage(self, ignore_virtual: bool = False) -> bool:
+        """Whether this process holds the pipeline's last stage."""
+        return self.is_last_rank(ParallelMode.PIPELINE)
+
+    def set_seed(self, seed: int) -> None:
+        """Seed Python, NumPy and torch, on all ranks alike."""
+        random.seed(seed)
+        with contextlib.suppress(ImportError):
+            import numpy as np
+
+            np.random.seed(seed)
+        torch.manual_seed(seed)
+
+    def __iter__(self) -> Iterator[ParallelMode]:
+        return iter(self._groups)
+
+
+def _size_of(parallel: Mapping[str, Any], name: str) -> tuple[int, str | None]:
+    value = parallel.get(name, 1)
+    size, mode = (value.get("size", 1), value.get("mode")) if isinstance(value, Mapping) else (value, None)
+    if value is None or isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigException(
+            f"parallel = dict({name}={value!r}) is not allowed. Allowed: a whole number >= 1, or dict(size=...)."
+        )
+    return size, mode

@@ -1,0 +1,9 @@
+"""``colossalai.core``: the one context of this process, under its usual name ``global_context as gpc``."""
+
+from __future__ import annotations
+
+from castwise.bridges.compat.colossalai.context import ParallelContext
+
+__all__ = ["global_context"]
+
+global_context = ParallelContext()

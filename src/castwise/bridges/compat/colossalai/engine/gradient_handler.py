@@ -1,0 +1,90 @@
+"""Gradients averaged over data parallel ranks, where DistributedDataParallel does not do it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from castwise.bridges.compat.colossalai.context import ParallelMode
+from castwise.bridges.compat.colossalai.core import global_context as gpc
+from castwise.core.masters import model_param_of
+
+__all__ = ["DataParallelGradientHandler", "local_grad"]
+
+_BUCKET = 2**24
+"""Elements sent at once: 64 MiB of fp32, beside the gradients themselves."""
+
+
+def local_grad(parameter: Tensor) -> Tensor | None:
+    """What this rank holds of a parameter's gradient, in the same memory; values of a sparse one.
+
+    A DTensor that is a partial sum, as tensor parallelism leaves for what every rank holds, is summed first, in its place.
+    """
+    grad: Any = parameter.grad
+    if hasattr(grad, "to_local"):
+        if any(placement.is_partial() for placement in grad.placements):
+            owner: Any = model_param_of(parameter)
+            grad = parameter.grad = grad.redistribute(grad.device_mesh, owner.placements)
+        with torch.no_grad():
+            grad = grad.to_local()
+    elif grad is not None and grad.is_sparse:
+        parameter.grad = grad.coalesce()
+        grad = parameter.grad.values()
+    local: Tensor | None = grad
+    return local
+
+
+class DataParallelGradientHandler:
+    """Averages the gradients of an optimizer over the data parallel ranks, once per step.
+
+    For stages of a pipeline and for tensor parallel weights. Gradients may still be scaled then; those of masters are
+    sent in fp32, and what is not finite on one rank is so on all after it.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: Any = None) -> None:
+        self._optimizer = optimizer
+        self._group = group
+
+    def handle_gradient(self) -> None:
+        """Average, in place. A parameter that has no gradient on a rank counts as zero there."""
+        group = self._group if self._group is not None else gpc.get_group(ParallelMode.DATA)
+        params = [p for each in self._optimizer.param_groups for p in each["params"] if p.requires_grad]
+        if not params or dist.get_world_size(group) == 1:
+            return
+        have = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
+        dist.all_reduce(have, group=group)
+        grads: dict[torch.dtype, list[Tensor]] = {}
+        for parameter, count in zip(params, have.tolist(), strict=True):
+            if count and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if count:
+                grad = local_grad(parameter)
+                assert grad is not None
+                grads.setdefault(grad.dtype, []).append(grad)
+        for some in grads.values():
+            for bucket in _buckets(some):
+                _average(bucket, group)
+
+
+def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = [[]]
+    size = 0
+    for grad in grads:
+        if size and size + grad.numel() > _BUCKET:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(grad)
+        size += grad.numel()
+    return buckets
+
+
+def _average(grads: list[Tensor], group: Any) -> None:
+    # divided first: a sum of scaled fp16 gradients overflows where their mean does not
+    flat = torch.cat([grad.reshape(-1) for grad in grads]) / dist.get_world_size(group)
+    dist.all_reduce(flat, group=group)
+    for grad, values in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(values.view_as(grad))

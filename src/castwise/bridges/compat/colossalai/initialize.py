@@ -1,0 +1,258 @@
+"""``colossalai.initialize`` and ``launch``: from a configuration to an engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pprint
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from castwise import Amp
+from castwise.bridges.compat.colossalai.amp import prepare
+from castwise.bridges.compat.colossalai.context import ConfigException, ParallelMode
+from castwise.bridges.compat.colossalai.core import global_context as gpc
+from castwise.bridges.compat.colossalai.engine import DataParallelGradientHandler, Engine
+from castwise.bridges.compat.colossalai.engine.gradient_accumulation import accumulate_gradient
+from castwise.bridges.compat.colossalai.engine.schedule import (
+    InterleavedPipelineSchedule,
+    NonPipelineSchedule,
+    PipelineSchedule,
+)
+from castwise.bridges.compat.colossalai.logging import get_dist_logger
+from castwise.bridges.compat.colossalai.plans import Recipe, fp32_recipe, recipe_of
+from castwise.bridges.compat.colossalai.sharding import shard, zero_recipe
+from castwise.bridges.compat.colossalai.utils import get_current_device, is_using_ddp
+from castwise.bridges.compat.colossalai.utils.common import broadcast_from_first
+from castwise.core.casting import default_device_type
+from castwise.errors import StateError
+
+__all__ = [
+    "get_default_parser",
+    "initialize",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+]
+
+_Configuration = Mapping[str, Any] | str | os.PathLike[str]
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """A parser with ``--config``, ``--host``, ``--port``, ``--world_size``, ``--rank``, ``--local_rank``, ``--backend``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=str, help="path of the configuration, a Python file")
+    parser.add_argument("--host", type=str, help="address of the first process")
+    parser.add_argument("--port", type=int, help="port of the first process")
+    parser.add_argument("--world_size", type=int, help="number of processes")
+    parser.add_argument("--rank", type=int, help="rank of this process")
+    parser.add_argument("--local_rank", type=int, help="rank of this process on its machine")
+    parser.add_argument("--backend", type=str, default="nccl", help="backend of torch.distributed")
+    return parser
+
+
+def launch(
+    config: _Configuration,
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str = "nccl",
+    local_rank: int | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+) -> None:
+    """Start torch.distributed, read the configuration, make its process groups and seed.
+
+    Args:
+        config: A dict, or the path of a Python file.
+        rank: Of this process.
+        world_size: How many there are.
+        host: Address of the first.
+        port: Its port.
+        backend: For torch.distributed; ``nccl`` becomes ``gloo`` where there is no CUDA device.
+        local_rank: Of this process on its machine: the accelerator that it takes; by default the rank modulo their
+            number.
+        seed: For Python, NumPy and torch, on all ranks alike.
+        verbose: Log that it is done.
+
+    Where torch.distributed is initialised already, that is used as it is.
+    """
+    kind = default_device_type()
+    if kind != "cpu":
+        count = torch.accelerator.device_count()
+        torch.accelerator.set_device_index(rank % count if local_rank is None else local_rank)
+    said = ""
+    if not dist.is_initialized():
+        if backend == "nccl" and kind != "cuda":
+            backend, said = "gloo", f", backend gloo since there is no CUDA device (this one is {kind})"
+        address = f"[{host}]" if ":" in host else host
+        dist.init_process_group(
+            backend, rank=rank, world_size=world_size, init_method=f"tcp://{address}:{port}"
+        )
+    gpc.destroy()
+    gpc.load_config(config)
+    gpc.init_parallel_groups()
+    gpc.set_seed(seed)
+    if verbose:
+        get_dist_logger().info(
+            f"launched: {dist.get_world_size()} processes, data parallel {gpc.data_parallel_size}, pipeline "
+            f"{gpc.pipeline_parallel_size}, tensor {gpc.tensor_parallel_size}{said}",
+            ranks=[0],
+        )
+
+
+def _launch_by(
+    call: str, starter: str, config: _Configuration, names: Mapping[str, str], **given: Any
+) -> None:
+    """``launch`` with further arguments from the environment: a host, and whole numbers."""
+    try:
+        for key, name in names.items():
+            given[key] = os.environ[name] if key == "host" else int(os.environ[name])
+    except KeyError as error:
+        raise StateError(
+            f"launch_from_{call}: the environment has no {error.args[0]}; start the script with {starter}"
+        ) from None
+    launch(config, **given)
+
+
+def launch_from_torch(
+    config: _Configuration, backend: str = "nccl", seed: int = 1024, verbose: bool = True
+) -> None:
+    """``launch`` by what torchrun says: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+    names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
+    names |= {"host": "MASTER_ADDR", "port": "MASTER_PORT"}
+    starter = "torchrun --nproc-per-node N script.py"
+    _launch_by("torch", starter, config, names, backend=backend, seed=seed, verbose=verbose)
+
+
+def launch_from_slurm(
+    config: _Configuration,
+    host: str,
+    port: int,
+    backend: str = "nccl",
+    seed: int = 1024,
+    verbose: bool = True,
+) -> None:
+    """``launch`` by what SLURM says: SLURM_PROCID and SLURM_NPROCS."""
+    names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NPROCS"}
+    given = {"host": host, "port": port, "backend": backend, "seed": seed, "verbose": verbose}
+    _launch_by("slurm", "srun", config, names, **given)
+
+
+def launch_from_openmpi(
+    config: _Configuration,
+    host: str,
+    port: int,
+    backend: str = "nccl",
+    seed: int = 1024,
+    verbose: bool = True,
+) -> None:
+    """``launch`` by what Open MPI says."""
+    names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "SIZE"}
+    names = {key: f"OMPI_COMM_WORLD_{name}" for key, name in names.items()}
+    given = {"host": host, "port": port, "backend": backend, "seed": seed, "verbose": verbose}
+    _launch_by("openmpi", "mpirun", config, names, **given)
+
+
+def initialize(
+    model: Any,
+    optimizer: Any,
+    criterion: Any = None,
+    train_dataloader: Any = None,
+    test_dataloader: Any = None,
+    lr_scheduler: Any = None,
+    ophooks: Any = None,
+    verbose: bool = True,
+) -> tuple[Engine, Any, Any, Any]:
+    """Make an engine of training components, by ``gpc.config``.
+
+    Of the configuration it reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``zero``, ``parallel``,
+    ``NUM_MICRO_BATCHES``, ``torch_ddp``, ``cudnn_benchmark`` and ``cudnn_deterministic``.
+
+    Args:
+        model: On any device, or a function that makes it. In a pipeline this rank's stage, see
+            :func:`castwise.compat.colossalai.builder.build_pipeline_model`.
+        optimizer: Of torch, or a function from parameters to one.
+        criterion: From outputs and targets to the loss.
+        train_dataloader: Yields ``(inputs, targets)``.
+        test_dataloader: The same.
+        lr_scheduler: Of torch or of here, around the optimizer.
+        ophooks: Not taken.
+        verbose: Log the configuration.
+
+    Returns:
+        ``(engine, train_dataloader, test_dataloader, lr_scheduler)``.
+
+    Raises:
+        StateError: Before ``launch``, or with ``ophooks``.
+        PlanError: A configuration that cannot be.
+    """
+    if ophooks:
+        raise StateError("initialize(ophooks=...): not taken; use torch's module hooks on the model instead")
+    if gpc.device_mesh is None:
+        raise StateError("initialize: call colossalai.launch or launch_from_torch first")
+    config, log = gpc.config, get_dist_logger()
+    gpc.verbose = verbose
+    if verbose:
+        log.info(f"configuration:\n{pprint.pformat(dict(config))}", ranks=[0])
+    torch.backends.cudnn.benchmark = bool(config.get("cudnn_benchmark", False))
+    torch.backends.cudnn.deterministic = bool(config.get("cudnn_deterministic", False))
+    if not isinstance(model, nn.Module):
+        model = model()
+    model.to(get_current_device())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model.parameters())
+
+    zero, recipe = config.get("zero"), _recipe(config)
+    clip = float(config.get("clip_grad_norm") or 0.0)
+    amp = Amp(recipe.plan, device=get_current_device())
+    if is_using_ddp():
+        broadcast_from_first(model, gpc.get_group(ParallelMode.DATA))
+    if zero is not None:
+        shard(amp, model, optimizer, dict(zero))
+    model, wrapped, criterion = prepare(recipe, amp, model, optimizer, criterion, clip)
+    if verbose:
+        log.info(f"plan: {amp.plan.summary()}", ranks=[0])
+
+    handlers: list[Any] = []
+    if is_using_ddp() and zero is None:
+        if gpc.pipeline_parallel_size > 1 or any(hasattr(p, "device_mesh") for p in model.parameters()):
+            handlers = [DataParallelGradientHandler(wrapped)]
+        else:
+            model = nn.parallel.DistributedDataParallel(
+                model, process_group=gpc.get_group(ParallelMode.DATA), **config.get("torch_ddp", {})
+            )
+    size = config.get("gradient_accumulation", 1)
+    outer: Any = wrapped
+    if size != 1:
+        outer, train_dataloader, handlers, lr_scheduler = accumulate_gradient(
+            model, wrapped, train_dataloader, size, handlers, lr_scheduler
+        )
+    engine = Engine(model, outer, criterion, handlers, clip, verbose, _schedule(model, criterion, amp, size))
+    return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _recipe(config: Mapping[str, Any]) -> Recipe:
+    fp16, zero = config.get("fp16"), config.get("zero")
+    if fp16 is not None and not isinstance(fp16, Mapping):
+        raise ConfigException(f"fp16={fp16!r} is not allowed. Allowed: dict(mode=AMP_TYPE.TORCH, ...).")
+    if fp16 is None or fp16.get("mode") is None:
+        return fp32_recipe() if zero is None else zero_recipe(zero)
+    return recipe_of(fp16["mode"], {key: value for key, value in fp16.items() if key != "mode"})
+
+
+def _schedule(
+    model: nn.Module, criterion: Any, amp: Amp, divide_by: int
+) -> NonPipelineSchedule | PipelineSchedule:
+    if gpc.pipeline_parallel_size == 1:
+        return NonPipelineSchedule()
+    kind = InterleavedPipelineSchedule if isinstance(model, nn.ModuleList) else PipelineSchedule
+    schedule = kind(gpc.config.get("NUM_MICRO_BATCHES", gpc.pipeline_parallel_size))
+    schedule.attach(model, criterion, amp, divide_by)
+    return schedule

@@ -1,0 +1,89 @@
+"""``colossalai.logging``: a logger that knows ranks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from castwise.bridges.compat.colossalai.context import ParallelMode
+from castwise.bridges.compat.colossalai.core import global_context as gpc
+from castwise.bridges.compat.coverage import missing_attribute
+
+__all__ = ["DistributedLogger", "disable_existing_loggers", "get_dist_logger"]
+__getattr__ = missing_attribute("colossalai.logging")
+
+_loggers: dict[str, DistributedLogger] = {}
+
+
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to what ``sys.stderr`` is at the time, so that redirection is respected."""
+
+    stream = property(lambda self: sys.stderr, lambda self, value: None)
+
+
+class DistributedLogger:
+    """Logs on all ranks, or on those named, by the logger of a name in :mod:`logging`."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+        self._format = logging.Formatter("%(name)s - %(asctime)s %(levelname)s: %(message)s")
+        if not self._logger.handlers:
+            handler = _Stderr()
+            handler.setFormatter(self._format)
+            self._logger.addHandler(handler)
+            self._logger.setLevel(logging.INFO)
+            self._logger.propagate = False
+
+    @staticmethod
+    def get_instance(name: str) -> DistributedLogger:
+        """The logger of a name, made when it is first asked for."""
+        return get_dist_logger(name)
+
+    def set_level(self, level: str) -> None:
+        """Set the level by name: DEBUG, INFO, WARNING, ERROR."""
+        self._logger.setLevel(level)
+
+    def log_to_file(self, path: str, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
+        """Write to ``path/rank_<n>[_suffix].log`` as well; the folder is made where it is missing."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"rank_{gpc.get_global_rank()}" + (f"_{suffix}" if suffix else "")
+        handler = logging.FileHandler(folder / f"{name}.log", mode)
+        handler.setLevel(level)
+        handler.setFormatter(self._format)
+        self._logger.addHandler(handler)
+
+    def _log(
+        self,
+        level: int,
+        message: str,
+        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
+        """Log on the ranks of a group, by default on all ranks."""
+        is_global = parallel_mode is ParallelMode.GLOBAL
+        rank = gpc.get_global_rank() if is_global else gpc.get_local_rank(parallel_mode)
+        if ranks is None or rank in ranks:
+            self._logger.log(level, message)
+
+    debug = functools.partialmethod(_log, logging.DEBUG)
+    info = functools.partialmethod(_log, logging.INFO)
+    warning = functools.partialmethod(_log, logging.WARNING)
+    error = functools.partialmethod(_log, logging.ERROR)
+
+
+def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
+    """The logger of a name; the same each time."""
+    return _loggers.setdefault(name, DistributedLogger(name))
+
+
+def disable_existing_loggers(include: list[str] | None = None, exclude: list[str] | None = None) -> None:
+    """Raise the level of loggers to WARNING: all there are or those of ``include``, but ``exclude`` (``colossalai``)."""
+    kept = ["colossalai"] if exclude is None else exclude
+    for name in include if include is not None else list(logging.root.manager.loggerDict):
+        if name not in kept:
+            logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,170 @@
+"""``colossalai.nn.optimizer``: the wrapper that the engine works with, and fused optimizers of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise.bridges.compat.coverage import missing_attribute
+from castwise.errors import PlanError
+
+__all__ = ["ColossalaiOptimizer", "FusedAdam", "FusedSGD", "HybridAdam"]
+__getattr__ = missing_attribute("colossalai.nn.optimizer")
+
+
+class ColossalaiOptimizer(Optimizer):
+    """An optimizer around another one; whatever it does not say itself is the other's."""
+
+    def __init__(self, optim: Optimizer) -> None:
+        # torch's own constructor would make groups and state of its own, where there must be one of each
+        self.optim = optim
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The innermost optimizer, torch's own."""
+        inner = self.optim
+        return inner.optimizer if isinstance(inner, ColossalaiOptimizer) else inner
+
+    # the innermost optimizer's
+    param_groups = property(attrgetter("optim.param_groups"))
+    state = property(attrgetter("optim.state"))
+    defaults = property(attrgetter("optim.defaults"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.optim.step() if closure is None else self.optim.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients of a loss."""
+        loss.backward()
+
+    def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
+        """Compute gradients of an output whose own is known, as a pipeline written by hand does."""
+        torch.autograd.backward(tensor, grad)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> None:
+        """Clip the gradients of a model to a global norm; 0 leaves them alone."""
+        if max_norm > 0:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+class HybridAdam(torch.optim.Adam):
+    """torch's fused Adam, on every device that has it: that of ``AdamW``, or of ``Adam`` with ``adamw_mode=False``.
+
+    ``simd_log`` is taken for the original's sake.
+
+    Raises:
+        PlanError: ``bias_correction=False``, or a share of the state on NVMe.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        simd_log: bool = False,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | None = None,
+    ) -> None:
+        if nvme_offload_fraction:
+            raise PlanError(
+                f"HybridAdam(nvme_offload_fraction={nvme_offload_fraction!r}): allowed: 0.0. The state stays on its "
+                "device; shard it with zero = dict(level=3) in the configuration"
+            )
+        _check_correction("HybridAdam", bias_correction)
+        super().__init__(
+            model_params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=adamw_mode
+        )
+
+
+class FusedAdam(torch.optim.Adam):
+    """torch's fused Adam, as :class:`HybridAdam`, under the arguments of ``FusedAdam``.
+
+    ``set_grad_none`` is taken and ignored, as in the original: it is ``zero_grad`` that is told.
+
+    Raises:
+        PlanError: ``bias_correction=False``, or ``amsgrad=True`` (as in Colossal-AI).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adamw_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise PlanError("FusedAdam(amsgrad=True): allowed: False. Use torch.optim.AdamW(amsgrad=True)")
+        _check_correction("FusedAdam", bias_correction)
+        super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=adamw_mode)
+
+
+class FusedSGD(torch.optim.SGD):
+    """``torch.optim.SGD``.
+
+    Raises:
+        PlanError: ``wd_after_momentum=True``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+    ) -> None:
+        if wd_after_momentum:
+            raise PlanError(
+                "FusedSGD(wd_after_momentum=True): allowed: False. Leave it out, or decay the weights by hand"
+            )
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+
+
+def _check_correction(name: str, bias_correction: bool) -> None:
+    if not bias_correction:
+        raise PlanError(
+            f"{name}(bias_correction=False): allowed: True. Leave it out, and warm the rate up, as "
+            "colossalai.nn.lr_scheduler.LinearWarmupLR does"
+        )

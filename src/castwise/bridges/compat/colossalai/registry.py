@@ -1,0 +1,61 @@
+"""``colossalai.registry``: classes by name, as scripts register their losses and hooks."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from castwise.bridges.compat.coverage import missing_attribute
+from castwise.errors import UnknownNameError
+
+__all__ = [
+    "DATASETS",
+    "HOOKS",
+    "LAYERS",
+    "LOSSES",
+    "LR_SCHEDULERS",
+    "MODELS",
+    "OPTIMIZERS",
+    "Registry",
+]
+__getattr__ = missing_attribute("colossalai.registry")
+
+_Registered = TypeVar("_Registered")
+
+
+class Registry:
+    """Classes and functions under the names that they were defined by."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._held: dict[str, Any] = {}
+
+    def register_module(self, module: _Registered) -> _Registered:
+        """Enter a class or a function, in place of another one of its name; a decorator."""
+        self._held[module.__name__] = module  # type: ignore[attr-defined]
+        return module
+
+    def has(self, module_name: str) -> bool:
+        """Whether something is entered under a name."""
+        return module_name in self._held
+
+    def get_module(self, module_name: str) -> Any:
+        """What is entered under a name.
+
+        Raises:
+            UnknownNameError: Nothing is. What Colossal-AI itself registers, such as layers, is not here.
+        """
+        if module_name not in self._held:
+            raise UnknownNameError(
+                f"colossalai.registry: {self.name} has no {module_name!r}; it has {', '.join(self._held) or 'nothing'}. "
+                "Register it with register_module, or hand the object itself over instead of its name."
+            )
+        return self._held[module_name]
+
+
+DATASETS = Registry("DATASETS")
+HOOKS = Registry("HOOKS")
+LAYERS = Registry("LAYERS")
+LOSSES = Registry("LOSSES")
+LR_SCHEDULERS = Registry("LR_SCHEDULERS")
+MODELS = Registry("MODELS")
+OPTIMIZERS = Registry("OPTIMIZERS")

@@ -1,0 +1,42 @@
+"""``colossalai.utils.cuda``: the device of this process, whatever its kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise.bridges.compat.coverage import missing_attribute
+from castwise.core.casting import default_device_type
+
+__all__ = ["empty_cache", "get_current_device", "set_to_cuda", "synchronize"]
+__getattr__ = missing_attribute("colossalai.utils")
+
+
+def get_current_device() -> torch.device:
+    """The accelerator of this process, or the CPU where there is none."""
+    kind = default_device_type()
+    return (
+        torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    )
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if get_current_device().type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def empty_cache() -> None:
+    """Give back memory of the device that nothing uses."""
+    if get_current_device().type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def set_to_cuda(models: nn.Module | list[nn.Module]) -> Any:
+    """Move a model, or each of a list, to the device of this process; a list of one comes back as that model."""
+    if not isinstance(models, list):
+        return models.to(get_current_device())
+    moved = [model.to(get_current_device()) for model in models]
+    return moved if len(moved) > 1 else moved[0]

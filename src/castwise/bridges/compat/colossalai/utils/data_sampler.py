@@ -1,0 +1,71 @@
+"""``colossalai.utils.data_sampler``: loaders that give each data parallel rank its part."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from castwise.bridges.compat.colossalai.context import ParallelMode
+from castwise.bridges.compat.colossalai.core import global_context as gpc
+from castwise.bridges.compat.colossalai.utils.cuda import get_current_device
+
+__all__ = ["DataParallelSampler", "get_dataloader"]
+
+
+class DataParallelSampler(DistributedSampler[Any]):
+    """torch's for the data parallel ranks; with ``shuffle`` in a new order each time it is gone through."""
+
+    def __init__(
+        self, dataset: Dataset[Any], shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> None:
+        super().__init__(
+            dataset,
+            num_replicas=gpc.get_world_size(ParallelMode.DATA),
+            rank=gpc.get_local_rank(ParallelMode.DATA),
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        order = super().__iter__()
+        self.set_epoch(self.epoch + 1)
+        return order
+
+
+def get_dataloader(
+    dataset: Dataset[Any],
+    shuffle: bool = False,
+    seed: int = 1024,
+    add_sampler: bool = True,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    **kwargs: Any,
+) -> DataLoader[Any]:
+    """``torch.utils.data.DataLoader``, whose data parallel ranks read different parts unless ``add_sampler=False``.
+
+    Order and workers are seeded by ``seed``; memory is pinned only where there is an accelerator.
+    """
+    common = {
+        "drop_last": drop_last,
+        "pin_memory": pin_memory and get_current_device().type != "cpu",  # torch warns elsewhere
+        "num_workers": num_workers,
+        "worker_init_fn": functools.partial(_seed_worker, seed),
+        **kwargs,
+    }
+    if add_sampler and gpc.get_world_size(ParallelMode.DATA) > 1:
+        sampler = DataParallelSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return DataLoader(dataset, sampler=sampler, **common)
+    return DataLoader(dataset, shuffle=shuffle, **common)
+
+
+def _seed_worker(seed: int, worker: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)

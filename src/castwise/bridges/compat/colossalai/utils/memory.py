@@ -1,0 +1,33 @@
+"""``colossalai.utils.memory``: how much of it is in use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from castwise.bridges.compat.colossalai.utils.common import print_rank_0
+from castwise.bridges.compat.colossalai.utils.cuda import get_current_device
+from castwise.bridges.compat.coverage import missing_attribute
+
+__all__ = ["report_memory_usage"]
+__getattr__ = missing_attribute("colossalai.utils")
+
+
+def report_memory_usage(message: str, logger: Any = None, report_cpu: bool = False) -> None:
+    """Say how much memory of the device is and was in use, on the first rank.
+
+    On a CPU it is the process's largest size, which ``report_cpu`` adds on an accelerator too.
+    """
+    parts = []
+    if get_current_device().type == "cuda":
+        kinds = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+        parts = [
+            f"{kind.replace('memory_', '').replace('_', ' ')} {getattr(torch.cuda, kind)() / 2**20:.1f} MiB"
+            for kind in kinds
+        ]
+    if report_cpu or not parts:
+        import resource
+
+        parts.append(f"process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.1f} MiB at most")
+    print_rank_0(f"{message}: {', '.join(parts)}", logger)

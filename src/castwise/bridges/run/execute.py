@@ -1,0 +1,121 @@
+"""Run a script, or a module, as the interpreter does: its arguments, its folder, its errors, its exit code and its signals."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import importlib.machinery
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from castwise.bridges.run.gate import EnoughError
+from castwise.errors import CastwiseError
+
+
+def check(target: str, is_module: bool, command: str = "run") -> None:
+    """See that there is such a script; a module is looked for when it is run.
+
+    Raises:
+        CastwiseError: There is none.
+    """
+    if not is_module and not Path(target).is_file():
+        what = "is a folder" if Path(target).is_dir() else "does not exist"
+        raise CastwiseError(
+            f"castwise {command} {target!r}: {what}; allowed: the path of a Python script, as for python itself, or -m and the name of "
+            "a module. Options of castwise come before it, the script's own after it"
+        )
+
+
+def execute(target: str, arguments: Sequence[str] = (), *, is_module: bool = False) -> None:
+    """Run a script in this process, as ``__main__``, and end the process as the script ends where it does not return.
+
+    Args:
+        target: Path of the script, or name of the module.
+        arguments: The script's own, ``sys.argv[1:]``.
+        is_module: As ``python -m``.
+
+    Raises:
+        SystemExit: The script's own, or 1 after an error that it did not catch, whose traceback has been shown.
+        EnoughError: It is only tried, and has taken its steps.
+    """
+    try:
+        folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
+        # in the place of what the interpreter has put there for castwise itself
+        own = sys.path[:1] if sys.path[:1] in ([""], [os.getcwd()], [os.path.dirname(sys.argv[0])]) else []
+        sys.path[: len(own)] = [folder]
+        sys.argv = [target, *arguments]
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(target)
+    except (SystemExit, EnoughError):
+        raise
+    except KeyboardInterrupt as error:
+        _show(error)
+        _end_by_signal()
+    except BaseException as error:
+        _show(error)
+        raise SystemExit(1) from None
+
+
+def _run_file(target: str) -> None:
+    target = os.path.abspath(target)
+    main = types.ModuleType("__main__")
+    vars(main).update(
+        __file__=target, __builtins__=builtins, __loader__=importlib.machinery.SourceFileLoader("__main__", target)
+    )  # fmt: skip
+    sys.modules["__main__"] = main
+    with open(target, "rb") as file:
+        code = compile(file.read(), target, "exec", dont_inherit=True)
+    exec(code, vars(main))
+
+
+def _show(error: BaseException) -> None:
+    """The traceback from the script's own first line on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def _end_by_signal() -> None:
+    """End as the interpreter does after an interrupt: whoever started this process sees that a signal ended it."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Wait for a process that leads a session of its own; then end it, and what it has left behind."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+    for number in (
+        signal.SIGTERM,
+        signal.SIGKILL,
+    ):  # multiprocessing's tracker of resources outlives the first, and tidies up
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+            time.sleep(0.1)
+    process.wait()
+
+
+def last_words(said: Sequence[str]) -> str:
+    """The last line that a script has printed, or else castwise of it."""
+    lines = [line for line in said if line.strip()]
+    return next(
+        (line for line in reversed(lines) if not line.startswith("castwise run:")), (lines or ["none"])[-1]
+    )

@@ -1,0 +1,454 @@
+"""See what a script trains, and have it train by a plan.
+
+A model is prepared when the script first calls it, together with the optimizers that update it: the outermost module that is
+called and has parameters of an optimizer, or any that are trained where gradients are on; or when DistributedDataParallel takes
+it in. An optimizer that is made later joins then. What ``backward`` is called on is scaled where the plan has a loss scale, and gradients
+are unscaled when it returns, so that the script clips, adds up and reads what it would without a scale. A step on gradients that
+are not finite updates nothing.
+
+What cannot be followed is said once, and runs as it would have without castwise.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from castwise.core import _torch
+from castwise.core.casting import frames
+from castwise.core.casting.trees import map_tensors
+from castwise.core.masters import model_param_of
+from castwise.core.model.arrival import low_tensors, widen_for
+from castwise.core.model.borders import Border, Door, root_of, strip
+from castwise.core.parallel import wrappers
+from castwise.core.plans.formats import LOW, LOW_DTYPES
+from castwise.core.plans.plan import Plan
+from castwise.core.plans.text import some
+from castwise.core.scaler import add_up, gradients, inside, set_aside
+from castwise.core.session import Amp, bypass
+from castwise.errors import CastwiseError, sentence
+
+_PATIENCE = 1 << 31
+"""Steps in a row that may be skipped: the script goes on, as it would have without castwise."""
+
+
+def _say(text: str) -> None:
+    print(f"castwise run: {text}", file=sys.stderr, flush=True)
+
+
+class Follower:
+    """Follows a script's training from :meth:`begin` to :meth:`end`.
+
+    Args:
+        plan: What it is to train by.
+        widen: Store in fp32 what the plan does not store low of a model that arrives in bf16 or fp16.
+        say: Called with each sentence that the user should know.
+
+    Attributes:
+        sessions: By device type, what has prepared the script's models.
+    """
+
+    def __init__(self, plan: Plan, *, widen: bool = False, say: Callable[[str], None] = _say) -> None:
+        self.plan, self.widen = plan, widen
+        self.sessions: dict[str, Amp] = {}
+        self._say = say
+        self._said: set[str] = set()
+        self._numbers = itertools.count()
+        self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        """Of the script, in the order in which they were made, which is the same on all ranks."""
+        self._joined: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Those that train by the plan, as the optimizers in ``_joined`` do."""
+        self._is_late = False
+        self._stepping: Optimizer | None = None
+        """Whose step runs now, or raised."""
+        self._scaling: Amp | None = None
+        """By which a backward runs now that is scaled."""
+        self._scale: torch.Tensor | None = None
+        """By which gradients are too large while a backward runs."""
+        self._shown: torch.Tensor | None = None
+        """Whose gradient holds no scale for a moment, while a hook runs."""
+        self._retained: list[weakref.ref[torch.Tensor]] = []
+        """Tensors below which the script keeps gradients, though they are no leaves."""
+        self._parts: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
+        """Parts of models that are stored low, until they are called from outside, and the models' borders."""
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules of models that are prepared, or are left alone."""
+        self._undo: list[Callable[[], None]] = []
+        self._begun = False
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self._begun = True
+        _torch.watch_every_step(self._begin_step)
+        wrappers.on_ddp(self._meet_ddp)
+        self._undo = [
+            _torch.after_optimizers(self._meet_optimizer), _torch.before_calls(self._meet), _torch.around_backward(self._backward),
+            lambda: _torch.forget_every_step(self._begin_step),
+            register_optimizer_step_post_hook(self._end_step).remove,
+            _torch.around_function(torch.jit, "script", _around_script),
+        ]  # fmt: skip
+        if self.plan.loss_scale is not None:
+            for home, names, around in (
+                (torch.Tensor, ("register_hook",), self._around_hooks),
+                (
+                    nn.Module,
+                    ("register_full_backward_hook", "register_full_backward_pre_hook"),
+                    self._around_hooks,
+                ),
+                (torch.Tensor, ("retain_grad",), self._around_retain_grad),
+                (torch.Tensor, ("register_post_accumulate_grad_hook",), self._around_accumulate_hooks),
+            ):
+                self._undo += [_torch.around_function(home, name, around) for name in names]
+
+    def end(self) -> None:
+        """Look no more; what is prepared stays so. Say how many steps were skipped."""
+        self._begun = False
+        while self._undo:
+            self._undo.pop()()
+        if skipped := self.skipped_steps:
+            self._say(f"{skipped} steps were skipped, since a gradient was not finite")
+            restored = {name for amp in self.sessions.values() for name in amp.restored_buffers}
+            if restored:
+                self._say(f"buffers that they had made non-finite were put back: {some(sorted(restored))}")
+        elif not self.sessions:
+            by = " by one of torch's optimizers" if self._needs_optimizers else ""
+            self._once(f"no model was seen in training{by}, so nothing ran under the plan")
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far that updated nothing."""
+        return sum(amp.skipped_steps for amp in self.sessions.values())
+
+    def _once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
+
+    def _leave_alone(self, model: nn.Module, why: str) -> None:
+        self._known.update(model.modules())
+        self._once(f"{type(model).__name__} runs as it would without castwise: {why}")
+
+    # --- what is met ----------------------------------------------------------------------------------------
+
+    def _meet_optimizer(self, optimizer: Optimizer) -> None:
+        if self._begun and optimizer not in self._optimizers.values():
+            self._optimizers[next(self._numbers)] = optimizer  # its own __init__ may go on: it joins later
+            self._is_late = bool(self._models)
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
+        self._stepping = optimizer
+        amp = self._scaling
+        if amp is not None and _torch.graph_task_id() != -1 and optimizer in self._joined.values():
+            self._hide()
+            amp.unscale_(optimizer)  # a hook steps while backward goes on
+
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping = None
+
+    def _join(self) -> None:
+        """Let optimizers in that were made after their model was prepared."""
+        if not self._is_late:
+            return
+        self._is_late = False
+        for model in self._models:
+            amp = Amp.of(model)
+            for number in self._numbers_of(model) if amp is not None else ():
+                optimizer = self._optimizers[number]
+                if amp is not None and number not in self._joined:
+                    try:
+                        amp.prepare(model, optimizer)
+                        self._joined[number] = optimizer
+                    except CastwiseError as error:
+                        kind = type(optimizer).__name__
+                        self._once(f"{kind} steps as it would without castwise: {sentence(error)}")
+
+    def _meet(self, module: nn.Module) -> None:
+        if module in self._known or not self._begun:
+            if self._parts and module in self._parts and not frames.depth():
+                Door(self._parts.pop(module)).put(module)
+            return
+        if frames.depth():  # inside a model that trains by the plan, which has been given another part
+            self._known.update(module.modules())
+            return
+        model = wrappers.unwrap(module)
+        if model in self._known:
+            self._known.add(module)
+        elif is_trained(model) and (
+            self._numbers_of(model) or (torch.is_grad_enabled() and not self._needs_optimizers)
+        ):
+            self._prepare(_called_past_hooks(model) or model)
+            self._known.add(module)
+
+    def _meet_ddp(self, ddp: DistributedDataParallel, module: nn.Module) -> None:
+        model = wrappers.unwrap(module)
+        if self._begun and model not in self._known and is_trained(model):
+            self._prepare(model)
+
+    @property
+    def _needs_optimizers(self) -> bool:
+        """Whether a model that the script updates by hand cannot train by the plan."""
+        return self.plan.loss_scale is not None or self.plan.stores_low
+
+    def _numbers_of(self, model: nn.Module) -> list[int]:
+        """Of the optimizers that update a model, without those inside others, whose steps are these others'."""
+        holding = {
+            number: optimizer for number, optimizer in self._optimizers.items() if holds(optimizer, model)
+        }
+        bases = {id(base) for optimizer in holding.values() for base in inside(optimizer)}
+        return [number for number, optimizer in holding.items() if id(optimizer) not in bases]
+
+    def _prepare(self, model: nn.Module) -> None:
+        numbers = self._numbers_of(model)
+        device_type = next(model.parameters()).device.type
+        ours = {id(amp.scaler) for amp in self.sessions.values()}
+        if torch.is_autocast_enabled(device_type):
+            self._leave_alone(model, "the script autocasts it itself")
+        elif any(_is_scaler(thing) and id(thing) not in ours for thing in gc.get_objects()):
+            self._leave_alone(model, "the script scales its loss itself, by a GradScaler")
+        elif self.plan.stores_low and any(p.dtype is torch.float64 for p in model.parameters()):
+            self._leave_alone(
+                model, f"it has parameters in fp64, which the plan {self.plan} would mix with low ones"
+            )
+        elif self.plan.stores_low and not numbers:
+            self._leave_alone(model, f"the plan {self.plan} needs the optimizer before the model is wrapped")
+        elif self.plan.stores_low and _runs_forward(model):
+            self._leave_alone(
+                model,
+                f"its first call is model.forward(...), which no hook sees, too late for the plan {self.plan}; model(...) is not",
+            )
+        elif self.plan.stores_low and self._stepping is not None and holds(self._stepping, model):
+            kind = type(self._stepping).__name__
+            self._leave_alone(
+                model, f"its first call is inside a step of {kind}, too late for the plan {self.plan}"
+            )
+        else:
+            optimizers = {number: self._optimizers[number] for number in numbers}
+            widen = self.widen and widen_for(self.plan, model)
+            widened = widen and low_tensors(model)
+            direct = _runs_forward(model)
+            methods = ("forward",) if direct else ()
+            try:
+                self._session(device_type).prepare(model, *optimizers.values(), widen=widen, methods=methods)
+            except CastwiseError as error:
+                self._leave_alone(
+                    model, sentence(error).replace("prepare(..., widen=True)", "castwise run --widen")
+                )
+                return
+            if widened and self.plan.formats.isdisjoint(LOW):  # others cast what operators take
+                model.register_forward_pre_hook(_with_fp32, with_kwargs=True)
+            self._models.add(model)
+            self._joined.update(optimizers)
+            self._known.update(model.modules())
+            root = root_of(model) if self.plan.stores_low else None
+            if root is not None:  # no call from outside can do with their parameters otherwise
+                self._parts.update((part, root) for part in model.modules() if part is not model)
+            bypass.forget(model) if direct else bypass.only_tell(model, self._once)
+            later = ", from the second call of its forward on: the first was model.forward(...), which no hook sees"
+            self._once(f"{type(model).__name__} trains under {self.plan}{later if direct else ''}")
+
+    def _session(self, device_type: str) -> Amp:
+        if device_type not in self.sessions:
+            self.sessions[device_type] = Amp(self.plan, device=device_type, patience=_PATIENCE)
+        return self.sessions[device_type]
+
+    # --- backward -------------------------------------------------------------------------------------------
+
+    def _backward(self, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._begun or _torch.graph_task_id() != -1:  # inside another backward
+            return call(outputs, grads, *args, **kwargs)
+        self._join()
+        amp = None if self.plan.loss_scale is None else self._session_of(outputs)
+        if amp is None:
+            return call(outputs, grads, *args, **kwargs)
+        leaves, hides = _torch.leaves_below(outputs)
+        own = self._held()
+        others = [leaf for leaf in leaves if id(leaf) not in own]
+        if len(others) == len(leaves) and not hides:  # nothing of this trains by the plan
+            return call(outputs, grads, *args, **kwargs)
+        outputs = tuple(out.float() if out.dtype in LOW_DTYPES else out for out in outputs)
+        if not kwargs.get("accumulate_grad", True):
+            return self._grad(amp, call, outputs, grads, *args, **kwargs)
+        self._retained = [kept for kept in self._retained if kept() is not None]
+        others += [tensor for kept in self._retained if (tensor := kept()) is not None]
+        aside = set_aside(others)
+        scale = amp.scale(torch.ones((), device=outputs[0].device))
+        self._scaling, self._scale = amp, scale
+        try:
+            return call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
+        finally:  # an error too leaves gradients behind
+            self._scaling = self._scale = None
+            for grad in [leaf.grad for leaf in others if leaf.grad is not None]:
+                grad.div_(scale)
+            add_up(aside)
+            for optimizer in self._joined.values():
+                if gradients.lie_on(optimizer):
+                    amp.unscale_(optimizer)
+
+    def _around_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Have the script's hooks on gradients see true ones."""
+
+        def registered(place: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def run(*given: Any) -> Any:
+                scale = self._scale
+                if scale is None:
+                    return hook(*given)
+                true = map_tensors(lambda grad: grad / scale, given)
+                found = hook(*true)
+                if found is None and isinstance(true[0], torch.Tensor) and _torch.version(true[0]):
+                    found = true[0]  # written to
+                return map_tensors(lambda grad: grad * scale, found)
+
+            run.__wrapped__ = hook  # type: ignore[attr-defined] # which a pickle of the module holds
+            return register(place, run, *args, **kwargs)
+
+        return registered
+
+    def _hide(self) -> None:
+        """Put the scale back into the gradient that a hook is shown."""
+        shown, self._shown = self._shown, None
+        if shown is not None and self._scale is not None:
+            _rescale(shown, self._scale)
+
+    def _around_accumulate_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Have hooks on what has been accumulated find true gradients on their parameter."""
+
+        def registered(parameter: torch.Tensor, hook: Callable[..., Any]) -> Any:
+            def run(parameter: torch.Tensor) -> None:
+                if self._scale is not None:
+                    self._shown = parameter
+                    _rescale(parameter, 1 / self._scale)
+                try:
+                    hook(parameter)
+                finally:
+                    self._hide()
+
+            return register(parameter, run)
+
+        return registered
+
+    def _around_retain_grad(self, retain: Callable[..., Any]) -> Callable[..., Any]:
+        def retained(tensor: torch.Tensor) -> None:
+            retain(tensor)
+            if not tensor.is_leaf and all(kept() is not tensor for kept in self._retained):
+                self._retained.append(weakref.ref(tensor))
+
+        return retained
+
+    def _held(self) -> set[int]:
+        """By ``id``, the parameters whose gradients the sessions unscale."""
+        groups = (group for optimizer in self._joined.values() for group in optimizer.param_groups)
+        return {id(model_param_of(parameter)) for group in groups for parameter in group["params"]}
+
+    def _grad(
+        self, amp: Amp, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """``torch.autograd.grad`` through the scale: gradients that are handed out hold none."""
+        scale = amp.scaler.scale_tensor().clone()  # saved where this is differentiated again
+        self._scale = scale
+        try:
+            found = call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
+        finally:
+            self._scale = None
+        return tuple(None if grad is None else grad / scale for grad in found)
+
+    def _session_of(self, outputs: Any) -> Amp | None:
+        for output in outputs:
+            if isinstance(output, torch.Tensor) and output.device.type in self.sessions:
+                return self.sessions[output.device.type]
+        return None
+
+
+def _with_fp32(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A script casts inputs for a model in bf16, which has no operator in fp32 that would take them."""
+    return map_tensors(
+        lambda tensor: tensor.float() if tensor.dtype in LOW_DTYPES else tensor, (args, kwargs)
+    )
+
+
+def _rescale(tensor: torch.Tensor, by: torch.Tensor) -> None:
+    if tensor.grad is not None:
+        with torch.no_grad():
+            tensor.grad.mul_(by)
+
+
+def _scaled(outputs: tuple[torch.Tensor, ...], grads: Any, scale: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(
+        grad if grad is None else grad.to(output.dtype) * scale.to(output.device)
+        for output, grad in zip(outputs, grads, strict=True)
+    )
+
+
+def _around_script(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchScript would compile the hooks of a prepared model, and cannot."""
+
+    def script(what: Any, *args: Any, **kwargs: Any) -> Any:
+        put_back: list[Callable[[], None]] = []
+        try:
+            if isinstance(what, nn.Module):
+                strip(what, put_back.append)
+            return compile_(what, *args, **kwargs)
+        finally:
+            for call in put_back:
+                call()
+
+    return script
+
+
+def _runs_forward(model: nn.Module) -> bool:
+    """Whether the script is inside the ``forward`` of a model."""
+    return any(owner is model for owner in _running_forwards())
+
+
+def _called_past_hooks(module: nn.Module) -> nn.Module | None:
+    """The outermost model around a module that the script runs by ``model.forward(...)``; what it calls itself has been met before."""
+    around = [
+        owner
+        for owner in _running_forwards()
+        if owner is not module
+        and wrappers.unwrap(owner) is owner
+        and any(module is m for m in owner.modules())
+    ]
+    return around[-1] if around else None
+
+
+def _running_forwards() -> Iterator[nn.Module]:
+    """The modules whose ``forward`` runs on this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        takes_self = code.co_name == "forward" and code.co_argcount > 0
+        owner = frame.f_locals.get(code.co_varnames[0]) if takes_self else None
+        if isinstance(owner, nn.Module):
+            own = inspect.unwrap(type(owner).forward)
+            if getattr(own, "__code__", None) is code:
+                yield owner
+        frame = frame.f_back
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Whether any of its parameters takes a gradient."""
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def holds(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer updates any of a model's parameters."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_scaler(thing: Any) -> bool:
+    # isinstance would ask proxies, which answer with warnings
+    return issubclass(type(thing), torch.amp.GradScaler) and bool(thing.is_enabled())

@@ -1,0 +1,123 @@
+"""The side of ``castwise try`` that is in a script's process: it waits at each block of steps until it is its turn."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from castwise.bridges.run.follow import Follower
+from castwise.core import _torch
+from castwise.lab.timing.timing import synchronize
+
+ADDRESS = "CASTWISE_TRY"
+"""Names, to a script that is tried, the file descriptor by which it is told to go on."""
+
+
+class EnoughError(BaseException):
+    """The script has taken all the steps that were wanted. No ``Exception``: scripts catch those."""
+
+
+class Block(NamedTuple):
+    """What a block of steps took.
+
+    Attributes:
+        seconds: Per step, by the script's own clock, with all that the script does between two steps.
+        losses: What backward began from, at each of them; None where that was no scalar.
+        peak_bytes: The most memory so far: that of the process, or what torch has allocated on an accelerator.
+        skipped: Steps so far that updated nothing.
+    """
+
+    seconds: float
+    losses: list[float | None]
+    peak_bytes: int
+    skipped: int
+
+
+class Gate:
+    """Lets a script take as many steps as it is told to, and tells what they took.
+
+    A step is one of the optimizer that steps first.
+
+    Args:
+        pipe: To whoever tells.
+        follower: What has the script train by a plan.
+    """
+
+    def __init__(self, pipe: Connection, follower: Follower) -> None:
+        self._pipe = pipe
+        self._follower = follower
+        self._first: weakref.ref[Optimizer] | None = None
+        self._left = self._count = 1
+        self._loss: torch.Tensor | None = None
+        self._losses: list[torch.Tensor | None] = []
+        self._device = torch.device("cpu")
+        self._since = time.perf_counter()
+
+    @classmethod
+    def of_this_process(cls, follower: Follower) -> Gate | None:
+        """That of a script that is tried; None in any other process."""
+        handle = os.environ.pop(ADDRESS, None)
+        return None if handle is None else cls(Connection(int(handle)), follower)
+
+    def begin(self) -> None:
+        """Wait from the end of the first step on."""
+        _torch.around_backward(self._note)
+        register_optimizer_step_post_hook(self._stepped)
+
+    def _note(self, call: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if _torch.graph_task_id() == -1 and len(outputs) == 1 and outputs[0].numel() == 1:
+            self._loss = outputs[0].detach()
+        return call(outputs, *args, **kwargs)
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._first is None:
+            self._first = weakref.ref(optimizer)
+            self._device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        if self._first() is not optimizer:
+            return
+        self._losses.append(self._loss)
+        self._left -= 1
+        if self._left > 0:
+            return
+        if self._left < 0:
+            os._exit(0)  # it has caught the error that was to end it
+        synchronize(self._device)
+        seconds = (time.perf_counter() - self._since) / self._count
+        losses = [None if loss is None else float(loss) for loss in self._losses]
+        self._left = 0
+        with contextlib.suppress(OSError, EOFError):  # whoever tells is gone
+            self._pipe.send(Block(seconds, losses, self._peak_bytes(), self._follower.skipped_steps))
+            self._left = self._count = self._pipe.recv()
+        self._losses.clear()
+        if not self._left:
+            raise EnoughError
+        self._since = time.perf_counter()
+
+    def _peak_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return peak_of_process()
+
+
+def peak_of_process() -> int:
+    """The most bytes of memory that this process has had.
+
+    Where there is ``/proc``, from there: what ``getrusage`` tells begins at what the parent held when it started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists() and "VmHWM:" in (text := status.read_text()):
+        return int(text.split("VmHWM:")[1].split()[0]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

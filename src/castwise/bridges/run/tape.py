@@ -1,0 +1,262 @@
+"""What a script computes from its model's outputs to the loss, recorded as it is computed, so that it can be computed again.
+
+A script has no function ``loss(model, batch)``. From each pass through its loop a :class:`Tape` is made: the calls of the model and
+of torch's functions that the loss depends on, in their order, and apart from them the tensors that came from outside, which are
+the batch. :class:`Replay` is the function, of the tapes of all batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from castwise.core.casting.trees import map_tensors, tensors_in
+
+Batch = tuple[int, list[Tensor]]
+"""The number of a tape, and the tensors that it was given."""
+_TENSOR: Any = Tensor
+_READS_GRADIENT = _TENSOR.grad.__get__
+Taken = tuple[tuple[tuple[Any, ...], dict[str, Any]], tuple["Source", ...]]
+"""A call's arguments with empty tensors in place of theirs, and where each of them comes from."""
+
+
+class Source(NamedTuple):
+    """Where a step takes a tensor from.
+
+    Attributes:
+        kind: ``value``: a step before; ``given``: the batch; ``parameter``: the model.
+        key: Number of the value or of the batch's tensor, or the parameter's name.
+        is_leaf: Whether a gradient is taken of what was given.
+    """
+
+    kind: str
+    key: Any
+    is_leaf: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call.
+
+    Attributes:
+        function: Of torch; None for the model.
+        arguments: Positional and by name, with an empty tensor in place of each tensor.
+        sources: Of these tensors, in the order in which :func:`~castwise.core.casting.trees.map_tensors` meets them.
+        first: Number of the first tensor in what it returns, or of what it writes to.
+        count: How many there are.
+        writes: Whether it changes its first argument.
+    """
+
+    function: Callable[..., Any] | None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    sources: tuple[Source, ...]
+    first: int
+    count: int
+    writes: bool
+
+
+@dataclass(frozen=True)
+class Tape:
+    """The way to a loss.
+
+    Attributes:
+        steps: In order.
+        loss: Number of the value that backward began from.
+    """
+
+    steps: tuple[Step, ...]
+    loss: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    """``loss(model, batch)`` of recorded batches.
+
+    Attributes:
+        tapes: By number.
+    """
+
+    tapes: Sequence[Tape]
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Compute a batch's loss with the model or another of its structure."""
+        tape, given = self.tapes[batch[0]], batch[1]
+        # a leaf is one tensor wherever it is taken
+        leaves: dict[int, Tensor] = {
+            s.key: given[s.key].detach().clone().requires_grad_()
+            for step in tape.steps
+            for s in step.sources
+            if s.is_leaf
+        }
+        values: dict[int, Tensor] = {}
+
+        def find(source: Source) -> Tensor:
+            if source.kind == "given":
+                number: int = source.key
+                return leaves.get(number, given[number])
+            return values[source.key] if source.kind == "value" else model.get_parameter(source.key)
+
+        for step in tape.steps:
+            tensors = iter([find(source) for source in step.sources])
+            args, kwargs = map_tensors(lambda _, tensors=tensors: next(tensors), step.arguments)  # type: ignore[misc]
+            if step.writes and step.sources[0].kind == "given":
+                args = (args[0].clone(), *args[1:])  # the batch stays as it is
+            out: Any = (model if step.function is None else step.function)(*args, **kwargs)
+            values.update(enumerate([args[0]] if step.writes else tensors_in(out), step.first))
+        return values[tape.loss]
+
+
+class Recording(TorchFunctionMode):
+    """Writes tapes while the script runs.
+
+    Args:
+        model: Whose outputs and parameters are followed.
+
+    Attributes:
+        tapes: That are complete.
+        batches: Of each tape.
+        size: Bytes in the batches.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.tapes: list[Tape] = []
+        self.batches: list[Batch] = []
+        self.size = 0
+        self._model = model  # so that the ids stay its parameters' own
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.clear()
+
+    def start(self) -> None:
+        """Look at what this thread calls."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Look no more."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def clear(self) -> None:
+        """Begin a new tape."""
+        self._steps: list[Step] = []
+        self._count = 0
+        self._values: dict[int, int] = {}
+        self._given: dict[int, int] = {}
+        self._tensors: list[Tensor] = []
+        self._alive: list[Any] = []  # an id is that of one tensor as long as this lives
+        self._unknown: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, and write it down where it takes what the tape has made, or a parameter."""
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled() or func == _READS_GRADIENT:
+            return func(*args, **kwargs)
+        if not any(id(t) in self._values or id(t) in self._names for t in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        taken = self.take(args, kwargs)
+        out = func(*args, **kwargs)
+        self.write(func, taken, args, out)
+        return out
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+        """Note what a call is given, before it may change it."""
+        sources: list[Source] = []
+
+        def mark(tensor: Tensor) -> Tensor:
+            sources.append(self._source(tensor))
+            return torch.empty(0, device="cpu")
+
+        return map_tensors(mark, (args, kwargs)), tuple(sources)
+
+    def write(
+        self, function: Callable[..., Any] | None, taken: Taken, args: tuple[Any, ...], out: Any
+    ) -> None:
+        """Add a call that has been made; without a function it is the model's."""
+        arguments, sources = taken
+        writes = _writes(function) and bool(args) and isinstance(args[0], Tensor)
+        found = [args[0]] if writes else tensors_in(out)
+        if found:
+            self._steps.append(Step(_portable(function), arguments, sources, self._count, len(found), writes))
+            self._values.update((id(tensor), number) for number, tensor in enumerate(found, self._count))
+            self._count += len(found)
+            self._alive.append((args, out))
+
+    def _source(self, tensor: Tensor) -> Source:
+        if id(tensor) in self._values:
+            return Source("value", self._values[id(tensor)])
+        if id(tensor) in self._names:
+            return Source("parameter", self._names[id(tensor)])
+        if id(tensor) not in self._given:
+            self._given[id(tensor)] = len(self._tensors)
+            self._alive.append(tensor)
+            self._tensors.append(tensor.detach().to("cpu", copy=True))
+            if tensor.grad_fn is not None:
+                self._unknown.add(self._given[id(tensor)])
+        return Source("given", self._given[id(tensor)], tensor.is_leaf and tensor.requires_grad)
+
+    def finish(self, loss: Tensor) -> str | None:
+        """Complete the tape with what backward began from.
+
+        Returns:
+            Why that cannot be computed again, or None.
+        """
+        number = self._values.get(id(loss))
+        steps = () if number is None else _needed(self._steps, number)
+        given = sorted({s.key for step in steps for s in step.sources if s.kind == "given"})
+        if number is None or self._unknown.intersection(given) or all(s.function is not None for s in steps):
+            self.clear()
+            return "its loss does not come from the outputs of one model by functions of torch alone"
+        places = {old: new for new, old in enumerate(given)}
+        self.batches.append((len(self.tapes), [self._tensors[i] for i in given]))
+        self.size += sum(tensor.nbytes for tensor in self.batches[-1][1])
+        self.tapes.append(Tape(tuple(_moved(step, places) for step in steps), number))
+        self.clear()
+        return None
+
+
+def _needed(steps: Sequence[Step], loss: int) -> tuple[Step, ...]:
+    """Those that a value depends on, and what is written into what they make."""
+    kept, wanted = [], {loss}
+    for step in reversed(steps):
+        makes = range(step.first, step.first + step.count)
+        if not wanted.isdisjoint(makes) or (step.writes and step.sources[0].kind == "value"):
+            kept.append(step)
+            wanted.update(source.key for source in step.sources if source.kind == "value")
+    return tuple(reversed(kept))
+
+
+def _moved(step: Step, places: dict[int, int]) -> Step:
+    sources = tuple(s._replace(key=places[s.key]) if s.kind == "given" else s for s in step.sources)
+    return dataclasses.replace(step, sources=sources)
+
+
+def _writes(function: Any) -> bool:
+    name: str = getattr(function, "__name__", "")
+    inner = name.strip("_")
+    if name == f"__{inner}__":  # x += y, x[i] = y
+        return inner == "setitem" or (inner.startswith("i") and hasattr(Tensor, f"__{inner[1:]}__"))
+    return name.endswith("_") and hasattr(Tensor, name)
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """``tensor.T`` and the like, as a function that can be pickled."""
+
+    name: str
+
+    def __call__(self, tensor: Tensor) -> Any:
+        return getattr(tensor, self.name)
+
+
+def _portable(function: Any) -> Any:
+    if isinstance(function, types.MethodWrapperType) and function.__name__ == "__get__":
+        return _Attribute(function.__self__.__name__)  # type: ignore[attr-defined]
+    return function

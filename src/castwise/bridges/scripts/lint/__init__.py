@@ -1,0 +1,35 @@
+"""What is silently wrong with precision in a training script, found by reading it.
+
+``rules``: what is looked for. ``script``: what they see of a script. ``files``: which files, and the finding of each. Scripts are
+parsed as :mod:`castwise.bridges.scripts.migrate` parses them, and neither they nor torch are imported. A rule says something where the script
+itself shows it; what may come from elsewhere (an argument, a configuration, another file) is taken to be right.
+"""
+
+from __future__ import annotations
+
+import os
+
+from castwise.bridges.scripts.lint.result import Finding, Lint
+from castwise.bridges.scripts.migrate.library import check_libcst
+
+__all__ = ["Finding", "Lint", "lint"]
+
+
+def lint(path: str | os.PathLike[str]) -> Lint:
+    """Look through a script, or every script below a folder.
+
+    Args:
+        path: A file, or a folder whose ``.py`` files are meant; hidden folders and virtual environments in it are passed
+            over.
+
+    Returns:
+        What was found, by file and line.
+
+    Raises:
+        LintError: There is no such path.
+        MissingLibraryError: LibCST is not installed.
+    """
+    check_libcst("doctor --lint")
+    from castwise.bridges.scripts.lint.files import lint_files
+
+    return lint_files(path)

@@ -1,0 +1,353 @@
+"""Apex and Colossal-AI: a script stays as it is, and its imports name castwise's drop-in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+import libcst as cst
+
+from castwise.bridges.scripts.migrate.edits import Edits, small, statement
+from castwise.bridges.scripts.migrate.program import BY_NAME, Stay, named_in_text
+from castwise.bridges.scripts.migrate.served import (
+    LIBRARIES,
+    here,
+    home,
+    imported,
+    is_module,
+    lacking,
+    lacks,
+    library_of,
+    row,
+    serves,
+)
+from castwise.bridges.scripts.migrate.view import View, root
+
+_PAGES = {"apex": "docs/compat.md#apex", "colossalai": "docs/compat.md#colossal-ai"}
+_KERNELS = re.compile(
+    r"(amp_C|apex_C|syncbn|fmhalib|fast_multihead_attn|nccl_p2p_cuda|peer_memory_cuda"
+    r"|(dist\w*_|fused_)(adam|lamb|sgd|novograd)\w*_cuda|fused_(layer_norm|dense|weight_gradient_mlp)_cuda"
+    r"|(mlp|xentropy|focal_loss|transducer_joint|transducer_loss|permutation_search|fast_layer_norm)_cuda"
+    r"|(scaled|generic_scaled)_(upper_triang_)?(masked_)?softmax_cuda)$"
+)
+"""Modules that Apex compiles and installs under names of their own."""
+
+
+def rewrite_imports(edits: Edits, stays: Mapping[str, Stay] = MappingProxyType({})) -> None:
+    """Let imports name the drop-ins where these have the name, and say of the other names what to use instead.
+
+    Imports of libraries that ``stays`` names do not change.
+    """
+    drop_ins = _DropIns(edits, stays)
+    for node in edits.view.nodes:
+        if isinstance(node, cst.Import):
+            drop_ins.rewrite_plain(node)
+        elif isinstance(node, cst.ImportFrom):
+            drop_ins.rewrite_from(node)
+        elif isinstance(node, (cst.Name, cst.Attribute)):
+            drop_ins.look_at_name(node)
+        elif isinstance(node, cst.Call):
+            drop_ins.look_at_call(node)
+        elif isinstance(node, cst.SimpleString):
+            drop_ins.look_at_text(node)
+    if any(stay.kind == "install" and stay.starts for stay in stays.values()) and drop_ins.stayed:
+        _install(edits, [library for library in LIBRARIES if library in drop_ins.stayed])
+
+
+def _install(edits: Edits, libraries: Iterable[str]) -> None:
+    """Serve libraries under their own names before anything of the script runs."""
+    names = ", ".join(f'"{library}"' for library in libraries)
+    lines = [statement("import castwise.compat"), statement(f"castwise.compat.install({names})")]
+    body = edits.view.module.body
+    before = 0
+    while before < len(body) and _goes_first(edits.view, body[before], before):
+        before += 1
+    edits.replace(
+        edits.view.module,
+        lambda module: module.with_changes(body=[*module.body[:before], *lines, *module.body[before:]]),
+    )
+
+
+def _goes_first(view: View, line: cst.CSTNode, index: int) -> bool:
+    """Whether a statement is the script's docstring, or an import from the future."""
+    first = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
+    if isinstance(first, cst.ImportFrom):
+        return _modules(view, first) == ["__future__"]
+    return index == 0 and isinstance(first, cst.Expr) and isinstance(first.value, cst.BaseString)
+
+
+def _modules(view: View, node: cst.CSTNode) -> list[str]:
+    """The modules that an import statement names."""
+    if isinstance(node, cst.Import):
+        return [alias.evaluated_name for alias in node.names]
+    if isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
+        return [view.code(node.module)]
+    return []
+
+
+class _DropIns:
+    """One script's way to the drop-ins; what there is to say about a name is said once."""
+
+    def __init__(self, edits: Edits, stays: Mapping[str, Stay]) -> None:
+        self.edits = edits
+        self.view = edits.view
+        self.stays = stays
+        own = {library for library, stay in stays.items() if stay.kind == "own"}
+        self.libraries = frozenset(LIBRARIES) - own
+        named = {library_of(module) for node in self.view.nodes for module in _modules(self.view, node)}
+        self.others = {library for library in self.libraries & named if self._is_another(library)}
+        self.stayed: set[str] = set()
+        self.said: set[str] = set()
+
+    def _is_another(self, library: str) -> bool:
+        """Whether a module of a library's name is another one: names are used of it, and the drop-in has none of them."""
+        served = list(self._served(library))
+        return bool(served) and not any(served)
+
+    def _served(self, library: str) -> Iterator[bool]:
+        """Of each name that a script takes from a library, whether the drop-in has it."""
+        view = self.view
+        for node in view.nodes:
+            if isinstance(node, (cst.Import, cst.ImportFrom)):
+                for module in _modules(view, node):
+                    if library_of(module) != library:
+                        continue
+                    if isinstance(node, cst.Import):
+                        if module != library:
+                            yield serves(module)
+                    elif not isinstance(node.names, cst.ImportStar):
+                        yield from (serves(module, alias.evaluated_name) for alias in node.names)
+                    elif module == library:
+                        yield any(is_module(f"{module}.{word}") for word in view.words)
+                    else:
+                        yield serves(module)
+            elif isinstance(node, cst.Attribute) and not isinstance(view.parent(node), cst.Attribute):
+                first = root(node)
+                if first is not None and view.origin(first) == library:
+                    chain = "".join(view.code(node).split()).removeprefix(first.value)
+                    yield not lacks(here(library + chain))
+
+    # --- imports ------------------------------------------------------------------------------------------
+
+    def rewrite_plain(self, node: cst.Import) -> None:
+        """``import apex``, ``import apex.amp``, ``import apex.amp as amp``, also beside others."""
+        aliases, binds = [], []
+        for alias in node.names:
+            name = alias.evaluated_name
+            library = library_of(name)
+            if library in self.libraries and not is_module(here(name)):
+                self._say_absent(node, name, name)
+            elif name in self.others:
+                pass  # what is absent is said where it is used
+            elif library in self.libraries and self._moves(node, library):
+                binds += [library] if alias.asname is None else []
+                if alias.asname is None and here(name) == library:
+                    continue
+                alias = alias.with_changes(name=_dotted(here(name)))  # loads the part
+            else:
+                self._look_at_module(node, library)
+            aliases.append(alias)
+        if aliases != list(node.names):
+            bound = [small(f"from castwise.compat import {library}") for library in dict.fromkeys(binds)]
+            self._put(node, [*_with_names(node, aliases), *bound])
+
+    def rewrite_from(self, node: cst.ImportFrom) -> None:
+        """``from apex import amp``, and the like of it."""
+        module = next(iter(_modules(self.view, node)), "")
+        library = library_of(module)
+        if library not in self.libraries:
+            self._look_at_module(node, library)
+            return
+        if isinstance(node.names, cst.ImportStar):
+            if not is_module(here(module)):
+                self._say_absent(node, module, module)
+                return
+            if module in self.others:
+                self.edits.say(
+                    node,
+                    "left",
+                    f"nothing that the drop-in of {library} has is used here, so this import stays",
+                )
+                return
+            if self._moves(node, library):
+                self._put(node, [node.with_changes(module=_dotted(here(module)))])
+            for word in sorted(self.view.words):
+                self._say_row(node, f"{here(module)}.{word}")
+            return
+        homes: dict[str, list[cst.ImportAlias]] = {}
+        new: list[cst.BaseSmallStatement] = []
+        for alias in node.names:
+            last = alias.evaluated_name
+            found = home(here(module), last)
+            if here(f"{module}.{last}") == library:  # from colossalai import legacy
+                new.append(small(f"import castwise.compat.{library} as {alias.evaluated_alias or last}"))
+                continue
+            homes.setdefault(found, []).append(alias)
+            if found:
+                self._say_row(node, f"{found}.{last}")
+            else:
+                self._say_absent(
+                    node, f"{module}.{last}" if is_module(here(module)) else module, f"{module}.{last}"
+                )
+        if (new or any(homes)) and self._moves(node, library):
+            for found, aliases in homes.items():
+                rest = _with_names(node, aliases)
+                new += [each.with_changes(module=_dotted(found)) for each in rest] if found else rest
+            self._put(node, new)
+
+    def _put(self, node: cst.Import | cst.ImportFrom, new: list[cst.BaseSmallStatement]) -> None:
+        """Statements in the place of one: lines of their own, or behind semicolons where they stand behind a colon."""
+        line = self.view.parent(node)
+        alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+        if alone and self.view.suite(node) is not None:
+            assert isinstance(line, cst.SimpleStatementLine)
+            self.edits.replace(node, new[0])
+            self.edits.insert_after(line, *(cst.SimpleStatementLine([each]) for each in new[1:]))
+        else:
+            ends = [cst.MaybeSentinel.DEFAULT] * (len(new) - 1) + [node.semicolon]
+            parts = [each.with_changes(semicolon=end) for each, end in zip(new, ends, strict=True)]
+            self.edits.replace(node, cst.FlattenSentinel(parts))
+
+    # --- uses ---------------------------------------------------------------------------------------------
+
+    def look_at_name(self, node: cst.Name | cst.Attribute) -> None:
+        """Say what is absent or differs of a name that is reached from an import."""
+        dotted = self._dotted(node)
+        if not dotted:
+            return
+        stays = library_of(dotted) in self.stays
+        if not stays and isinstance(node, cst.Attribute) and "colossalai.legacy" in self.view.origins(node):
+            self.edits.replace(node, node.value)
+        if isinstance(self.view.parent(node), cst.Attribute):
+            return  # the whole chain is looked at
+        part = lacks(dotted)
+        if part:
+            self._say_absent(node, part, dotted)
+        else:
+            self._say_row(node, dotted)
+
+    def look_at_call(self, node: cst.Call) -> None:
+        """Say what is absent or differs of arguments that are given by name, and list imports by text."""
+        dotted = self._dotted(node.func)
+        for argument in node.args:
+            if dotted and argument.keyword is not None:
+                self._say_row(node, f"{dotted}({argument.keyword.value})")
+            is_backend = argument.keyword is not None and argument.keyword.value.endswith("backend")
+            if (
+                is_backend
+                and isinstance(text := argument.value, cst.SimpleString)
+                and text.evaluated_value == "apex"
+            ):
+                self._moves(node, "apex") if "apex" in self.stays else self._say_text(node, "apex")
+        first = node.args[0].value if node.args else None
+        if isinstance(first, cst.SimpleString) and BY_NAME.search(_last(self.view.code(node.func))):
+            name = first.evaluated_value
+            library = library_of(name) if isinstance(name, str) else ""
+            if library not in self.libraries:
+                self._look_at_module(node, library)
+            elif not is_module(here(str(name))):
+                self._say_absent(node, str(name), str(name))
+            elif library in self.stays:
+                self._moves(node, library)
+            else:
+                self._say_text(node, str(name))
+
+    def look_at_text(self, node: cst.SimpleString) -> None:
+        """List modules of libraries that a text names, which is neither a docstring nor an annotation."""
+        text = node.evaluated_value
+        is_code = not isinstance(self.view.parent(node), cst.Expr) and not any(
+            isinstance(outer, cst.Annotation) for outer in self.view.around(node)
+        )
+        if isinstance(text, str) and is_code:
+            for name in named_in_text(text):
+                if library_of(name) in self.libraries - self.stays.keys():
+                    self._say_text(node, name)
+
+    def _say_text(self, node: cst.CSTNode, name: str) -> None:
+        said = f"{name} is named as text, which stays: castwise.compat.install() serves it by that name"
+        self.edits.say(node, "left", said)
+
+    def _dotted(self, node: cst.CSTNode) -> str:
+        """What a name or attribute is in the drop-in; empty for anything else."""
+        first = root(node) if isinstance(node, (cst.Name, cst.Attribute)) else None
+        for origin in () if first is None else self.view.origins(first):
+            if library_of(origin) in self.libraries:
+                found = imported(here(origin))
+                assert first is not None
+                chain = "".join(self.view.code(node).split()).removeprefix(first.value)
+                return here(found + chain) if found else ""
+        return ""
+
+    # --- what there is to say -----------------------------------------------------------------------------
+
+    def _moves(self, node: cst.CSTNode, library: str) -> bool:
+        """Whether imports of a library are to name the drop-in; says what runs the script, or why they stay."""
+        stay = self.stays.get(library)
+        runs = f"castwise.compat.{library} runs this script as it is written"
+        kept = f"{_PAGES[library]} says of each name whether it works, differs or is absent"
+        if library not in self.said:
+            self.said.add(library)
+            if stay is None:
+                self.edits.say(node, "kept", f"{runs}; {kept}")
+            elif stay.kind == "installed":
+                self.edits.say(node, "kept", f"castwise.compat.install() serves {library}: {runs}; {kept}")
+            elif stay.kind == "lacks":
+                said = f"imports of {library} stay: the program needs {stay.why}, which the drop-in has not, and the two share nothing"
+                self.edits.say(node, "left", said)
+            elif stay.starts:
+                self.stayed.add(library)
+                said = f"{stay.why}, so imports of {library} stay, and castwise.compat.install() lets all of them find the drop-in"
+                self.edits.say(node, "kept", f"{said}: {runs}; {kept}")
+            else:
+                said = f"{stay.why}, so imports of {library} stay: put castwise.compat.install({library!r}) before all other imports"
+                self.edits.say(
+                    node,
+                    "left",
+                    f"{said} of the script that is started, and all find castwise.compat.{library}",
+                )
+        return stay is None
+
+    def _look_at_module(self, node: cst.CSTNode, library: str) -> None:
+        """Say what there is to say of an import of something that has no drop-in."""
+        stay = self.stays.get(library)
+        if stay is not None and stay.kind == "own" and library not in self.said:
+            self.said.add(library)
+            self.edits.say(node, "left", f"{library} is a part of this program, so its imports stay")
+        elif _KERNELS.match(library):
+            said = f"{library} is Apex's compiled code, and castwise has none: use torch's operators"
+            self.edits.say(node, "left", said)
+
+    def _say_absent(self, node: cst.CSTNode, part: str, dotted: str) -> None:
+        said = lacking(here(part), here(dotted))
+        if said not in self.said:
+            self.said.add(said)
+            self.edits.say(node, "left", said)
+
+    def _say_row(self, node: cst.CSTNode, dotted: str) -> None:
+        found = row(dotted)
+        if found is not None and found.status == "absent":
+            self._say_absent(node, dotted, dotted)
+        elif found is not None and found.status == "differs" and dotted not in self.said:
+            self.said.add(dotted)
+            self.edits.say(node, "differs", f"{dotted}: {found.note.replace('`', '')}")
+
+
+def _last(dotted: str) -> str:
+    return dotted.rpartition(".")[2]
+
+
+def _dotted(name: str) -> cst.BaseExpression:
+    return cst.parse_expression(f"castwise.compat.{name}")
+
+
+def _with_names(
+    node: cst.Import | cst.ImportFrom, aliases: Iterable[cst.ImportAlias]
+) -> list[cst.BaseSmallStatement]:
+    """The statement with these names alone; none where there are none."""
+    names = list(aliases)
+    if not names:
+        return []
+    if isinstance(node, cst.Import) or node.lpar is None:
+        names[-1] = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return [node.with_changes(names=names)]

@@ -1,0 +1,255 @@
+"""Which files a migration reads, and how it reads and writes them: whole, in their own encoding and newlines."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import stat
+import tempfile
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from castwise.bridges.scripts.migrate.program import Script, Stay, loaded, look, staying
+from castwise.bridges.scripts.migrate.result import FileResult, Finding, Migration
+from castwise.bridges.scripts.migrate.rewriting import rewrite
+from castwise.errors import MigrateError
+
+_CONCERNS = re.compile(rb"\bapex\b|colossalai|autocast|GradScaler|custom_fwd|custom_bwd")
+"""What a file must hold to be parsed at all: one of Python 2 beside the scripts is none of our business."""
+_PASSED_OVER = {"__pycache__", "node_modules", "site-packages"}
+
+
+def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
+    """As :func:`castwise.bridges.scripts.migrate.migrate`, with LibCST there.
+
+    Raises:
+        MigrateError: There is no such path.
+    """
+    given = Path(path)
+    if not given.exists():
+        raise MigrateError(f"migrate: there is no file or folder {str(given)!r}")
+    found, links = scripts_below(given) if given.is_dir() else ([given], [])
+    results = [_link(link) for link in links]
+    raws: dict[Path, bytes] = {}
+    texts: dict[Path, tuple[str, str]] = {}
+    for file in found:
+        try:
+            if not file.is_file():
+                raise OSError("it is no regular file")
+            raws[file] = file.read_bytes()
+            if not given.is_dir() or _CONCERNS.search(raws[file]):
+                texts[file] = decode(raws[file])
+        except (OSError, SyntaxError, ValueError, LookupError) as error:  # codecs raise what they like
+            results.append(FileResult(file, problem=f"cannot be read: {_reason(error)}"))
+    root = given if given.is_dir() else _root(given)
+    others = {} if given.is_dir() else _others(given, root)
+    scripts = {file: look(raw) for file, raw in {**raws, **others}.items()} if texts else {}
+    exported, stays = _imported_names(scripts.values()), staying(scripts, root)
+    for file, (text, _) in texts.items():
+        module = file.parent.name if file.stem == "__init__" else file.stem
+        result = _one(file, text, frozenset(exported.get(module, ())), stays[file])
+        result = _with_others(result, {os.path.relpath(other, root): raw for other, raw in others.items()})
+        if result.changed or result.findings or result.problem:
+            results.append(result)
+    if write:
+        encodings = {file: encoding for file, (_, encoding) in texts.items()}
+        results = _write(results, raws, encodings)
+    results.sort(key=lambda result: result.path)
+    return Migration(tuple(results), looked_at=len(found))
+
+
+def _root(file: Path) -> Path:
+    """The folder that a script's absolute imports start from: around the package that it is in."""
+    root = file.parent
+    while (root / "__init__.py").is_file() and root != root.parent:
+        root = root.parent
+    return root
+
+
+def _others(given: Path, root: Path) -> dict[Path, bytes]:
+    """Scripts that may belong to one that is migrated by itself: those beside it, and those that these import."""
+    others: dict[Path, bytes] = {}
+    waiting = [given, *sorted(given.parent.glob("*.py"))]
+    while waiting:
+        file = waiting.pop()
+        if file in others or not file.is_file() or not os.access(file, os.R_OK):
+            continue
+        others[file] = file.read_bytes()
+        for each in look(others[file]).imports:
+            waiting += loaded(file, each, root)
+    others.pop(given, None)
+    return others
+
+
+def _imported_names(scripts: Iterable[Script]) -> dict[str, set[str]]:
+    """What scripts import from modules, by the last part of the module's name; ``*`` where that may be any name."""
+    names: dict[str, set[str]] = defaultdict(set)
+    for each in (each for script in scripts for each in script.imports):
+        last = each.module.rpartition(".")[2]
+        names[last].update(each.names or "*")
+        for name in each.names:
+            names[name].add("*")  # a module, perhaps
+    return names
+
+
+def _with_others(result: FileResult, others: Mapping[str, bytes]) -> FileResult:
+    """A script on a drop-in, with a word on scripts of its program that would still use the library itself."""
+    names = [name for name, raw in others.items() if re.search(rb"\bapex\b|colossalai", raw)]
+    if not names or all(finding.kind != "kept" for finding in result.findings):
+        return result
+    said = f"the drop-in shares nothing with the library, which {', '.join(sorted(names))} may use too: migrate the folder"
+    return dataclasses.replace(result, findings=(Finding(1, "left", said), *result.findings))
+
+
+def _one(file: Path, text: str, exported: frozenset[str], stays: Mapping[str, Stay]) -> FileResult:
+    try:
+        after, findings = rewrite(text, exported=exported, stays=stays)
+    except RecursionError:
+        return FileResult(file, text, text, problem="is nested too deep to be looked at")
+    except SyntaxError as error:
+        return FileResult(file, text, text, problem=f"is not Python that can be parsed: {_reason(error)}")
+    return FileResult(file, text, after, tuple(findings))
+
+
+def scripts_below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Scripts below a folder in the order of their paths, and symbolic links to scripts."""
+    scripts: list[Path] = []
+    links: list[Path] = []
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not _is_passed_over(Path(here, name)))
+        for name in sorted(files):
+            file = Path(here, name)
+            if file.suffix == ".py":
+                (links if file.is_symlink() else scripts).append(file)
+    return scripts, links
+
+
+def _is_passed_over(folder: Path) -> bool:
+    return (
+        folder.name.startswith(".")
+        or folder.name in _PASSED_OVER
+        or folder.is_symlink()
+        or (folder / "pyvenv.cfg").exists()
+    )
+
+
+def _link(link: Path) -> FileResult:
+    where = (
+        f"a symbolic link to {os.readlink(link)}, which was not followed; name that file to have it migrated"
+    )
+    return FileResult(link, findings=(Finding(1, "left", where),))
+
+
+def decode(raw: bytes) -> tuple[str, str]:
+    """The text, newlines as they are, and the encoding that the file declares."""
+    if b"\0" in raw:
+        raise SyntaxError("it holds null bytes, as binary files do")
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+    return raw.decode(encoding), encoding
+
+
+def _write(
+    results: Iterable[FileResult], raws: Mapping[Path, bytes], encodings: Mapping[Path, str]
+) -> list[FileResult]:
+    """Put rewritten texts into their files: all of them, or none where one cannot be written."""
+    results = list(results)
+    texts: dict[Path, bytes] = {}
+    problems: dict[Path, str] = {}
+    for result in (result for result in results if result.changed and not result.problem):
+        try:
+            texts[result.path] = result.after.encode(encodings[result.path])
+            _check_writable(result.path.resolve(), raws[result.path])
+        except (OSError, UnicodeEncodeError) as error:
+            problems[result.path] = f"was not written: {_reason(error)}"
+    if problems:
+        barred = ", ".join(str(path) for path in problems)
+        others = dict.fromkeys(texts, f"was not written, since {barred} cannot be")
+        return _with_problems(results, {**others, **problems})
+    problems = _put(texts, raws)
+    if problems:
+        return _with_problems(results, problems)
+    return [dataclasses.replace(each, written=each.path in texts) for each in results]
+
+
+def _with_problems(results: Iterable[FileResult], problems: Mapping[Path, str]) -> list[FileResult]:
+    return [dataclasses.replace(each, problem=problems.get(each.path, each.problem)) for each in results]
+
+
+def _put(texts: Mapping[Path, bytes], raws: Mapping[Path, bytes]) -> dict[Path, str]:
+    """Write all texts beside their files, then put each in the place of its file; back again where one cannot be."""
+    staged: dict[Path, str] = {}
+    placed: list[Path] = []
+    path = Path()
+    try:
+        for path, text in texts.items():
+            staged[path] = _stage(path.resolve(), text)
+        for path, name in staged.items():
+            _check_writable(path.resolve(), raws[path])
+            placed.append(path)
+            os.replace(name, path.resolve())
+    except BaseException as error:
+        kept = [path for path in placed if not _put_back(path.resolve(), raws[path], texts[path])]
+        if not isinstance(error, OSError):
+            raise
+        others = {
+            other: f"was written, and could not be put back, while {path} could not be written"
+            if other in kept
+            else f"was not written, since {path} cannot be"
+            for other in texts
+        }
+        return {**others, path: f"was not written: {_reason(error)}"}
+    finally:
+        for name in staged.values():
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+    return {}
+
+
+def _put_back(path: Path, before: bytes, after: bytes) -> bool:
+    """Whether a file that may have been written holds what it held, or what somebody else wrote."""
+    try:
+        if path.read_bytes() == after:
+            os.replace(_stage(path, before), path)
+    except OSError:
+        return False
+    return True
+
+
+def _check_writable(path: Path, before: bytes) -> None:
+    # A new file may take the place of one that is not to be written: the folder alone decides about that.
+    if not stat.S_IMODE(path.stat().st_mode) & stat.S_IWUSR or not os.access(path, os.W_OK):
+        raise PermissionError(13, "it is read-only")
+    if path.read_bytes() != before:
+        raise OSError("it was changed by somebody else meanwhile")
+
+
+def _stage(path: Path, text: bytes) -> str:
+    """Write a text into a new file beside its own, with the same mode and owner; returns its name."""
+    now = path.stat()
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(OSError, AttributeError):  # nobody but root may, and not on Windows
+            os.chown(name, now.st_uid, now.st_gid)
+        os.chmod(name, stat.S_IMODE(now.st_mode))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    return name
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeError):
+        return f"its text is not {error.encoding}" if hasattr(error, "encoding") else str(error)
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return " ".join(str(error).split())

@@ -1,0 +1,46 @@
+"""One script, all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from libcst.metadata import ImportAssignment
+
+from castwise.bridges.scripts.migrate.dropins import rewrite_imports
+from castwise.bridges.scripts.migrate.edits import Edits
+from castwise.bridges.scripts.migrate.program import Stay
+from castwise.bridges.scripts.migrate.result import Finding
+from castwise.bridges.scripts.migrate.torch_write import rewrite_session
+from castwise.bridges.scripts.migrate.view import View
+
+
+def rewrite(
+    text: str,
+    *,
+    exported: frozenset[str] = frozenset(),
+    stays: Mapping[str, Stay] = MappingProxyType({}),
+) -> tuple[str, list[Finding]]:
+    """Rewrite a script.
+
+    Args:
+        text: The script.
+        exported: Names that other scripts import from this one; ``*`` where that may be any.
+        stays: Libraries whose imports stay, and why.
+
+    Returns:
+        The script as rewritten, and what there is to say about its lines.
+
+    Raises:
+        SyntaxError: It cannot be parsed.
+    """
+    view = View(text)
+    edits = Edits(view)
+    if "castwise" in view.words and not all(
+        isinstance(item, ImportAssignment) for item in view.globals["castwise"]
+    ):
+        why = "the name castwise is used for something else here, so nothing is rewritten"
+        return text, [Finding(1, "left", why)]
+    rewrite_imports(edits, stays)
+    rewrite_session(edits, exported)
+    return edits.apply(), sorted(edits.findings)

@@ -1,0 +1,125 @@
+"""What a script does with torch's scaler, in order: is it what a session of castwise does?"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import libcst as cst
+
+from castwise.bridges.scripts.migrate.view import Undecided, View, inside
+
+
+def _names(what: str, module: str) -> Mapping[str, str | None]:
+    """The dotted names of something of torch.amp, with the device that each is for; None where an argument says so."""
+    homes = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu", "torch.amp": None}
+    names = {f"{home}.{name}": at for home, at in homes.items() for name in (what, f"{module}.{what}")}
+    return {**names, f"torch.{what}": None}
+
+
+AUTOCAST = _names("autocast", "autocast_mode")
+SCALER = _names("GradScaler", "grad_scaler")
+_JUMPS = (cst.Continue, cst.Break, cst.Return, cst.Raise)
+_ON_GRADIENTS = re.compile(r"clip|grad(ient)?s|grad_norm")
+"""In the names of functions that are given gradients, or parameters for the sake of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One use of a scaler.
+
+    Attributes:
+        kind: What is done.
+        node: The outermost call of it.
+        optimizer: The name of the optimizer it is done with; empty where there is none.
+    """
+
+    kind: Literal["backward", "unscale", "step", "update", "look"]
+    node: cst.Call
+    optimizer: str = ""
+
+
+def check_windows(view: View, events: Iterable[Event]) -> None:
+    """See that every update follows its steps at once, so that it falls where a session makes it.
+
+    A session moves the scale when the next backward begins after a step. A script that updates it elsewhere, or not
+    after each step, has other scales.
+
+    Raises:
+        Undecided: That is so here.
+    """
+    for each in _by_function(view, events):
+        stepped: list[Event] = []
+        for event in each:
+            if event.kind == "step":
+                stepped.append(event)
+            elif event.kind == "update":
+                _check_update(view, event, stepped)
+                stepped = []
+            elif stepped and event.kind != "unscale":
+                what = "a loss is scaled" if event.kind == "backward" else "the scale is read"
+                raise Undecided(event.node, f"{what} between step() and update()")
+        if stepped:
+            raise Undecided(stepped[0].node, "no update() follows this step() in the same function")
+
+
+def _check_update(view: View, update: Event, stepped: list[Event]) -> None:
+    suite = view.suite(update.node)
+    if not stepped:
+        raise Undecided(update.node, "update() follows no step() in the same function")
+    if suite is None or any(view.suite(event.node) is not suite for event in stepped):
+        raise Undecided(update.node, "step() and update() stand in different blocks")
+    for statement in suite.body[view.index(stepped[0].node) : view.index(update.node)]:
+        if any(isinstance(node, _JUMPS) for node in inside(statement)):
+            raise Undecided(statement, "the loop may be left between step() and update()")
+
+
+def check_gradients(view: View, events: Iterable[Event]) -> None:
+    """See that nothing is done with gradients while the scale is in them: a session refuses those changed there.
+
+    Raises:
+        Undecided: Something is.
+    """
+    suspects = [node for node in view.nodes if isinstance(node, (cst.Attribute, cst.Call))]
+    for each in _by_function(view, events):
+        scaled: cst.CSTNode | None = None
+        early = True
+        for event in each:
+            if event.kind == "backward":
+                scaled, early = scaled or event.node, False
+            elif event.kind in ("unscale", "step") and (scaled is not None or early):
+                # where the backward stands below, or elsewhere: all before it, but what makes the optimizer
+                begin = view.position(view.function(event.node)) if scaled is None else view.end(scaled)
+                for node in suspects:
+                    if _takes_gradients(view, node, narrow=scaled is None) and (
+                        begin < view.position(node) < view.position(event.node)
+                    ):
+                        raise Undecided(
+                            node,
+                            f"gradients are used while the scale is in them: {_shown(event)} comes after it",
+                        )
+                scaled, early = None, False
+
+
+def _shown(event: Event) -> str:
+    return f"{'unscale_' if event.kind == 'unscale' else event.kind}({event.optimizer})"
+
+
+def _takes_gradients(view: View, node: cst.CSTNode, *, narrow: bool) -> bool:
+    """Whether a place reads or writes gradients, as far as names tell; ``narrow``: parameters alone are no sign of it."""
+    if isinstance(node, cst.Attribute):
+        outer = view.parent(node)
+        return node.attr.value == "grad" and not (isinstance(outer, cst.Call) and outer.func is node)
+    assert isinstance(node, cst.Call)
+    name = view.code(node.func).rpartition(".")[2]
+    return bool(_ON_GRADIENTS.search(name)) or (not narrow and name in ("parameters", "named_parameters"))
+
+
+def _by_function(view: View, events: Iterable[Event]) -> Iterable[list[Event]]:
+    """The events of each function, in the order of lines."""
+    functions: dict[int, list[Event]] = {}
+    for event in sorted(events, key=lambda event: view.position(event.node)):
+        functions.setdefault(id(view.function(event.node)), []).append(event)
+    return functions.values()

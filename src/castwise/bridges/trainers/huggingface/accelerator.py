@@ -1,0 +1,406 @@
+"""An ``accelerate.Accelerator`` with a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise import Amp, Plan
+from castwise.bridges.trainers.huggingface.steps import (
+    CastwiseOptimizer,
+    SessionScaler,
+    as_plain,
+    inner,
+    updates_in_backward,
+)
+from castwise.bridges.trainers.huggingface.versions import check_version
+from castwise.errors import PlanError, StateError
+
+_WITHOUT = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"}
+"""Kinds of distribution that bring a precision of their own."""
+
+_made: weakref.WeakSet[Amp] = weakref.WeakSet()
+"""Sessions that accelerators made from a plan, and so may end when another accelerator gets the model."""
+
+
+class CastwiseAccelerator(Accelerator):
+    """An ``accelerate.Accelerator`` that prepares models and optimizers by a plan.
+
+    A script that uses Accelerate changes in the line that makes the accelerator and nowhere else. fp16 plans scale the
+    loss on every device, a CPU too; ``optimizer.step_was_skipped`` and so the schedulers are right for every optimizer;
+    ``save_state`` holds loss scales, and weights in fp32 where the plan keeps masters.
+
+    Args:
+        plan: A :class:`~castwise.Plan`, a preset name, the path of a plan file, or an :class:`~castwise.Amp` made for
+            the accelerator's device, whose models may be prepared already.
+        prepare_options: For :meth:`castwise.Amp.prepare` of every model, such as ``{"methods": ("encode",)}``.
+        kwargs: As for ``accelerate.Accelerator``, without ``mixed_precision``.
+
+    Raises:
+        PlanError: A plan and ``mixed_precision``, or another setting of precision, at once.
+        StateError: Sharding that Accelerate does not leave to the plan.
+    """
+
+    amp: Amp
+    """The session."""
+    _plain: type[Accelerator] = Accelerator
+    """What a pickle of this very class is of; a class that is derived from it pickles as itself."""
+
+    def __init__(
+        self,
+        plan: Amp | Plan | str | os.PathLike[str],
+        *,
+        prepare_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        asked = kwargs.get("mixed_precision")
+        _refuse_two(plan, {"mixed_precision": asked} if asked not in (None, "no") else {})
+        super().__init__(**kwargs)
+        self._follow(plan, prepare_options)
+
+    @classmethod
+    def adopt(
+        cls,
+        accelerator: Any,
+        plan: Amp | Plan | str | os.PathLike[str],
+        prepare_options: Mapping[str, Any] | None = None,
+    ) -> CastwiseAccelerator:
+        """Give a plan to an accelerator that has prepared nothing yet; it becomes one of this class, in place.
+
+        Args:
+            accelerator: Made without ``mixed_precision``; one of a derived class keeps what that adds.
+            plan: As for the class.
+            prepare_options: As for the class.
+
+        Returns:
+            The same object.
+
+        Raises:
+            PlanError: As for the class.
+            StateError: It has prepared something, or as for the class.
+        """
+        if accelerator._models or accelerator._optimizers:
+            raise StateError(
+                f"CastwiseAccelerator.adopt: this {type(accelerator).__name__} has prepared models or optimizers already; give it the "
+                "plan before its first prepare"
+            )
+        kind = type(accelerator)
+        accelerator.__class__ = (
+            cls if kind is Accelerator else type(f"Castwise{kind.__name__}", (cls, kind), {"_plain": kind})
+        )
+        try:
+            accelerator._follow(plan, prepare_options)
+        except BaseException:
+            accelerator.__class__ = kind
+            raise
+        adopted: CastwiseAccelerator = accelerator
+        return adopted
+
+    def _follow(
+        self, plan: Amp | Plan | str | os.PathLike[str], prepare_options: Mapping[str, Any] | None
+    ) -> None:
+        check_version("accelerate")
+        settings = {} if self.mixed_precision == "no" else {"mixed_precision": self.mixed_precision}
+        if self.scaler_handler is not None:
+            settings["kwargs_handlers"] = type(self.scaler_handler).__name__
+        _refuse_two(plan, settings)
+        if self.distributed_type.name in _WITHOUT:
+            raise StateError(
+                f"CastwiseAccelerator(plan={_shown(plan)}): Accelerate runs {self.distributed_type.name} here, which sets precisions "
+                "of its own. Allowed: one process, or DistributedDataParallel on several. To shard by FSDP2 under a plan, use "
+                "castwise.Amp in a loop of your own: amp.fully_shard(model), then amp.prepare(model, optimizer)"
+            )
+        if isinstance(plan, Amp):
+            if plan.device_type != self.device.type:
+                raise StateError(
+                    f"CastwiseAccelerator({plan!r}): this accelerator is for {self.device.type!r}. Make the session for it, "
+                    f"castwise.Amp({str(plan.plan)!r}, device={self.device.type!r}), or give the plan alone"
+                )
+            self.amp = plan
+        else:
+            self.amp = Amp(plan, device=self.device)
+            _made.add(self.amp)
+        compiler = self.state.dynamo_plugin.backend.value
+        if self.amp.plan.compile != "as_given" and compiler != "NO":
+            raise PlanError(
+                f"CastwiseAccelerator(plan={_shown(plan)}): the plan compiles the model, and so does Accelerate by {compiler!r}. Leave "
+                "dynamo_backend= (torch_compile=True of TrainingArguments) out, or use a plan with compile='as_given'"
+            )
+        self._options = {} if prepare_options is None else dict(prepare_options)
+        self.scaler = SessionScaler(self.amp)
+        self._taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A pickle is of Accelerate's own class, without a session."""
+        _, _, state, *_ = super().__reduce_ex__(protocol)
+        kept = {name: value for name, value in state.items() if name not in ("amp", "_options", "_taken")}
+        return as_plain(vars(type(self)).get("_plain", type(self)), kept | {"scaler": None})
+
+    # --- preparing --------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Prepare models with the optimizers that update them by the plan, then all else as Accelerate does.
+
+        Args:
+            args: As in Accelerate. Under a plan with fp32 masters, a model and its optimizers come in one call.
+            device_placement: As in Accelerate.
+
+        Returns:
+            What Accelerate returns, in the same order.
+
+        Raises:
+            StateError: What :meth:`castwise.Amp.prepare` refuses; an optimizer without its model; a model that a session
+                of somebody else has prepared.
+        """
+        optimizers = [inner(each) for each in args if isinstance(each, Optimizer)]
+        places: Sequence[bool | None] = device_placement or [None] * len(args)
+        for model, place in zip(args, places, strict=False):
+            if isinstance(model, nn.Module):
+                self._take_in(model, optimizers, place)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare one model by the plan, then as Accelerate does.
+
+        Args:
+            model: As for :meth:`castwise.Amp.prepare`.
+            device_placement: As in Accelerate.
+            evaluation_mode: As in Accelerate.
+        """
+        self._take_in(model, [], device_placement)
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> CastwiseOptimizer:
+        """Prepare one optimizer of models that were prepared before it.
+
+        Args:
+            optimizer: Any optimizer of torch's kind.
+            device_placement: As in Accelerate.
+
+        Returns:
+            It in a wrapper, which steps by the session.
+
+        Raises:
+            StateError: It updates no model that was prepared here.
+        """
+        if isinstance(optimizer, CastwiseOptimizer) and optimizer.amp is self.amp:
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        raw = inner(optimizer)
+        self.has_lomo_optimizer |= updates_in_backward(raw)
+        for model in list(self._taken):
+            self._take_in(model, [raw], False)
+        if not self.amp.holds(raw):
+            raise StateError(
+                f"prepare({type(raw).__name__}): it updates no model that this accelerator has prepared; give both to one call: "
+                "accelerator.prepare(model, optimizer)"
+            )
+        placed = self.device_placement if device_placement is None else device_placement
+        wrapped = CastwiseOptimizer(raw, self.amp, placed)
+        self._optimizers.append(wrapped)
+        return wrapped
+
+    def take_in(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        """Prepare a model and its optimizers by the plan, and leave wrapping to whoever calls.
+
+        Args:
+            model: In a wrapper or not; moved to the accelerator's device.
+            optimizers: Those that update it.
+
+        Raises:
+            StateError: As for :meth:`prepare`.
+        """
+        self._take_in(model, [inner(each) for each in optimizers], None)
+
+    def _take_in(self, model: nn.Module, optimizers: Sequence[Optimizer], place: bool | None) -> None:
+        model = self.unwrap_model(model, keep_torch_compile=False)
+        if (self.device_placement if place is None else place) and not _is_placed(model):
+            model.to(self.device)
+        amp, owner = self.amp, Amp.of(model)
+        if owner is not None and owner is not amp:
+            if owner not in _made:
+                raise StateError(
+                    f"prepare({type(model).__name__}): {owner!r} has prepared it already, and this accelerator would by {amp!r}. Give "
+                    "the accelerator that session in the place of a plan, or close() it first"
+                )
+            owner.close()
+        self._taken.add(model)
+        updating = [each for each in optimizers if _updates(each, model)]
+        if Amp.of(model) is None:
+            amp.prepare(model, *updating, **self._options)
+        elif late := [each for each in updating if not amp.holds(each)]:
+            if amp.plan.stores_low or amp.plan.keeps_masters:
+                self._begin_again(late[0], optimizers)
+            else:
+                amp.prepare(model, *late)
+
+    def _begin_again(self, late: Optimizer, optimizers: Sequence[Optimizer]) -> None:
+        """Take the plan off models that were prepared to be evaluated, and prepare them with what trains them."""
+        if self._optimizers or self.amp not in _made:
+            raise StateError(
+                f"prepare({type(late).__name__}): the plan {self.amp.plan} has stored parameters of its model low already, which the "
+                "optimizer has to know when that is done; give a model and all of its optimizers to one call: "
+                "accelerator.prepare(model, optimizer)"
+            )
+        self.amp.close()
+        for model in list(self._taken):
+            updating = [each for each in optimizers if _updates(each, model)]
+            self.amp.prepare(model, *updating, **self._options)
+
+    # --- losses and gradients ---------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute scaled gradients of a loss, divided by the number of accumulated batches as Accelerate does.
+
+        Args:
+            loss: Scalar of any floating dtype.
+            kwargs: As for :meth:`castwise.Amp.backward`; ``name`` gives a loss a scale of its own. ``learning_rate`` is for LOMO,
+                which updates weights inside of the backward.
+
+        Raises:
+            StateError: A ``learning_rate`` without such an optimizer.
+        """
+        learning_rate = kwargs.pop("learning_rate", None)
+        loss = loss / self.gradient_accumulation_steps
+        if learning_rate is None:
+            self.amp.backward(loss, **kwargs)
+        elif self.has_lomo_optimizer:
+            for each in self._optimizers:
+                optimizer: Any = inner(each)
+                if updates_in_backward(optimizer):
+                    optimizer.fused_backward(loss, learning_rate)
+        else:
+            raise StateError(
+                f"backward(learning_rate={learning_rate!r}): none of the optimizers that were prepared updates weights inside of the "
+                "backward, as LOMO does, so that nothing would take it. Leave it out: the optimizer's groups hold the rate"
+            )
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Divide gradients by their loss scale, in place; nothing where that was done, or there is none.
+
+        Args:
+            optimizer: Whose; by default all that were prepared.
+        """
+        given = self._optimizers if optimizer is None else optimizer
+        for each in [given] if isinstance(given, Optimizer) else given:
+            self.amp.unscale_(inner(each))
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clip by the global norm of the unscaled gradients.
+
+        Args:
+            parameters: Of prepared models.
+            max_norm: Largest norm; ``inf`` for the norm alone.
+            norm_type: As in ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns:
+            The norm before clipping, a 0-dim tensor on the gradients' device; not finite where the step will be skipped.
+
+        Raises:
+            PlanError: A ``max_norm`` that is no norm.
+        """
+        return self.amp.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip every element of the unscaled gradients to ``[-clip_value, clip_value]``.
+
+        Args:
+            parameters: Of prepared models.
+            clip_value: Largest magnitude.
+        """
+        self.amp.clip_grad_value_(parameters, clip_value)
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """The plan's casting as a block, for code outside of prepared models.
+
+        Args:
+            autocast_handler: An ``AutocastKwargs``, whose ``enabled=False`` makes an fp32 island; ``cache_enabled`` is as in torch.
+        """
+        handler = self.autocast_handler if autocast_handler is None else autocast_handler
+        enabled, cache = (True, None) if handler is None else (handler.enabled, handler.cache_enabled)
+        with self.amp.autocast(enabled=enabled, cache_enabled=cache):
+            yield
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Let go of all that was prepared, as Accelerate does, and take the plan off models; what is prepared next begins anew.
+
+        Args:
+            objects: As in Accelerate.
+
+        Returns:
+            As many times None.
+        """
+        if self.amp in _made:
+            self.amp.close()
+            self._taken.clear()
+        released: list[Any] = super().free_memory(*objects)
+        return released
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped, those before a checkpoint that was loaded included."""
+        return self.scaler.skipped_steps
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """A model's state, in fp32 from the masters where the plan keeps them: what ``save_state`` and ``save_model`` save.
+
+        Args:
+            model: As it was prepared.
+            unwrap: Whether keys are those of the model inside a wrapper.
+        """
+        module = self.unwrap_model(model, keep_torch_compile=False)
+        if self.amp.plan.keeps_masters and Amp.of(module) is self.amp:
+            return self.amp.model_state_dict(module if unwrap else model)
+        state: dict[str, Any] = super().get_state_dict(model, unwrap)
+        return state
+
+
+def _updates(optimizer: Optimizer, model: nn.Module) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_placed(model: nn.Module) -> bool:
+    """Whether a model lies where it is by the choice of whoever loaded it: on several devices, sharded or quantised."""
+    chosen = ("hf_device_map", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    return any(getattr(model, name, None) for name in chosen) or any(
+        hasattr(parameter, "device_mesh") for parameter in model.parameters()
+    )
+
+
+def _shown(plan: Amp | Plan | str | os.PathLike[str]) -> str:
+    return repr(str(plan.plan if isinstance(plan, Amp) else plan))
+
+
+def _refuse_two(plan: Amp | Plan | str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+    """See that nothing but the plan says in which precision to train.
+
+    Raises:
+        PlanError: Something does.
+    """
+    if settings:
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise PlanError(
+            f"CastwiseAccelerator(plan={_shown(plan)}) together with {given}: two settings of precision at once. Allowed: the plan "
+            "alone, with loss_scale= in it where the scale is to begin elsewhere. Leave the other out, also of "
+            "`accelerate launch --mixed_precision`, of its configuration file and of ACCELERATE_MIXED_PRECISION"
+        )

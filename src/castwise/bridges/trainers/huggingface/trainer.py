@@ -1,0 +1,178 @@
+"""A ``transformers.Trainer`` with a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from castwise import Amp, Plan
+from castwise.bridges.trainers.huggingface.accelerator import CastwiseAccelerator
+from castwise.bridges.trainers.huggingface.versions import check_version
+from castwise.errors import PlanError
+
+STATE = "castwise.json"
+"""In a checkpoint: the plan, the loss scale and how many steps were skipped."""
+
+
+class CastwiseMixin:
+    """Gives a plan to any trainer that is derived from ``transformers.Trainer``: ``class Mine(CastwiseMixin, SFTTrainer)``.
+
+    Everything that such a trainer does stays its own: accumulation, clipping, schedulers, evaluation, callbacks, an
+    overridden ``compute_loss``. The model runs, and losses are scaled, unscaled, clipped and stepped, by the plan.
+    Checkpoints hold the loss scales, and weights in fp32 where the plan keeps masters, so that a run that is resumed
+    goes on bit for bit. A skipped step moves no scheduler; ``state.global_step`` counts it all the same, since the Trainer
+    finds its place in the data by it, and ``skipped_steps`` in the log says how many there were.
+
+    Args:
+        args: As for the trainer.
+        plan: A :class:`~castwise.Plan`, a preset name, the path of a plan file, or an :class:`~castwise.Amp`.
+        prepare_options: For :meth:`castwise.Amp.prepare`, such as ``{"methods": ("encode",)}``.
+        kwargs: As for the trainer.
+
+    Raises:
+        PlanError: A plan and another setting of precision, such as ``TrainingArguments(bf16=True)``, at once.
+        StateError: Sharding that Accelerate does not leave to the plan.
+    """
+
+    accelerator: CastwiseAccelerator
+    args: Any
+    model: Any
+    optimizer: Any
+    is_in_train: bool
+
+    def __init__(
+        self,
+        *args: Any,
+        plan: Amp | Plan | str | os.PathLike[str],
+        prepare_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._plan, self._options = plan, prepare_options
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator as the trainer does, and give it the plan.
+
+        Raises:
+            PlanError: As for the class.
+            StateError: As for the class.
+        """
+        check_version("transformers")
+        names = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
+        given = [f"{name}=True" for name in names if getattr(self.args, name, False)]
+        if not given and self.args.mixed_precision != "no":
+            given = [f"ACCELERATE_MIXED_PRECISION={self.args.mixed_precision}"]
+        if given:
+            plan = self._plan.plan if isinstance(self._plan, Amp) else self._plan
+            raise PlanError(
+                f"{type(self).__name__}(plan={str(plan)!r}) together with {', '.join(given)}: two settings of precision at once. "
+                "Allowed: the plan alone. Leave the other out of TrainingArguments and of the environment, or train by "
+                "transformers.Trainer without a plan"
+            )
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        plan = CastwiseAccelerator.adopt(self.accelerator, self._plan, self._options).amp.plan
+        if self.args.tf32 is not None and (plan.fp32_matmul, plan.fp32_conv) != ("as_is", "as_is"):
+            raise PlanError(
+                f"{type(self).__name__}(plan={str(plan)!r}) together with tf32={self.args.tf32}: both say what fp32 products may use "
+                "inside. Leave tf32 out of TrainingArguments, or use a plan with fp32_matmul='as_is' and fp32_conv='as_is'"
+            )
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        if self.args.n_gpu > 1:  # it goes into a DataParallel here, and to Accelerate no more
+            optimizers = [] if self.optimizer is None else [self.optimizer]
+            self.accelerator.take_in(model, *optimizers)
+        return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def _keeps_masters(self) -> bool:
+        amp = self.accelerator.amp
+        return amp.plan.keeps_masters and Amp.of(self.accelerator.unwrap_model(self.model)) is amp
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not self._keeps_masters():
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        super()._save(output_dir, state_dict or self.accelerator.amp.model_state_dict(model))  # type: ignore[misc]
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        # The configuration names the format that the model is stored in; adapters have none. One process writes.
+        if self.args.should_save and (folder / "config.json").is_file():
+            stored, model.config.dtype = model.config.dtype, torch.float32
+            model.config.save_pretrained(folder)
+            model.config.dtype = stored
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self._keeps_masters() and not _has_adapters(self.model):
+            # The trainer has loaded weights before there were masters, into whatever the model was made in.
+            self._load_from_checkpoint(checkpoint, self.model)
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with self._adapters_widened():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        with self._adapters_widened():
+            super()._load_best_model()  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _adapters_widened(self) -> Iterator[None]:
+        """Take the plan off while PEFT loads adapters, whose parameters it casts to fp32 itself, past their masters."""
+        if not (self._keeps_masters() and _has_adapters(self.model)):
+            yield
+            return
+        self.accelerator.amp.close()
+        try:
+            yield
+        finally:
+            self.accelerator.take_in(self.model, *([] if self.optimizer is None else [self.optimizer]))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        scaler = self.accelerator.scaler
+        if scaler.is_enabled():  # or a Trainer without a scaler could not go on from here
+            super()._save_scaler(output_dir)  # type: ignore[misc]
+        if self.args.should_save:
+            Path(output_dir, STATE).write_text(json.dumps(scaler.state_dict(), indent=2), encoding="utf-8")
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and (file := Path(checkpoint, STATE)).is_file():
+            self.accelerator.scaler.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+        else:
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as the trainer does; beside a training loss also ``skipped_steps``, and ``loss_scale`` where there is one.
+
+        ``restored_buffers`` says how many buffers these steps had made non-finite and were put back, if there were any.
+
+        Args:
+            logs: Values by name.
+            args: As for the trainer.
+            kwargs: As for the trainer.
+        """
+        if self.is_in_train and "loss" in logs:
+            scaler = self.accelerator.scaler
+            logs = {**logs, "skipped_steps": scaler.skipped_steps}
+            if restored := scaler.restored_buffers:
+                logs["restored_buffers"] = sum(restored.values())
+            if scaler.is_enabled():
+                logs["loss_scale"] = scaler.get_scale()
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def _has_adapters(model: Any) -> bool:
+    """Whether a model is PEFT's, or holds adapters of it."""
+    return bool(getattr(model, "peft_config", None))
+
+
+class CastwiseTrainer(CastwiseMixin, Trainer):
+    """A ``transformers.Trainer`` with a plan; see :class:`CastwiseMixin`."""

@@ -1,0 +1,501 @@
+"""The plug-in."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning
+import torch
+from lightning import Fabric, LightningModule
+from lightning.fabric.strategies import ddp, dp, model_parallel
+from lightning.pytorch import strategies
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from castwise import Amp, Plan, StepResult
+from castwise.bridges.trainers.lightning.parts import (
+    Resting,
+    check_alone,
+    evaluates,
+    noting,
+    params_of,
+    save_masters,
+    unwrapped,
+)
+from castwise.core.plans.plan import as_plan
+from castwise.errors import PlanError, StateError
+
+_TESTED = "2.6"
+"""The release of Lightning whose hooks these are."""
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_NAMES = {
+    "fp32": ("32-true", "32-true"),
+    "bf16": ("bf16-mixed", "bf16-true"),
+    "fp16": ("16-mixed", "16-true"),
+}
+"""By what a plan computes in: Lightning's name of the nearest setting, where parameters stay fp32 and where they do not."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AVERAGING = (StochasticWeightAveraging, WeightAveraging)
+_SHARDED = (model_parallel.ModelParallelStrategy, strategies.ModelParallelStrategy)
+_WRAPPING = (
+    ddp.DDPStrategy,
+    dp.DataParallelStrategy,
+    strategies.DDPStrategy,
+)
+
+
+class CastwisePrecision(Precision):
+    """A precision plan for ``Trainer(plugins=[CastwisePrecision(plan)])`` or ``Fabric(plugins=[CastwisePrecision(plan)])``.
+
+    Args:
+        plan: A :class:`~castwise.Plan`, a preset name, or the path of a plan file.
+        model: Paths of the submodules that the plan is for, as ``"net"``: then these run by it, and the rest of a
+            ``LightningModule``, its loss among that, runs as it is. By default the whole module does, its ``training_step`` and
+            the other steps included, as under Lightning's own precisions; floating tensors of a batch, targets too, are then
+            cast under plans that store parameters low. Regions of the plan name modules below these.
+        methods: Methods other than ``forward`` and the steps that are called from outside, to run by the plan too.
+        nonfinite: As for :class:`castwise.Amp`.
+        patience: As for :class:`castwise.Amp`.
+        group: As for :class:`castwise.Amp`.
+
+    Attributes:
+        plan: The plan.
+        last_step: What became of the last optimizer step; None before the first. A scheduler that is stepped by hand should
+            rest where ``last_step.skipped``; those that a Trainer steps at the interval ``"step"`` do.
+
+    Raises:
+        PlanError: A plan that does not exist or cannot be, or ``model`` that is no path.
+
+    Warns:
+        UserWarning: Lightning is of another release than the one that this was tested with.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | os.PathLike[str] | torch.dtype,
+        *,
+        model: str | Sequence[str] | None = None,
+        methods: Sequence[str] = (),
+        nonfinite: str = "skip",
+        patience: int = 10,
+        group: Any = None,
+    ) -> None:
+        _check_release()
+        self.plan = as_plan(plan)
+        paths = [model] if isinstance(model, str) else model
+        if paths is not None and not (
+            isinstance(paths, Sequence) and paths and all(isinstance(path, str) and path for path in paths)
+        ):
+            raise PlanError(
+                f"CastwisePrecision(model={model!r}) is not allowed. Allowed: the path of a submodule such as 'net', a sequence of "
+                "such paths, or None for the whole module."
+            )
+        self.precision = _NAMES[self.plan.compute][self.plan.params == "compute"]  # type: ignore[assignment]
+        self.last_step: StepResult | None = None
+        self._paths = paths
+        self._methods = tuple(methods)
+        self._options = {"nonfinite": nonfinite, "patience": patience, "group": group}
+        self._amp: Amp | None = None
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._own_steps: frozenset[str] = frozenset()
+        """Steps that were put on the instance, which no border can be around."""
+        self._undo: list[Callable[[], object]] = []
+        self._module: LightningModule | None = None
+        """The Trainer's; None under Fabric."""
+        self._fabric: tuple[Fabric, Sequence[Optimizer], bool] | None = None
+        """While Fabric sets something up: which does, with which optimizers, and whether it moves the module."""
+        self._waiting: list[nn.Module] = []
+        """Modules of Fabric that are prepared with an optimizer, or at their first call."""
+        self._watched = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy and a pickle, as a Trainer's hold one, have the plan and no session."""
+        return vars(self) | {
+            "last_step": None, "_amp": None, "_roots": [], "_own_steps": frozenset(), "_undo": [], "_module": None, "_fabric": None,
+            "_waiting": [], "_watched": False,
+        }  # fmt: skip
+
+    @property
+    def amp(self) -> Amp:
+        """The session; made when it is first asked for, of the device that the model is set up on."""
+        return self._open(None)
+
+    @property
+    def scaler(self) -> Any:
+        """The session's :class:`castwise.GradScaler` under a plan with a loss scale, else None."""
+        return None if self.plan.loss_scale is None or self._amp is None else self._amp.scaler
+
+    def _open(self, device_type: str | None) -> Amp:
+        amp = self._amp
+        if amp is None or (device_type not in (None, amp.device_type) and not self._alive()):
+            self._amp = Amp(self.plan, device=device_type, **self._options)
+            if amp is not None:
+                self._amp.load_state_dict(amp.state_dict())
+            return self._amp
+        return amp
+
+    def fully_shard(
+        self, model: nn.Module, *, mesh: Any, blocks: Iterable[nn.Module] = (), **options: Any
+    ) -> nn.Module:
+        """FSDP2's ``fully_shard`` by the plan, for ``configure_model`` of a Trainer or ``parallelize_fn`` of a Fabric.
+
+        Args:
+            model: What to shard: the whole module, or a part of it.
+            mesh: ``device_mesh["data_parallel"]`` of the strategy.
+            blocks: As for :meth:`castwise.Amp.fully_shard`.
+            options: As for :meth:`castwise.Amp.fully_shard`.
+
+        Returns:
+            The model.
+        """
+        amp = self._open(mesh.device_type)
+        amp.fully_shard(model, mesh=mesh, blocks=blocks, part=self._paths is None, **options)
+        return model
+
+    # --- preparing ----------------------------------------------------------------------------------------
+
+    def _alive(self) -> list[nn.Module]:
+        return [root for reference in self._roots if (root := reference()) is not None]
+
+    def _roots_of(self, module: nn.Module) -> list[nn.Module]:
+        if self._paths is None:
+            return [module]
+        known = [name for name, _ in module.named_children()]
+        roots = []
+        for path in self._paths:
+            try:
+                roots.append(module.get_submodule(path))
+            except AttributeError:
+                raise PlanError(
+                    f"CastwisePrecision(model={path!r}): {type(module).__name__} has no submodule of that path. "
+                    f"Allowed: {', '.join(map(repr, known)) or 'none, for it has none'}, and those below."
+                ) from None
+        return roots
+
+    def _prepare(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        amp, kind = self.amp, type(module).__name__
+        whole = isinstance(module, LightningModule) and self._paths is None
+        if whole and getattr(module, "_compiler_ctx", None) is not None:
+            raise StateError(
+                f"CastwisePrecision: this {kind} is compiled already, its steps included, and a plan comes before compiling. Give "
+                "the Trainer the module itself, and compile by CastwisePrecision('...+compile=default', model='...')"
+            )
+        if whole and self.plan.compile != "as_given":
+            raise StateError(
+                f"CastwisePrecision({str(self.plan)!r}): the plan compiles the model, and {kind} is called by its steps. Name what is "
+                "to be compiled: CastwisePrecision(plan, model='net')"
+            )
+        optimizers = [*optimizers]
+        self._own_steps = frozenset(step for step in _STEPS if step in vars(module)) if whole else frozenset()
+        for root in self._roots_of(module):
+            own = {id(parameter) for parameter in root.parameters()}
+            mine = [one for one in optimizers if not own.isdisjoint(map(id, params_of(one)))]
+            steps = [step for step in _STEPS if step not in self._own_steps] if whole else []
+            amp.prepare(root, *mine, methods=(*steps, *self._methods))
+            self._roots.append(weakref.ref(root))
+            if self.plan.keeps_masters and not any(hasattr(p, "placements") for p in root.parameters()):
+                self._undo.append(root.register_state_dict_post_hook(save_masters).remove)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Prepare the module where it is wrapped next; else that waits for the optimizers. Returns the same module."""
+        if self._fabric is not None:
+            fabric, optimizers, moves = self._fabric
+            if isinstance(fabric.strategy, _SHARDED):
+                return module
+            if moves:
+                fabric.to_device(module)
+            self._take(module, optimizers, isinstance(fabric.strategy, _WRAPPING))
+        elif isinstance(module, LightningModule):
+            trainer = module.trainer
+            strategy = trainer.strategy
+            self._module, self._watched = module, False
+            check_alone(module, self._open(strategy.root_device.type))
+            if isinstance(strategy, _WRAPPING) and trainer.state.fn == TrainerFn.FITTING:
+                strategy.model_to_device()
+                strategy.setup_optimizers(trainer)
+                self._prepare(module, strategy.optimizers)
+                # the strategy would make the optimizers after it has wrapped the module: they are made
+                strategy.setup_optimizers = _nothing  # type: ignore[method-assign]
+                self._undo.append(functools.partial(vars(strategy).pop, "setup_optimizers", None))
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Prepare a Trainer's module, and let its schedulers rest at steps that are skipped.
+
+        Warns:
+            UserWarning: A callback averages weights that the plan stores low.
+        """
+        module = self._module
+        assert module is not None
+        trainer: Any = module.trainer
+        vars(trainer.strategy).pop("setup_optimizers", None)
+        if not self._alive():
+            self._prepare(module, optimizers)
+        averaging = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _AVERAGING)]
+        if self.plan.stores_low and averaging:
+            warnings.warn(
+                f"The average that Lightning's {averaging[0]} keeps is of weights rounded to {self.plan.compute}, and is itself rounded "
+                f"when the model takes it, since the plan {self.plan} stores parameters low. Average by castwise.AveragedModel(model), "
+                "or use a plan that stores them in fp32.",
+                stacklevel=2,
+            )
+        return model, optimizers, [Resting(config, self) for config in lr_schedulers]
+
+    def teardown(self) -> None:
+        """Take the plan off: the model holds fp32 weights, and what :meth:`state_dict` gives stays."""
+        while self._undo:
+            self._undo.pop()()
+        self._roots.clear()
+        self._waiting.clear()
+        self._module = None
+        if self._amp is not None:
+            self._amp.close()
+
+    # --- Fabric -------------------------------------------------------------------------------------------
+
+    def _set_up(self, fabric: Fabric, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One of Fabric's calls that set modules and optimizers up."""
+        given = inspect.signature(call).bind(fabric, *args, **kwargs)
+        given.apply_defaults()
+        optimizers = [unwrapped(optimizer) for optimizer in given.arguments.get("optimizers", ())]
+        self._open(fabric.device.type)
+        if "module" not in given.arguments:
+            self._join(optimizers)
+            return call(fabric, *args, **kwargs)
+        self._fabric = fabric, optimizers, bool(given.arguments["move_to_device"])
+        try:
+            result = call(fabric, *args, **kwargs)
+        finally:
+            self._fabric = None
+        if isinstance(fabric.strategy, _SHARDED):  # prepared after it was sharded
+            self._take((result[0] if optimizers else result).module, optimizers, False)
+        return result
+
+    def _take(self, module: nn.Module, optimizers: Sequence[Optimizer], wraps: bool) -> None:
+        check_alone(module, self.amp)
+        if optimizers or not self.plan.stores_low:
+            self._prepare(module, optimizers)
+        elif not wraps:
+            self._waiting.append(module)
+        else:
+            raise StateError(
+                f"CastwisePrecision({str(self.plan)!r}): the plan stores parameters low, so a module that is wrapped is prepared with "
+                "its optimizer. Call fabric.setup(model, optimizer) in place of setup_module and setup_optimizers"
+            )
+
+    def _join(self, optimizers: Sequence[Optimizer]) -> None:
+        ids = {id(parameter) for optimizer in optimizers for parameter in params_of(optimizer)}
+        for module in [*self._waiting]:
+            if not ids.isdisjoint(map(id, module.parameters())):
+                self._waiting.remove(module)
+                self._prepare(module, optimizers)
+                return
+        for root in self._alive():
+            if not ids.isdisjoint(map(id, root.parameters())):
+                self.amp.prepare(root, *optimizers)
+
+    def convert_input(self, data: Any) -> Any:
+        """The inputs as they are, since the module casts them. Modules of Fabric that got no optimizer are prepared now.
+
+        Raises:
+            StateError: Fabric's module is called in an autocast block to a format that the plan has not.
+        """
+        while self._waiting:
+            self._prepare(self._waiting.pop(0), ())
+        if self._module is None and (found := self._foreign("The model that Fabric has set up")):
+            raise StateError(found[0])
+        return data
+
+    # --- contexts -----------------------------------------------------------------------------------------
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """The plan's casting as a block: ``fabric.autocast()``."""
+        return self.amp.autocast()
+
+    @contextmanager
+    def train_step_context(self) -> Generator[None]:
+        """Around a ``training_step``, which runs by the plan.
+
+        Raises:
+            StateError: The first one autocasts to a format that the plan has not.
+        """
+        with self._around("training_step"):
+            if self._watched:
+                yield
+                return
+            found: list[str] = []
+            handle = register_module_forward_pre_hook(functools.partial(self._look, found))
+            try:
+                yield
+            finally:
+                handle.remove()
+        self._watched = True
+        if found:
+            raise StateError(found[0])
+
+    @contextmanager
+    def val_step_context(self) -> Generator[None]:
+        """Around a ``validation_step``, which runs by the plan."""
+        with self._around("validation_step"):
+            yield
+
+    @contextmanager
+    def test_step_context(self) -> Generator[None]:
+        """Around a ``test_step``, which runs by the plan."""
+        with self._around("test_step"):
+            yield
+
+    @contextmanager
+    def predict_step_context(self) -> Generator[None]:
+        """Around a ``predict_step``, which runs by the plan."""
+        with self._around("predict_step"):
+            yield
+
+    def _around(self, step: str) -> AbstractContextManager[Any]:
+        """A block for a step that was put on the instance; others have a border of their own."""
+        return self.amp.autocast() if step in self._own_steps else nullcontext()
+
+    def _look(self, found: list[str], module: nn.Module, args: Any) -> None:
+        found += self._foreign(f"training_step: {type(module).__name__}")
+
+    def _foreign(self, who: str) -> list[str]:
+        """A sentence where ``who`` is called in an autocast block to a format that the plan has not."""
+        kind = self.amp.device_type
+        if not torch.is_autocast_enabled(kind):
+            return []
+        dtype = torch.get_autocast_dtype(kind)
+        formats = {self.plan.compute, *(region.compute for region in self.plan.regions)}
+        if dtype in {torch.float32, *(_DTYPES[name] for name in formats if name in _DTYPES)}:
+            return []
+        return [
+            f"{who} is called in torch.autocast({kind!r}, dtype={dtype}) under the plan {self.plan}, which are two precision settings "
+            "at once. Remove the autocast block, or have a region of the plan say so"
+        ]
+
+    # --- backward -----------------------------------------------------------------------------------------
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Lightning's callbacks before backward; they are given the loss without its scale."""
+        return tensor if self._module is None else super().pre_backward(tensor, module)
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Compute scaled gradients, by the module's own ``backward`` under a Trainer."""
+        # in manual optimization this is within the training_step, whose casts are not for backward: regions have their own
+        with torch.autocast(self.amp.device_type, enabled=False):
+            if self._module is not None:
+                super().backward(self.amp.scale(tensor), model, *args, **kwargs)
+            elif args or kwargs.get("gradient") is not None:
+                self.amp.scale(tensor).backward(*args, **kwargs)
+            else:
+                self.amp.backward(tensor, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Lightning's callbacks after backward. Gradients hold the loss scale until they are clipped or stepped on."""
+        return tensor if self._module is None else super().post_backward(tensor, module)
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Unscale, agree, then step, or skip where a gradient is not finite.
+
+        Returns:
+            What the closure returned first; where that is nothing, the :class:`castwise.StepResult`.
+        """
+        if self._module is not None and closure is not None:
+            closure = functools.partial(self._wrap_closure, model, optimizer, closure)
+        if not self.amp.holds(optimizer):
+            if self.plan.loss_scale is not None:
+                raise StateError(
+                    f"{type(optimizer).__name__}.step(): {self} has not prepared this optimizer, which updates nothing that the plan is "
+                    "for or was made in the middle of a fit, and gradients hold the loss scale. Have one optimizer update all, in "
+                    "groups; name each part that is trained, model=['net', 'other']; keep the optimizers that configure_optimizers "
+                    "made; or use a plan without a loss scale, such as 'bf16-mixed'"
+                )
+            return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
+        if kwargs:
+            raise StateError(
+                f"{type(optimizer).__name__}.step({', '.join(kwargs)}): under a plan a step takes a closure and nothing else. Set "
+                "options in optimizer.param_groups"
+            )
+        values: list[Any] = []
+        if closure is not None and evaluates(optimizer):
+            self.last_step = self.amp.step(optimizer, closure=noting(closure, values))
+        else:
+            values += [] if closure is None else [closure()]
+            if values == [None] and all(p.grad is None for p in params_of(optimizer)):
+                return None  # a training_step that returned None has left this batch out
+            self.last_step = self.amp.step(optimizer)
+        return self.last_step if not values or values[0] is None else values[0]
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        if self.plan.loss_scale is not None and self.amp.holds(optimizer):
+            self.amp.unscale_(optimizer)  # what looks at gradients before the step sees true ones
+        super()._after_closure(model, optimizer)
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Divide an optimizer's gradients by the loss scale, as Fabric does before it clips."""
+        self.amp.unscale_(unwrapped(optimizer))
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip by the global norm of the unscaled gradients, that of all shards where there are any."""
+        optimizer = unwrapped(optimizer)
+        if self.amp.holds(optimizer):
+            self.amp.clip_grad_norm_(optimizer, clip_val)
+        else:
+            super().clip_grad_by_norm(optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Clip each element of the unscaled gradients."""
+        optimizer = unwrapped(optimizer)
+        if self.amp.holds(optimizer):
+            self.amp.clip_grad_value_(optimizer, clip_val)
+        else:
+            super().clip_grad_by_value(optimizer, clip_val)
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The session's state, its loss scales; weights are saved in fp32 by the module's own ``state_dict``."""
+        return {} if self._amp is None else self._amp.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with saved loss scales, of this plan or another."""
+        self.amp.load_state_dict(state_dict)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the loss scale over from a checkpoint that was saved under Lightning's own precision ``"16-mixed"``."""
+        theirs = checkpoint.get(MixedPrecision.__qualname__)
+        if theirs and type(self).__qualname__ not in checkpoint:
+            self.load_state_dict({"version": 1, "scaler": theirs})
+
+    def __repr__(self) -> str:
+        return f"CastwisePrecision({str(self.plan)!r})"
+
+
+def _nothing(trainer: Any) -> None:
+    pass
+
+
+def _check_release() -> None:
+    release = lightning.__version__
+    if release.split(".")[:2] != _TESTED.split("."):
+        warnings.warn(
+            f"CastwisePrecision was tested with Lightning {_TESTED}, and this is {release}, whose precision hooks may be others; "
+            f"install 'lightning=={_TESTED}.*' where something fails.",
+            stacklevel=3,
+        )

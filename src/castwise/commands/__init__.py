@@ -1,0 +1,1 @@
+"""What the commands do, and their arguments, exit codes and progress."""

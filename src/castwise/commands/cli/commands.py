@@ -1,0 +1,363 @@
+"""The commands and their options; no logic. Those that take scripts are in :mod:`castwise.commands.cli.scripts`."""
+
+from __future__ import annotations
+
+import os
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from castwise.commands.cli import scripts
+from castwise.commands.cli.options import (
+    Device,
+    Json,
+    PlanName,
+    Seed,
+    Traceback,
+    WorkloadName,
+    as_path,
+    listed,
+    path_option,
+    plans_in,
+)
+from castwise.commands.cli.terminal import Commands, answering, folder_for
+from castwise.errors import CastwiseError
+
+app = typer.Typer(
+    name="castwise",
+    cls=Commands,
+    help="Automatic mixed precision for PyTorch: see what precision plans cost on this machine, and train under them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import castwise
+
+        typer.echo(f"castwise {castwise.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def bench(
+    workload: WorkloadName,
+    plans: Annotated[
+        str,
+        typer.Option(
+            help="Between commas: presets, plan lines such as bf16-mixed+ops.exp=fp32, or paths of plan files. "
+            "fp32 is always among them."
+        ),
+    ] = "fp32,bf16-mixed",
+    steps: Annotated[int, typer.Option(help="Training steps per plan.")] = 50,
+    rounds: Annotated[
+        int,
+        typer.Option(help="Interleaved rounds that are timed, over all starts."),
+    ] = 15,
+    starts: Annotated[
+        int,
+        typer.Option(
+            help="How often every plan is started to be timed, in a process of its own; 0: all are timed once, in one process."
+        ),
+    ] = 5,
+    device: Device = None,
+    seed: Seed = 0,
+    memory: Annotated[bool, typer.Option(help="Measure memory, each plan in a process of its own.")] = True,
+    inference: Annotated[bool, typer.Option(help="Measure inference too.")] = True,
+    out: Annotated[
+        Path | None, path_option("Folder for the page and the record.", "runs/bench-WORKLOAD")
+    ] = None,
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Train a workload under several plans, in turns, and show what each costs."""
+    with answering(show_traceback, json=json) as answer:
+        from castwise.commands.jobs import bench as job
+        from castwise.core.plans.plan import as_plan
+
+        chosen = plans_in(plans)
+        for plan in chosen:
+            as_plan(plan)  # before anything is made or measured
+        with folder_for(out, "bench", workload) as folder:
+            result = job.bench(
+                workload, chosen, device=device, steps=steps, rounds=rounds, starts=starts, seed=seed,
+                inference=inference, memory=memory, progress=True,
+            )  # fmt: skip
+            answer(result, lambda: result.save(folder))
+
+
+_OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+app.command(context_settings=_OF_A_SCRIPT)(scripts.run)
+app.command(name="try", context_settings=_OF_A_SCRIPT)(scripts.try_)
+
+
+@app.command()
+def tune(
+    workload: WorkloadName,
+    goal: Annotated[
+        str,
+        typer.Option(
+            help="time: the fastest sound plan; memory: the smallest; numerics: the fewest regions kept in fp32 for one low "
+            "format, whatever the speed here."
+        ),
+    ] = "time",
+    formats: Annotated[
+        str | None,
+        typer.Option(
+            help="Between commas: fp32, tf32, bf16, fp16.", show_default="all; bf16 for --goal numerics"
+        ),
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Seconds it may take, about.")] = 170.0,
+    verify_steps: Annotated[
+        int, typer.Option(help="Steps of training runs of the plan against fp32 at the end; 0 for none.")
+    ] = 0,
+    verify_seeds: Annotated[int, typer.Option(help="How many pairs of these runs.")] = 8,
+    warmup_steps: Annotated[
+        int, typer.Option(help="fp32 steps after which the numerics are looked at once more; 0 for not.")
+    ] = 0,
+    accumulate: Annotated[int, typer.Option(help="Microbatches accumulated per update.")] = 1,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="Data-parallel ranks that average gradients.", show_default="torchrun's, or 1"),
+    ] = None,
+    compile_: Annotated[
+        str,
+        typer.Option(
+            "--compile",
+            help="never; auto: compile the model where that is faster; always: choose among compiled plans. Compiling takes its "
+            "time, so give a longer --budget.",
+        ),
+    ] = "never",
+    memory: Annotated[
+        bool, typer.Option(help="Measure peak memory, each plan in a process of its own.")
+    ] = True,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            help="Search even where a plan was found before for the same model, data, device and versions."
+        ),
+    ] = False,
+    device: Device = None,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None, path_option("Folder for the plan, the evidence and the page.", "runs/tune-WORKLOAD")
+    ] = None,
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Find the fastest plan whose gradients cannot be told from fp32's, by experiment; under torchrun on all ranks."""
+    with answering(show_traceback, json=json) as answer:
+        import torch
+
+        from castwise.commands.jobs import tune as job
+        from castwise.commands.jobs.processes import joined
+        from castwise.core.casting import default_device_type
+        from castwise.lab.search.axes import FORMATS
+
+        chosen = FORMATS if formats is None else tuple(listed(formats))
+        with joined(torch.device(device or default_device_type()), "castwise tune") as (rank, where):
+            first = rank == 0  # which alone shows and writes
+            with folder_for(out, "tune", workload, make=first) as folder:
+                result = job.tune(
+                    workload, goal=goal, formats=chosen, budget_s=budget, verify_steps=verify_steps,
+                    verify_seeds=verify_seeds, warmup_steps=warmup_steps, accumulate=accumulate, world_size=world_size,
+                    compile=compile_, memory=memory, fresh=fresh, device=where, seed=seed, out=folder, progress=True,
+                )  # fmt: skip
+        if first:
+            answer(result, lambda: result.files)
+
+
+@app.command()
+def train(
+    workload: WorkloadName,
+    plan: PlanName = "bf16-mixed",
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
+    out: Annotated[Path | None, path_option("Folder for the results.", "runs/train-WORKLOAD")] = None,
+    device: Device = None,
+    seed: Seed = 0,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="What the processes that torchrun has started share out: dp2, fsdp2, tp2, pp2, products such as dp2xtp2.",
+            show_default="dp over all of them",
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Of a pipeline, per step.", show_default="two per stage")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Of a pipeline: gpipe, 1f1b, interleaved.", show_default="1f1b")
+    ] = None,
+    save_every: Annotated[
+        int, typer.Option(help="Save a checkpoint after so many steps, and after the last; 0 for none.")
+    ] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint in the folder.")
+    ] = False,
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Train a workload under a plan, with TensorBoard's events, JSON lines, curves and weights as results."""
+    # Ranks that a launcher ends have a record to write of what has failed elsewhere.
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    with answering(show_traceback, json=json, terminable=alone) as answer:
+        from castwise.commands.jobs import train as job
+        from castwise.commands.jobs.processes import started
+        from castwise.core.plans.plan import as_plan
+
+        chosen = as_plan(plan)
+        leads = started()[0] == 0
+        with folder_for(out, "train", workload, make=leads) as folder:
+            result = job.train(
+                workload, chosen, steps=steps, out=folder, device=device, seed=seed, layout=layout,
+                microbatches=microbatches, schedule=schedule, save_every=save_every, resume=resume, progress=True,
+            )  # fmt: skip
+        if leads:
+            files = [folder / "result.json", *(folder / name for name in result.files)]
+            answer(result, lambda: files)
+
+
+@app.command()
+def doctor(
+    workload: Annotated[
+        str | None, typer.Argument(metavar="[WORKLOAD]", help="Look at this one too.", show_default=False)
+    ] = None,
+    lint: Annotated[
+        Path | None,
+        path_option(
+            "Instead, say what a script, or those of a folder, have silently wrong about precision; exit code 1 where there is "
+            "something.",
+            False,
+        ),
+    ] = None,
+    device: Device = None,
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Measure what this machine's device makes of each format, and what holds a workload back; or read a script."""
+    with answering(show_traceback, json=json) as answer:
+        if lint is not None:
+            if workload is not None:
+                raise CastwiseError("doctor takes a workload or --lint PATH, not both: call it twice")
+            from castwise.bridges.scripts.lint import lint as read
+
+            said = read(lint)
+            answer.give(said.to_dict, said.show)
+            if said.findings or said.problems:
+                raise typer.Exit(1)
+            return
+        from castwise.lab.workloads.workload import find_workload
+
+        found = None if workload is None else find_workload(workload)
+        from castwise.commands.jobs import doctor as job
+
+        result = job.doctor(found, device=device, progress=True)
+        answer(result)
+
+
+@app.command()
+def inspect(
+    workload: WorkloadName,
+    only: Annotated[
+        str, typer.Option(help="Between commas: nonfinite, operators, compare, forecast.")
+    ] = "nonfinite,operators,compare,forecast",
+    plan: PlanName = "bf16-mixed",
+    against: Annotated[str, typer.Option(help="The plan that compare compares it with.")] = "fp32",
+    formats: Annotated[
+        str,
+        typer.Option(
+            help="Between commas, what forecast is asked about: fp16, bf16, fp8_e4m3, fp8_e5m2.",
+            show_default="all of them",
+        ),
+    ] = "",
+    device: Device = None,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None, path_option("Folder for the pages and the records.", "runs/inspect-WORKLOAD")
+    ] = None,
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Look at a workload's numerics: what is not finite and why, operators and casts, errors by module, other formats."""
+    with answering(show_traceback, json=json) as answer:
+        from castwise.commands.jobs import inspect as job
+
+        with folder_for(out, "inspect", workload) as folder:
+            result = job.inspect(
+                workload, only=listed(only), plan=plan, against=against, formats=listed(formats), device=device, seed=seed,
+                progress=True,
+            )  # fmt: skip
+            answer(result, lambda: result.save(folder))
+
+
+@app.command()
+def replay(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="A recorded step, or a folder of them, of which the newest is taken.",
+            parser=as_path,
+            show_default=False,
+        ),
+    ],
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose model and loss, named as elsewhere; its code runs, so the name in the record is only shown.",
+            show_default=False,
+        ),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            help="A preset, a plan line or the path of a plan file.", show_default="the recorded one"
+        ),
+    ] = None,
+    device: Device = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(help="Of a step that several ranks made, the part of this one.", show_default="all"),
+    ] = None,
+    find: Annotated[bool, typer.Option(help="Look for the operator that began what is not finite.")] = True,
+    out: Annotated[Path | None, path_option("Folder for the record of it.", "none is written")] = None,
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Make a step again that a Recorder has written, bit for bit or under another plan, and say what began to fail."""
+    with answering(show_traceback, json=json) as answer:
+        from castwise.lab.watch.replay import replay as make_again
+
+        result = make_again(folder, workload=workload, plan=plan, device=device, rank=rank, find=find)
+        answer(result, lambda: [] if out is None else result.write(out))
+
+
+app.command()(scripts.migrate)
+
+
+@app.command()
+def schema(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="plan or evidence.", show_default=False)],
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Print the JSON Schema of plan.json or evidence.json."""
+    with answering(show_traceback, json=json) as answer:
+        from castwise.core import schemas
+
+        found = schemas.schema(name)
+        record = {"kind": "schema", "version": schemas.RECORD_VERSION, "name": name, "schema": found}
+        answer.give(lambda: record, lambda console: console.out(dumps(found, indent=1), highlight=False))

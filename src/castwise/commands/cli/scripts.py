@@ -1,0 +1,119 @@
+"""The commands that take scripts: ``run``, ``try`` and ``migrate``; no logic."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from castwise.commands.cli.options import (
+    IsModule,
+    Json,
+    PlanName,
+    Script,
+    ScriptArguments,
+    Traceback,
+    as_path,
+    path_option,
+    plans_in,
+)
+from castwise.commands.cli.terminal import answering
+
+
+def run(
+    script: Script,
+    arguments: ScriptArguments = None,
+    plan: PlanName = "bf16-mixed",
+    widen: Annotated[
+        bool,
+        typer.Option(
+            "--widen",
+            help="Store in fp32 what the plan does not store low of a model that arrives in bf16 or fp16.",
+        ),
+    ] = False,
+    module: IsModule = False,
+) -> None:
+    """Run an unmodified training script under a plan; under torchrun on all ranks."""
+    with answering(show_traceback=False):
+        from castwise.bridges.run import EnoughError, Follower, Gate, check, execute
+        from castwise.core.plans.plan import as_plan
+
+        check(script, module)
+        follower = Follower(as_plan(plan), widen=widen)
+    follower.begin()
+    if (gate := Gate.of_this_process(follower)) is not None:
+        gate.begin()
+    try:
+        execute(script, arguments or (), is_module=module)
+    except EnoughError:
+        os._exit(0)  # what the script would do at its end is not wanted
+    finally:
+        follower.end()
+
+
+def try_(
+    script: Script,
+    arguments: ScriptArguments = None,
+    plans: Annotated[
+        str, typer.Option(help="Between commas: presets, plan lines or paths of plan files.")
+    ] = "fp32,bf16-mixed,bf16-master,fp16-mixed",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds that are timed.", min=1)] = 8,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Run in the working folder, and not in copies of it.")
+    ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune", help="Find the plan for the script's model, loss and batches, and try it too."
+        ),
+    ] = False,
+    budget: Annotated[float, typer.Option(help="Seconds that tuning may take, about.")] = 170.0,
+    out: Annotated[
+        Path | None, path_option("Folder for the tuned plan, its evidence and its page.", "runs/try-SCRIPT")
+    ] = None,
+    json: Json = False,
+    module: IsModule = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Run a script's first steps under several plans, in turns, and show what each makes of them."""
+    with answering(show_traceback, json=json) as answer:
+        from castwise.bridges.run import try_script
+
+        chosen = plans_in(plans)
+        result = try_script(
+            script,
+            arguments or (),
+            is_module=module,
+            plans=chosen,
+            rounds=rounds,
+            in_place=in_place,
+            tune=tune,
+            budget_s=budget,
+            out=out,
+            progress=True,
+        )
+        answer(result, lambda: [Path(file) for file in result.files])
+
+
+def migrate(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH", help="A script, or a folder of them.", parser=as_path, show_default=False
+        ),
+    ],
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the files; without it they are shown and left alone.")
+    ] = False,
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Move scripts of Apex amp, Colossal-AI AMP or torch.amp to castwise; show the change, and list what is left to you."""
+    with answering(show_traceback, json=json) as answer:
+        from castwise.bridges.scripts import migrate as room
+
+        result = room.migrate(path, write=write)
+        answer.give(result.to_dict, result.show)
+        result.check()

@@ -1,0 +1,294 @@
+"""What goes where: answers to standard output, as text or as one JSON object, and all else to standard error."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import typer
+from typer.core import TyperGroup
+
+from castwise.core.extras import LeftOutWarning
+from castwise.errors import CastwiseError, place, sentence
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+FAILED, MISUNDERSTOOD, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+"""Exit codes."""
+
+
+class Shown(Protocol):
+    """What a command answers with: a result."""
+
+    def table(self) -> RenderableType:
+        """For a person."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a program."""
+
+
+class Answer:
+    """What a command answers with: text for a person or, where that is asked for, one JSON object for a program.
+
+    Args:
+        json: Whether it is for a program. It is then printed when the command ends, with what went wrong.
+    """
+
+    def __init__(self, json: bool) -> None:
+        self._json = json
+        self._record: dict[str, Any] = {}
+
+    def __call__(self, result: Shown, save: Callable[[], Sequence[Path]] = lambda: ()) -> None:
+        """Answer with a result, and the names of its files."""
+        self.give(result.to_dict, lambda console: console.print(result.table()), save)
+
+    def give(
+        self,
+        record: Callable[[], dict[str, Any]],
+        show: Callable[[Console], None],
+        save: Callable[[], Sequence[Path]] = lambda: (),
+    ) -> None:
+        """Write the files, then answer: a file that cannot be written, or an answer that cannot be printed, loses not the other."""
+        paths: Sequence[Path] = ()
+        try:
+            paths = save()
+        finally:
+            if self._json:
+                self._record |= {**record(), **({"wrote": [str(path) for path in paths]} if paths else {})}
+            else:
+                with _reader():  # click's own echo takes no notice of what an ASCII terminal can show
+                    show(_console())
+                    for line in ("Wrote", *(f"  {path}" for path in paths)) if paths else ():
+                        print(line)
+
+    def fail(self, error: BaseException, text: str, code: int) -> typer.Exit:
+        """Say in a sentence what went wrong; returns what ends the command."""
+        text += "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        if _say(text) and self._json:
+            self._record |= error_record(error, text, code)
+        return typer.Exit(code)
+
+    def end(self) -> None:
+        """Print what is for a program."""
+        if self._record:
+            with _reader():
+                print(json.dumps(self._record, indent=1, allow_nan=False), flush=True)
+
+
+def error_record(error: BaseException, text: str, code: int) -> dict[str, Any]:
+    """An error as a program reads it."""
+    return {"error": {"type": type(error).__name__.lstrip("_"), "message": text, "exit_code": code}}
+
+
+@contextlib.contextmanager
+def answering(show_traceback: bool, *, json: bool = False, terminable: bool = True) -> Iterator[Answer]:
+    """What a command does: one sentence on standard error and exit code 1 for whatever goes wrong.
+
+    Args:
+        show_traceback: Show where errors come from.
+        json: Answer with one JSON object. Whatever else is printed, by the code of a workload too, goes to standard error.
+        terminable: End as by an interrupt where SIGTERM comes, unless whoever started this process has it ignored.
+    """
+    global _coming
+    answer, before = Answer(json), None
+    if terminable and signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        with contextlib.suppress(ValueError):  # not the main thread
+            before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with _aside() if json else contextlib.nullcontext(), _left_out_in_a_sentence():
+            yield answer
+    except typer.Exit:
+        raise
+    except _Terminated as error:
+        raise answer.fail(error, "terminated", TERMINATED) from None
+    except KeyboardInterrupt as error:
+        raise answer.fail(error, "interrupted", INTERRUPTED) from None
+    except (Exception, SystemExit) as error:
+        if show_traceback:
+            traceback.print_exc(file=sys.stderr)
+        raise answer.fail(error, _said(error), FAILED) from None
+    finally:
+        if before is not None:
+            _coming = None
+            signal.signal(signal.SIGTERM, before)
+        answer.end()
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Have what is printed, by processes that are started too, go to standard error."""
+    sys.stdout.flush()
+    with contextlib.ExitStack() as stack, contextlib.redirect_stdout(sys.stderr):
+        with contextlib.suppress(OSError):  # closed
+            stack.callback(_put_back, os.dup(1))
+            os.dup2(2, 1)
+        yield
+
+
+@contextlib.contextmanager
+def _left_out_in_a_sentence() -> Iterator[None]:
+    """Say what is left out for want of a library as errors are said, without a place in castwise's code."""
+    before = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, LeftOutWarning):
+            print(f"castwise: {message}", file=sys.stderr)
+        else:
+            before(message, category, *where, **more)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
+def _put_back(kept: int) -> None:
+    os.dup2(kept, 1)
+    os.close(kept)
+
+
+class Commands(TyperGroup):
+    """The commands; what is not understood is told as JSON too, where a command is asked for JSON."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """The words of the command line as a context."""
+        self._wants_json = "--json" in args
+        with self._misunderstood():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that they name."""
+        with self._misunderstood():
+            return super().invoke(ctx)
+
+    @contextlib.contextmanager
+    def _misunderstood(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # Typer's releases have a click of their own or another's: an error of either knows its code and says itself.
+            if (
+                self._wants_json
+                and getattr(error, "exit_code", None) == MISUNDERSTOOD
+                and hasattr(error, "format_message")
+            ):
+                print(json.dumps(error_record(error, error.format_message(), MISUNDERSTOOD), indent=1))
+            raise
+
+
+@contextlib.contextmanager
+def folder_for(out: Path | None, command: str, workload: str, make: bool = True) -> Iterator[Path]:
+    """Where results go; made before the work."""
+    from castwise.commands.jobs import make_folder
+    from castwise.lab.workloads.workload import find_workload
+
+    name = find_workload(workload).name  # first, so that a wrong name makes no folder
+    plain = re.sub(r"[^\w.-]+", "-", name)
+    folder = out if out is not None else Path("runs") / f"{command}-{plain}"
+    if make:
+        make_folder(folder, "--out")
+    try:
+        yield folder
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if make:
+                folder.rmdir()  # only where it is empty
+        raise
+
+
+def show_plainly() -> None:
+    """Have outputs whose encoding lacks a character show another: nothing that cannot be shown ends a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_PLAINLY)
+
+
+_PLAINLY = "castwise.plainly"
+_PLAIN = {"±": "+-", "…": "...", "·": "-", "─": "-", "━": "-", "╺": "-", "╸": "-", "—": "-"}
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    """What stands for characters that an output's encoding lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(character, "?") for character in lacking), error.end
+
+
+codecs.register_error(_PLAINLY, _plainly)
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    # Typer captures what goes through sys.stdout and sys.stderr as they are now, so no console is kept.
+    return Console(stderr=stderr)
+
+
+@contextlib.contextmanager
+def _reader() -> Iterator[None]:
+    """Print for a reader who may have left, as ``head`` does: the command then ends without a word."""
+    try:
+        yield
+    except (BrokenPipeError, SystemExit):  # rich makes the one of the other
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILED) from None
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, as ``timeout``, Slurm and Docker send it: whatever sees to an interrupt sees to it."""
+
+
+_coming: weakref.ref[_Terminated] | None = None
+
+
+def _terminate(*_signal: object) -> None:
+    global _coming
+    if _coming is None or _coming() is None:  # timeout sends it to the process and to its group
+        error = _Terminated()
+        _coming = weakref.ref(error, _terminate_again)
+        raise error
+
+
+def _terminate_again(_gone: object) -> None:
+    """Have the signal come once more where a library has swallowed what it raised: some do while they are imported."""
+    if _coming is not None:
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+
+def _say(text: str) -> bool:
+    """Say what went wrong; of several processes the first to fail does, and names itself. Whether this one has."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from castwise.commands.jobs.processes import first_fault, started
+
+        rank = f"rank {started()[0]}: "
+        if not first_fault(text).startswith(rank):
+            return False
+        text = rank + text
+    print(f"castwise: {text}", file=sys.stderr)
+    return True
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, CastwiseError):
+        return f"{error.strerror}: {os.fspath(error.filename)!r}" if error.filename else error.strerror
+    if isinstance(error, CastwiseError):
+        return sentence(error)
+    return f"{sentence(error)} ({'; '.join(filter(None, (place(error), '--traceback shows where')))})"

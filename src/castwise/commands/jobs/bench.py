@@ -1,0 +1,364 @@
+"""``bench``: time, memory and loss of precision plans side by side."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from castwise.commands.jobs import Event, Progress, heard
+from castwise.commands.jobs.bench_result import BenchResult, PlanResult, Timing
+from castwise.commands.jobs.bench_rows import BASELINE, Row, in_turns, rows_of, started
+from castwise.core.casting import default_device_type
+from castwise.core.plans.plan import Plan
+from castwise.core.session.process import find_device
+from castwise.errors import (
+    CastwiseError,
+    DeviceError,
+    NonFiniteError,
+    PlanError,
+    WorkloadError,
+    sentence,
+    told,
+)
+from castwise.lab.timing.apart import Kind, start_apart
+from castwise.lab.timing.environment import environment
+from castwise.lab.timing.memory import measure_memory
+from castwise.lab.timing.processes import Home, NotThereError, delivered, not_there
+from castwise.lab.timing.steps import InferenceRun, TrainingRun
+from castwise.lab.timing.timing import HOPELESS, WARMUP, Lap, Runner, race
+from castwise.lab.workloads.workload import Workload, about_data, find_workload, users_code
+
+__all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
+
+PATIENCE_S, SLOWER = 60.0, 3.0
+"""A process hangs that is silent for so long, and for so many times as long as all plans together took to train here."""
+PICTURE_SIDE = 128
+"""Pictures are thinned to at most this many rows and columns in the record."""
+
+
+def bench(
+    workload: Workload | str,
+    plans: Iterable[Plan | str | os.PathLike[str] | torch.dtype] = ("fp32", "bf16-mixed"),
+    *,
+    device: torch.device | str | None = None,
+    steps: int = 50,
+    rounds: int = 15,
+    starts: int = 5,
+    seed: int = 0,
+    inference: bool = True,
+    memory: bool = True,
+    hopeless: float = HOPELESS,
+    progress: Progress | bool | None = None,
+) -> BenchResult:
+    """Train a workload under several plans, in turns, and measure what each costs.
+
+    Every plan trains a copy of the model of its own from the same weights on the same batches, which shows what it learns.
+    Then it is started again several times, in a process of its own, and timed in rounds in which each plan runs a block of
+    steps while the others wait; batches are fetched outside of them. Inference is timed the same way, and memory measured in a
+    process per plan. A plan that the device cannot run, that is hopelessly slow or that fails gets a row that says so and
+    leaves the others alone.
+
+    Args:
+        workload: A workload, or how to find one: ``sine``, ``file.py:attribute``.
+        plans: Presets, plans or plan files; ``fp32`` is put first if it is not among them.
+        device: By default the accelerator at hand, else the CPU.
+        steps: Training steps per plan, at least 3.
+        rounds: Interleaved rounds that are timed, over all starts.
+        starts: How often every plan is started to be timed; of one start nobody knows what another would show. 0: none is, and
+            the steps that show what a plan learns are timed, all plans in this process. A workload that cannot be sent to
+            another process is timed so too.
+        seed: Of weights and data.
+        inference: Measure inference too.
+        memory: Measure memory too.
+        hopeless: A plan whose first steps take this many times the baseline's is stopped.
+        progress: True shows what the command line shows, on standard error; a function is called with events.
+
+    Returns:
+        The result: ``.table()``, ``.save(folder)``.
+
+    Raises:
+        PlanError: A plan that cannot be, or ``steps``, ``rounds`` or ``starts`` out of range.
+        DeviceError: No such device.
+        WorkloadError: A workload that cannot be found, or fails in fp32 at its first steps.
+        NonFiniteError: The loss is not finite in fp32 from the first step.
+    """
+    if steps < WARMUP + 1 or rounds < 1 or starts < 0 or not hopeless > 1:
+        raise PlanError(
+            f"bench(steps={steps}, rounds={rounds}, starts={starts}, hopeless={hopeless}): needs steps >= {WARMUP + 1}, "
+            "rounds >= 1, starts >= 0 and hopeless > 1"
+        )
+    where = find_device("bench", device, default_device_type())
+    rows = rows_of(plans)
+    spec = workload if isinstance(workload, str) else None
+    found = find_workload(workload) if isinstance(workload, str) else workload
+    rounds = min(rounds, steps - WARMUP)
+    per_round = (steps - WARMUP) // rounds
+    outer = torch.get_rng_state()
+    with heard(progress) as tell:
+        work = _Work(found, spec, where, seed, steps, rounds, per_round, hopeless, tell, rows)
+        try:
+            with users_code(f"workload {found.name!r} failed"), work.home:
+                work.train()
+                if starts:
+                    work.time_apart(starts, inference)
+                if inference and not work.starts:
+                    work.infer()
+                if memory:
+                    work.measure_memory()
+        finally:
+            work.close()
+            torch.set_rng_state(outer)
+    return work.result()
+
+
+@dataclass
+class _Work:
+    workload: Workload
+    spec: str | None
+    device: torch.device
+    seed: int
+    steps: int
+    rounds: int
+    per_round: int
+    hopeless: float
+    progress: Progress
+    rows: list[Row]
+    home: Home = field(default_factory=Home)
+    begin: float = field(default_factory=time.monotonic)
+    starts: int = 0
+    notes: tuple[str, ...] = ()
+
+    # --- training -----------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        initial: dict[str, torch.Tensor] | None = None
+        for row in self.rows:
+            try:
+                row.run = TrainingRun(self.workload, row.plan, self.device, self.seed, initial)
+            except Exception as error:
+                self._lost(row, error)
+                self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
+                continue
+            initial = initial or row.run.weights()
+        laps = self._race(
+            "training", [(row.name, row.run) for row in self.rows if row.run is not None], self.steps
+        )
+        for row in self.rows:
+            if row.run is None:
+                continue
+            row.training = lap = laps[row.name]
+            if lap.error is not None:
+                self._lost(row, lap.error, first=not any(lap.times_s))
+            elif lap.slowdown is not None:
+                row.found(status="stopped", reason=_stopped(lap.slowdown))
+            rest = self.steps - WARMUP - self.rounds * self.per_round
+            if row.is_ok:
+                try:
+                    if rest:
+                        row.run.block(rest)
+                    self._look(row)
+                except Exception as error:
+                    self._lost(row, error)
+            row.found(losses=tuple(row.run.losses), skipped_steps=row.run.skipped_steps)
+            if row.run.compile_s:
+                row.note(f"compiling took {row.run.compile_s:.2g} s")
+            row.run.close()
+            row.run = None
+            self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
+
+    def _race(self, stage: str, runs: list[tuple[str, Runner]], total: int) -> dict[str, Lap]:
+        """Race runs against the first, and tell how far each is of its steps in all."""
+        counts = dict.fromkeys((name for name, _ in runs), 0)
+        base = self.rows[0].name
+
+        def on_block(name: str, taken: int) -> None:
+            counts[name] += taken
+            if stage == "training" and name == base and counts[name] == WARMUP:
+                self._check_baseline()
+            self.progress(Event(stage, name, counts[name], total))
+
+        return race(
+            runs, rounds=self.rounds, steps=self.per_round, device=self.device, warmup=WARMUP, on_block=on_block,
+            # without the baseline there is nothing to be hopeless against
+            hopeless=self.hopeless if runs[0][0] == base else math.inf,
+        )  # fmt: skip
+
+    def _check_baseline(self) -> None:
+        run = self.rows[0].run
+        assert run is not None
+        if not math.isfinite(run.losses[0]):
+            raise NonFiniteError(
+                f"workload {self.workload.name!r}: the loss of the first step is {run.losses[0]} in fp32, so no plan "
+                f"can be compared: {about_data(next(iter(self.workload.batches(self.seed))))}"
+            )
+
+    def _look(self, row: Row) -> None:
+        """What the trained model knows: metrics, pictures."""
+        assert row.run is not None
+        with row.run.evaluating() as model:
+            if self.workload.evaluate is not None:
+                metrics = self.workload.evaluate(model)
+                row.found(metrics={key: float(value) for key, value in metrics.items()})
+            picture = getattr(self.workload, "picture", None)
+            if picture is not None:
+                row.images = {key: _thin(value) for key, value in picture(model).items()}
+
+    # --- times in processes of their own ------------------------------------------------------------------
+
+    def time_apart(self, starts: int, inference: bool) -> None:
+        """Time training, and inference, in starts of all plans; leave the times of this process where that cannot be."""
+        self.home.patience_s = max(PATIENCE_S, SLOWER * (time.monotonic() - self.begin))
+        try:
+            payload = delivered(self.home, self.spec or self.workload)
+            self._start(starts, payload, TrainingRun, "timing")
+        except NotThereError as error:
+            self.notes = (f"All plans were timed once, in one process: {error}.",)
+            return
+        self.starts, self.rounds = starts, starts * -(-self.rounds // starts)
+        if inference:
+            self._start(starts, payload, InferenceRun, "inference")
+
+    def _start(self, starts: int, payload: bytes, kind: Kind, stage: str) -> None:
+        rows, rounds = [row for row in self.rows if row.is_ok], -(-self.rounds // starts)
+
+        def tell(done: int) -> None:
+            for row in rows:
+                self.progress(Event(stage, row.name, done, starts * rounds))
+
+        found = start_apart(
+            self.home, payload, [row.plan for row in rows], self.device, starts=starts, rounds=rounds, steps=self.steps,
+            seed=self.seed, kind=kind, on_round=tell,
+        )  # fmt: skip
+        for row, timed in zip(rows, found, strict=True):
+            error = timed[-1].error
+            if error is None:
+                row.starts_s[kind] = [one.times_s for one in timed]
+            elif kind is InferenceRun:
+                row.note(f"inference: {told(error, whole=False)}")
+            elif row is self.rows[0]:  # it has trained here
+                raise not_there(self.spec or self.workload, error) from error
+            else:
+                self._lost(row, error, first=False)
+
+    # --- inference and memory -----------------------------------------------------------------------------
+
+    def infer(self) -> None:
+        runs: list[tuple[Row, InferenceRun]] = []
+        for row in self.rows:
+            if not row.is_ok:
+                continue
+            try:
+                runs.append((row, InferenceRun(self.workload, row.plan, self.device, self.seed)))
+            except Exception as error:
+                row.note(f"inference: {told(error, whole=False)}")
+        if not runs:
+            return
+        total = WARMUP + self.rounds * self.per_round
+        try:
+            laps = self._race("inference", [(row.name, run) for row, run in runs], total)
+        finally:
+            for _, run in runs:
+                run.close()
+        for row, _ in runs:
+            row.inference = laps[row.name]
+            if row.inference.slowdown is not None:
+                row.note(f"inference {_stopped(row.inference.slowdown)}")
+            elif row.inference.error is not None:
+                row.note(f"inference: {told(row.inference.error, whole=False)}")
+            self.progress(Event("inference", row.name, total, total))
+
+    def measure_memory(self) -> None:
+        if self.device.type != "cpu":
+            gc.collect()
+            torch.accelerator.empty_cache()  # what this process holds is not to be had by the next
+        for row in self.rows:
+            if not row.is_ok:
+                continue
+            self.progress(Event("memory", row.name, 0, 1))
+            try:
+                what = self.spec or self.workload
+                row.found(memory=measure_memory(what, row.plan, self.device, seed=self.seed, home=self.home))
+            except CastwiseError as error:
+                row.note(sentence(error, whole=False))
+            self.progress(Event("memory", row.name, 1, 1))
+
+    # --- results ------------------------------------------------------------------------------------------
+
+    def _lost(self, row: Row, error: Exception, first: bool = True) -> None:
+        """A plan ended with an exception; where the baseline cannot even start, nothing can be compared."""
+        if row is self.rows[0] and first:
+            if isinstance(error, CastwiseError):
+                raise error
+            raise WorkloadError(
+                f"workload {self.workload.name!r} fails in fp32: {told(error, whole=False)}"
+            ) from error
+        status = "unsupported" if isinstance(error, (DeviceError, PlanError)) else "failed"
+        row.found(status=status, reason=told(error, whole=False))
+
+    def close(self) -> None:
+        for row in self.rows:
+            if row.run is not None:
+                row.run.close()
+                row.run = None
+
+    def result(self) -> BenchResult:
+        base = self.rows[0]
+        images = {"target": base.images["target"]} if "target" in base.images else {}
+        for row in self.rows:
+            for key, picture in row.images.items():
+                if key != "target":
+                    images[row.name if len(row.images) <= 2 else f"{row.name}: {key}"] = picture
+        return BenchResult(
+            workload=self.workload.name,
+            description=self.workload.description,
+            baseline=base.name,
+            steps=self.steps,
+            rounds=self.rounds,
+            starts=self.starts,
+            seed=self.seed,
+            environment=environment(self.device),
+            plans=self._plan_results(),
+            images=images,
+            notes=self.notes,
+        )
+
+    def _plan_results(self) -> tuple[PlanResult, ...]:
+        base = self.rows[0]
+        if self.starts:
+            training, inference = (started(self.rows, kind) for kind in (TrainingRun, InferenceRun))
+        else:
+            training = [in_turns(row.training, base.training, row is base) for row in self.rows]
+            inference = [in_turns(row.inference, base.inference, row is base) for row in self.rows]
+        for row, trains, infers in zip(self.rows, training, inference, strict=True):
+            losses, others = row.result.losses, base.result.losses
+            final = losses[-1] if losses and row.is_ok else None
+            row.found(
+                training=trains,
+                inference=infers,
+                final_loss=final,
+                final_loss_difference=None
+                if final is None or len(others) != len(losses)
+                else final - others[-1],
+            )
+        return tuple(row.result for row in self.rows)
+
+
+def _stopped(slowdown: float) -> str:
+    return f"stopped: {slowdown:.0f}x slower than {BASELINE}"
+
+
+def _thin(picture: torch.Tensor) -> list[list[float]]:
+    """Rows of numbers of a picture ``[height, width]``, at most ``PICTURE_SIDE`` each way, to four decimals."""
+    picture = picture.detach().float().cpu()
+    if picture.dim() != 2:
+        raise WorkloadError(
+            f"workload: picture() returned a tensor of shape {list(picture.shape)}; needed: [height, width]"
+        )
+    step = [max(1, math.ceil(side / PICTURE_SIDE)) for side in picture.shape]
+    return [[round(x, 4) for x in line] for line in picture[:: step[0], :: step[1]].tolist()]

@@ -1,0 +1,117 @@
+"""The plans of a bench while it works on them: what they are called, and what has been measured of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from castwise.commands.jobs.bench_result import PlanResult, Timing
+from castwise.core.plans.plan import PRESETS, Plan, as_plan
+from castwise.lab.search.axes import name_of
+from castwise.lab.timing import stats
+from castwise.lab.timing.apart import Kind
+from castwise.lab.timing.steps import TrainingRun
+from castwise.lab.timing.timing import Lap, speedup
+
+BASELINE = "fp32"
+
+
+@dataclass
+class Row:
+    """A plan while the bench works on it.
+
+    Attributes:
+        plan: What it trains by.
+        result: What is known of it.
+        run: Its training in this process, while it lasts.
+        training: Times of that training.
+        inference: Times of inference in this process.
+        starts_s: Times in processes of its own, by start and round, of training and of inference.
+        images: What the trained model shows, thinned.
+    """
+
+    plan: Plan
+    result: PlanResult
+    run: TrainingRun | None = None
+    training: Lap | None = None
+    inference: Lap | None = None
+    starts_s: dict[Kind, list[list[float]]] = field(default_factory=dict)
+    images: dict[str, list[list[float]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, plan: Plan) -> Self:
+        """A plan of which nothing is known yet."""
+        return cls(plan, PlanResult(name, str(plan), plan.digest, "ok"))
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.result.name
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether it has come to its end so far."""
+        return self.result.status == "ok"
+
+    def found(self, **changes: Any) -> None:
+        """Enter something into the result."""
+        self.result = dataclasses.replace(self.result, **changes)
+
+    def note(self, text: str) -> None:
+        """Add a sentence to the result."""
+        self.found(notes=(*self.result.notes, text))
+
+
+def rows_of(plans: Iterable[Any]) -> list[Row]:
+    """A row for each plan that was given in any way, the baseline's first."""
+    if isinstance(plans, (str, Plan, torch.dtype)):
+        plans = (plans,)
+    rows: dict[str, Row] = {}
+    for given in plans:
+        plan = as_plan(given)
+        name = _name(given, plan)
+        if name in rows and rows[name].plan != plan:
+            name = f"{name} ({plan.digest[:8]})"
+        rows.setdefault(name, Row.of(name, plan))
+    base = rows.get(BASELINE) or Row.of(BASELINE, PRESETS[BASELINE])
+    return [base, *(row for row in rows.values() if row is not base)]
+
+
+def _name(given: object, plan: Plan) -> str:
+    if isinstance(given, str) and given in PRESETS:
+        return given
+    name = name_of(plan)
+    if name not in PRESETS and isinstance(given, (str, os.PathLike)) and str(given).endswith(".json"):
+        path = Path(given)
+        return path.parent.name if path.stem == "plan" and path.parent.name else path.stem
+    return name
+
+
+def started(rows: list[Row], kind: Kind) -> list[Timing | None]:
+    """Of each row its times by start, and its speed over the first row's."""
+    times = [row.starts_s.get(kind, []) for row in rows]
+    ratios = stats.restarts(times)
+    return [
+        Timing(
+            stats.summarise([second for start in mine for second in start]),
+            ratios[0, number] if number and times[0] else None,
+            tuple(map(tuple, mine)),
+        )
+        if mine
+        else None
+        for number, mine in enumerate(times)
+    ]
+
+
+def in_turns(lap: Lap | None, base: Lap | None, is_base: bool) -> Timing | None:
+    """The times of a plan that ran in turns with the baseline in one process; None where it left early."""
+    if lap is None or lap.done:
+        return None
+    ratio = speedup(base, lap) if base is not None and not is_base else None
+    return Timing(stats.summarise(lap.seconds), ratio, (tuple(lap.times_s),))

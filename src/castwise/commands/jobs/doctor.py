@@ -1,0 +1,287 @@
+"""``doctor``: what a device makes of each format, and what limits a workload on it."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from castwise.commands.jobs import Event, Progress, heard
+from castwise.commands.jobs.doctor_result import DoctorResult, Finding, WorkloadReport
+from castwise.core.casting import default_device_type
+from castwise.core.plans.plan import PRESETS
+from castwise.core.session.process import find_device
+from castwise.lab.timing import stats
+from castwise.lab.timing.environment import environment
+from castwise.lab.timing.limits import Product, StepProfile, padding_gain, profile_steps
+from castwise.lab.timing.matrix_units import MatrixUnits, matrix_units
+from castwise.lab.timing.rates import Judgement, Rate, judge, measure_bandwidth, measure_rates, variants
+from castwise.lab.timing.step_rates import PLANS, SLOW, STARTS, by_operators, measure_steps
+from castwise.lab.workloads.workload import Workload, find_workload, users_code
+
+__all__ = ["DoctorResult", "Finding", "WorkloadReport", "doctor", "findings", "verdicts"]
+
+DATA = 0.1
+"""Share of data in data plus step from which on waiting for it is worth a word."""
+DISPATCH = 0.3
+"""Share of a step that goes into launching operators from which on formats matter little."""
+OUTSIDE = 0.3
+SMALL = 0.01
+"""Products below this share of the operators' time are not worth changing."""
+BUSY = 0.3
+"""Load per core from which on others disturb the measurement."""
+PRODUCTS = 5
+"""At most this many sizes are named."""
+
+Gain = Callable[[Product], "stats.Ratio | None"]
+
+
+def doctor(
+    workload: Workload | str | None = None,
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    small: bool = False,
+    progress: Progress | bool | None = None,
+) -> DoctorResult:
+    """Measure a device, and say what limits a workload on it.
+
+    Args:
+        workload: A workload, or how to find one; None looks at the device alone.
+        device: By default the accelerator at hand, else the CPU.
+        seed: Of the workload's weights and data.
+        small: Measure small sizes: in a second instead of some ten, and rough.
+        progress: True shows what the command line shows, on standard error; a function is called with events.
+
+    Returns:
+        The result: ``.table()``, ``.to_json()``. What it says of formats for a workload comes from steps of that workload,
+        in fp32 and by one-line autocast, and what it says of the device from single operators.
+
+    Raises:
+        DeviceError: No such device.
+        WorkloadError: A workload that cannot be found or does not train.
+        NonFiniteError: Its first loss is not finite.
+    """
+    where = find_device("doctor", device, default_device_type())
+    notes = _busy(where)  # before this process makes a load itself
+    found = find_workload(workload) if isinstance(workload, str) else workload
+    with heard(progress) as tell:
+        profile = None
+        if found is not None:  # first, since what is wrong with it should not be told after half a minute
+            tell(Event("workload", found.name, 0, 1))
+            with users_code(f"workload {found.name!r} fails in fp32"):
+                profile = profile_steps(found, where, seed=seed)
+            tell(Event("workload", found.name, 1, 1))
+        units = matrix_units(where)
+        rates = measure_rates(
+            where, small=small, on_kernel=lambda name, done, total: tell(Event("rates", name, done, total))
+        )
+        tell(Event("bandwidth", "copy", 0, 1))
+        band = measure_bandwidth(where, copied_bytes=2**22 if small else 2**28)
+        tell(Event("bandwidth", "copy", 1, 1))
+        said = verdicts(rates, where.type)
+        report = None
+        if found is not None and profile is not None:
+            dtype = _best_dtype(said)
+            tell(Event("sizes", found.name, 0, 1))
+            limits = findings(
+                profile, units, rates, lambda product: padding_gain(product, units.multiples, where, dtype)
+            )
+            tell(Event("sizes", found.name, 1, 1))
+            with users_code(f"workload {found.name!r} failed"):
+                steps = measure_steps(
+                    found, where, _not_run(profile, rates, where.type), seed=seed, starts=1 if small else STARTS,
+                    on_start=lambda done, total: tell(Event("steps", found.name, done, total)),
+                )  # fmt: skip
+            report = WorkloadReport(found.name, found.description, steps, profile, limits)
+    return DoctorResult(environment(where), units, rates, band, said, report, notes)
+
+
+def _busy(device: torch.device) -> tuple[str, ...]:
+    """A note where other processes compute: stalls that all formats share hide what they gain."""
+    if device.type != "cpu" or not hasattr(os, "getloadavg"):
+        return ()
+    return _load_note(os.getloadavg()[0], environment(device).cores)
+
+
+def _load_note(load: float, cores: int) -> tuple[str, ...]:
+    if load < BUSY * cores:
+        return ()
+    return (
+        f"Other processes were computing (load {load:.1f} on {cores} cores): rates are lower than the device's own, and a "
+        "format that gains may look like no gain. Measure again when the machine is idle.",
+    )
+
+
+# --- formats ------------------------------------------------------------------------------------------------
+
+
+def verdicts(rates: Sequence[Rate], device_type: str) -> tuple[Judgement, ...]:
+    """A verdict per measured format but fp32; bf16 and fp16 have one where the device cannot run them, too."""
+    _, cannot = variants(device_type)
+    names = dict.fromkeys(rate.format for rate in rates if rate.format != "fp32")
+    lacks = [Judgement(v.name, "avoid", reason) for v, reason in cannot if v.dtype != torch.float32]
+    return (*(judge(name, rates) for name in names), *lacks)
+
+
+def _best_dtype(said: Sequence[Judgement]) -> torch.dtype:
+    fast = {judgement.format for judgement in said if judgement.verdict == "fast"}
+    return torch.bfloat16 if "bf16" in fast else torch.float16 if "fp16" in fast else torch.float32
+
+
+def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> dict[str, str]:
+    """By plan why no step of a workload is run under it: the device lacks the format, or its operators are hopeless."""
+    _, cannot = variants(device_type)
+    lacks = {variant.name: reason for variant, reason in cannot}
+    out = {}
+    for plan in PLANS[1:]:
+        format = PRESETS[plan].compute
+        slowdown = by_operators(profile, rates, plan)
+        if format in lacks:
+            out[plan] = lacks[format]
+        elif slowdown > SLOW:
+            out[plan] = f"not run: its operators alone would take {slowdown:.2g} times as long as in fp32"
+    return out
+
+
+# --- a workload ---------------------------------------------------------------------------------------------
+
+
+def findings(
+    profile: StepProfile, units: MatrixUnits, rates: Sequence[Rate], gain: Gain
+) -> tuple[Finding, ...]:
+    """What limits a workload, in the order in which to look at it; empty if nothing stands out.
+
+    Args:
+        profile: Where a step's time goes.
+        units: The device's matrix units.
+        rates: What the device reached.
+        gain: Measures how much faster a product becomes with its sizes rounded up.
+    """
+    found = [_data(profile), _dispatch(profile), _outside(profile, rates), *_sizes(profile, units, gain)]
+    return tuple(finding for finding in found if finding is not None)
+
+
+def _data(profile: StepProfile) -> Finding | None:
+    if profile.data_share < DATA:
+        return None
+    data_s, step_s = profile.data_s.median_s, profile.step_s.median_s
+    return Finding(
+        "data",
+        {"data_s": data_s, "step_s": step_s, "share": profile.data_share},
+        "Prepare batches in other processes (torch.utils.data.DataLoader with num_workers) or keep them prepared; no "
+        "format makes them come sooner.",
+        f"The step waits for data: a batch takes {data_s * 1e3:.3g} ms to come, the step itself {step_s * 1e3:.3g} ms "
+        f"({profile.data_share:.0%} of the time is waiting).",
+    )
+
+
+def _dispatch(profile: StepProfile) -> Finding | None:
+    launches, advice = profile.launches, (
+        "Use larger batches, torch.compile or a fused optimizer; a low format adds casts and gains little here."
+    )  # fmt: skip
+    each_s = profile.step_s.median_s / max(1.0, launches)
+    measured = {"launches": launches, "step_s": profile.step_s.median_s, "time_per_operator_s": each_s}
+    if profile.busy_share is not None:
+        if profile.busy_share > 1.0 - DISPATCH:
+            return None
+        return Finding(
+            "dispatch",
+            {**measured, "busy_share": profile.busy_share},
+            advice,
+            f"The device computes for {profile.busy_share:.0%} of a step and waits in the rest for the host to launch "
+            f"{launches:.0f} operators.",
+        )
+    if profile.launch_share < DISPATCH:
+        return None
+    return Finding(
+        "dispatch",
+        {**measured, "launch_s": profile.launch_s, "share": profile.launch_share},
+        advice,
+        f"Operators are small: {launches:.0f} of them take {each_s * 1e6:.3g} us each, of which launching alone is "
+        f"{profile.launch_s * 1e6:.2g} us or more (at least {profile.launch_share:.0%} of the step).",
+    )
+
+
+def _outside(profile: StepProfile, rates: Sequence[Rate]) -> Finding | None:
+    share = profile.outside_share
+    if share < OUTSIDE:
+        return None
+    by_name: dict[str, float] = defaultdict(float)
+    for operator in profile.operators:
+        if operator.kind != "matrix":
+            by_name[operator.name.removeprefix("aten::")] += operator.share
+    most = sorted(by_name.items(), key=lambda item: -item[1])[:3]
+    measured: dict[str, float | int | str] = {"share": share, **{f"share of {k}": v for k, v in most}}
+    bound = ""
+    fast = [
+        (r.speedup.value, r.format)
+        for r in rates
+        if r.kernel == "matmul" and r.verdict == "fast" and r.speedup
+    ]
+    if fast:
+        speedup, name = max(fast)
+        limit = 1.0 / (share + (1.0 - share) / speedup)
+        measured["most_from_faster_products"] = limit
+        bound = f" Faster products alone ({name}, {speedup:.2g}x) could make it {limit:.2f}x as fast at most."
+    return Finding(
+        "outside matrix units",
+        measured,
+        "What is left is memory traffic: activations in a low format, torch.compile, channels_last for convolutions "
+        "and a fused optimizer reduce it.",
+        f"{share:.0%} of the operators' time is outside of matrix products and convolutions "
+        f"({', '.join(f'{name} {part:.0%}' for name, part in most)}).{bound}",
+    )
+
+
+def _sizes(profile: StepProfile, units: MatrixUnits, gain: Gain) -> list[Finding]:
+    """Products that miss the multiples: with matrix units always, without only where padding was measured to pay."""
+    alike: dict[tuple[str, tuple[int, ...]], list[tuple[float, Product]]] = defaultdict(list)
+    for operator in profile.operators:
+        product = operator.product
+        if product is None or product.kind == "depthwise" or not product.missed(units.multiples):
+            continue
+        # forward and backward do the same product with its sides exchanged
+        key = (product.kind, tuple(sorted((product.m, product.n, product.k))))
+        alike[key].append((operator.share, product))
+    found = []
+    most = sorted(((sum(s for s, _ in same), same) for same in alike.values()), key=lambda item: -item[0])
+    for share, same in most[:PRODUCTS]:
+        if share < SMALL:
+            break
+        product = max(same, key=lambda item: item[0])[1]
+        ratio = gain(product)
+        pays = ratio is not None and ratio.low > 1.0
+        if units.present or pays:
+            found.append(_size(product, share, units, ratio, pays))
+    return found
+
+
+def _size(
+    product: Product, share: float, units: MatrixUnits, ratio: stats.Ratio | None, pays: bool
+) -> Finding:
+    words = {"m": "rows", "n": "columns", "k": "terms"}
+    if product.kind == "convolution":
+        words = {"m": "rows", "n": "output channels", "k": "input channels"}
+    missed = product.missed(units.multiples)
+    sizes = ", ".join(f"{size} {words[s]} (next that fits: {fits})" for s, (size, fits) in missed.items())
+    what = (
+        "convolution"
+        if product.kind == "convolution"
+        else f"matrix product {product.m} x {product.k} x {product.n}"
+    )
+    measured: dict[str, float | int | str] = {"share": share, **{s: size for s, (size, _) in missed.items()}}
+    said = "not measured"
+    if ratio is not None:
+        measured |= {"padded": ratio.value, "padded_low": ratio.low, "padded_high": ratio.high}
+        said = f"padded it runs {ratio.value:.2f}x as fast [{ratio.low:.2f}, {ratio.high:.2f}]"
+    advice = "Round the layer's sizes, or the batch size, up to the numbers that fit."
+    if ratio is not None and not pays:
+        advice = "Leave it: padding was measured and gains nothing here."
+    unit = units.name if units.present else "the vector instructions"
+    return Finding(
+        "size", measured, advice,
+        f"A {what} ({share:.0%} of the operators' time) misses the multiples of {unit}: {sizes}; {said}.",
+    )  # fmt: skip

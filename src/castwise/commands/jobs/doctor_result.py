@@ -1,0 +1,70 @@
+"""What a doctor found, as frozen data that turns into tables and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from castwise.lab.result import Result
+from castwise.lab.timing.environment import Environment
+from castwise.lab.timing.limits import StepProfile
+from castwise.lab.timing.matrix_units import MatrixUnits
+from castwise.lab.timing.rates import Bandwidth, Judgement, Rate
+from castwise.lab.timing.step_rates import StepRate
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that limits a workload, the numbers it rests on by name, and what to do about it.
+
+    Attributes:
+        what: ``data``, ``dispatch``, ``outside matrix units`` or ``size``.
+    """
+
+    what: str
+    measured: Mapping[str, float | int | str]
+    advice: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class WorkloadReport:
+    """How fast a workload's step is in each format, and what limits it in fp32.
+
+    There are no findings if nothing that a doctor knows limits it.
+    """
+
+    name: str
+    description: str
+    steps: tuple[StepRate, ...]
+    profile: StepProfile
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class DoctorResult(Result):
+    """A device, and perhaps a workload on it, as measured.
+
+    There is a rate for every operator in every format that runs, and a verdict on every format other than fp32; notes are
+    sentences about the measurement itself.
+    """
+
+    kind: ClassVar[str] = "doctor"
+    environment: Environment
+    units: MatrixUnits
+    rates: tuple[Rate, ...]
+    bandwidth: Bandwidth
+    verdicts: tuple[Judgement, ...]
+    workload: WorkloadReport | None = None
+    notes: tuple[str, ...] = ()
+
+    def _fields(self) -> dict[str, Any]:
+        record = dataclasses.asdict(self)
+        if self.workload is not None:
+            shares = {
+                name: getattr(self.workload.profile, name) for name in ("outside_share", "launch_share")
+            }
+            record["workload"]["profile"] |= shares
+        return record

@@ -1,0 +1,34 @@
+"""Who is to blame: faults of a training, in a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from castwise.core.plans.plan import Plan
+from castwise.errors import CastwiseError, WorkloadError, told
+from castwise.lab.workloads.workload import Workload
+
+
+@contextlib.contextmanager
+def calls(workload: Workload, what: str) -> Iterator[None]:
+    """Say which of the workload's functions failed, such as ``model()``, where one does.
+
+    Raises:
+        WorkloadError: For any error that is not castwise's own.
+    """
+    try:
+        yield
+    except CastwiseError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise WorkloadError(f"workload {workload.name!r}: {what} failed: {told(error)}") from error
+
+
+def remedy(plan: Plan) -> str:
+    """What to do about a loss that is not finite under a plan without a loss scale."""
+    if plan.compute == "fp16":
+        return "use one that has, such as fp16-mixed, or bf16-mixed, which needs none"
+    if plan.compute == "bf16":
+        return "see whether it stays finite under fp32; if it does not, lower the learning rate"
+    return "lower the learning rate, or look for a division by zero or a logarithm of zero in the loss"

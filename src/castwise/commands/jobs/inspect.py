@@ -1,0 +1,171 @@
+"""``inspect``: tools that look at a workload's numerics, one after another."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from castwise.commands.jobs import Event, Progress, heard
+from castwise.core.extras import left_out
+from castwise.core.plans.formats import LOW
+from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.plans.text import close_matches
+from castwise.core.schemas import RECORD_VERSION
+from castwise.core.session.process import find_device
+from castwise.errors import CastwiseError, PlanError, sentence
+from castwise.lab.parity.isolation import seed_all, undisturbed
+from castwise.lab.workloads.workload import Workload, find_workload, next_batch, users_code
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+TOOLS: Mapping[str, str] = {
+    "nonfinite": "castwise.lab.inspect.nonfinite:first_nonfinite",
+    "operators": "castwise.lab.inspect.operators:operator_table",
+    "compare": "castwise.lab.inspect.compare:compare",
+    "forecast": "castwise.lab.inspect.forecast:forecast",
+}
+"""Name -> function, in the order that they run in: what is not finite explains what the others say."""
+
+
+class Finding(Protocol):
+    """What a tool returns."""
+
+    def table(self) -> RenderableType:
+        """For a person."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a program."""
+
+    def save(self, folder: Path) -> Any:
+        """Write the record and the page; returns the page's path, or the paths of all files."""
+
+
+@dataclass(frozen=True)
+class InspectResult:
+    """What the tools found.
+
+    Attributes:
+        workload: Its name.
+        plan: That was looked at.
+        findings: By tool.
+        failed: Tools that could not do their work, and why.
+    """
+
+    workload: str
+    plan: Plan
+    findings: Mapping[str, Finding]
+    failed: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The records of all tools."""
+        return {
+            "kind": "inspect",
+            "version": RECORD_VERSION,
+            "workload": self.workload,
+            "plan": str(self.plan),
+            "findings": {name: finding.to_dict() for name, finding in self.findings.items()},
+            "failed": dict(self.failed),
+        }
+
+    def table(self) -> RenderableType:
+        """What the tools say, one after another, for ``rich.print``."""
+        from rich.console import Group
+        from rich.rule import Rule
+        from rich.text import Text
+
+        parts: list[RenderableType] = []
+        for name, finding in self.findings.items():
+            parts += [Rule(name, align="left"), finding.table(), Text()]
+        parts += [Text(f"{name}: {why}", "yellow") for name, why in self.failed.items()]
+        return Group(*parts)
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write each tool's record and page into a folder; returns the paths of what is there then."""
+        for name, finding in self.findings.items():
+            with left_out(f"{name}.html"):
+                finding.save(folder)
+        names = [f"{name}.{kind}" for name in self.findings for kind in ("html", "json")]
+        return [path for path in (folder / name for name in names) if path.exists()]
+
+
+def inspect(
+    workload: Workload | str,
+    *,
+    only: Sequence[str] = tuple(TOOLS),
+    plan: Plan | str = "bf16-mixed",
+    against: Plan | str = "fp32",
+    formats: Sequence[str] = (),
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    progress: Progress | bool | None = None,
+) -> InspectResult:
+    """Look at a workload's numerics under a plan.
+
+    Args:
+        workload: A workload, or how to find one.
+        only: Tools to run, of :data:`TOOLS`.
+        plan: To look at. ``forecast`` takes it for whose casts it assumes; one that computes in fp32 alone leaves that its default.
+        against: What ``compare`` compares it with.
+        formats: Those that ``forecast`` is asked about; by default all that it knows.
+        device: By default the accelerator at hand, else the CPU.
+        seed: Of weights, data and random draws.
+        progress: True shows on standard error which tool runs; a function is called with events.
+
+    Returns:
+        What each found. Where several are asked for, one that cannot do its work leaves the others alone.
+
+    Raises:
+        PlanError: A tool that does not exist.
+        CastwiseError: The workload cannot be found or run, or the only tool failed.
+    """
+    chosen, other = as_plan(plan), as_plan(against)
+    for name in only:
+        if name not in TOOLS:
+            raise PlanError(
+                f"inspect(only={name!r}): no such tool{close_matches(name, TOOLS)}. Allowed: {', '.join(TOOLS)}."
+            )
+    if not only:
+        raise PlanError(f"inspect(only=()): no tool is named. Allowed: {', '.join(TOOLS)}.")
+    found = find_workload(workload) if isinstance(workload, str) else workload
+    from castwise.core.casting import default_device_type
+
+    where = find_device("inspect", device, default_device_type())
+    with heard(progress) as tell, undisturbed(), users_code(f"workload {found.name!r} failed"):
+        seed_all(seed)
+        model = found.model().to(where)
+        batch = next_batch(found, found.batches(seed), 0)
+        asked: Mapping[str, Callable[[Any], Finding]] = {
+            "nonfinite": lambda run: run(model, found.loss, batch, chosen, device=where, seed=seed),
+            "operators": lambda run: run(model, found.loss, batch, chosen, device=where, seed=seed),
+            "compare": lambda run: run(model, found.loss, batch, other, chosen, device=where, seed=seed),
+            "forecast": lambda run: run(
+                model, found.loss, found.batches, optimizer=found.optimizer, device=where, seed=seed,
+                **({} if chosen.formats.isdisjoint(LOW) else {"plan": chosen}),  # else its own: fp32 casts nothing
+                **({"formats": tuple(formats)} if formats else {}),
+            ),
+        }  # fmt: skip
+        findings, failed = {}, {}
+        for name in (tool for tool in TOOLS if tool in only):
+            tell(Event("inspecting", name, 0, 1))
+            try:
+                findings[name] = asked[name](_tool(name))
+            except CastwiseError as error:
+                if len(only) == 1:
+                    raise
+                failed[name] = sentence(error)
+            tell(Event("inspecting", name, 1, 1))
+        if not findings:
+            raise PlanError("inspect: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
+    return InspectResult(found.name, chosen, findings, failed)
+
+
+def _tool(name: str) -> Callable[..., Finding]:
+    home, _, function = TOOLS[name].partition(":")
+    tool: Callable[..., Finding] = getattr(importlib.import_module(home), function)
+    return tool

@@ -1,0 +1,96 @@
+"""What a training writes while it goes on, so that whatever goes wrong loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from castwise.core.extras import left_out
+from castwise.core.session.process import interrupts_wait
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class Journal:
+    """What is written while training goes on: JSON lines and, where TensorBoard is installed, its events.
+
+    Args:
+        out: Folder; what an earlier training left in it is taken away.
+        steps_before: Steps of that training which this one continues; what was recorded of them stays.
+
+    Attributes:
+        files: Names of what is written.
+        earlier: The lines of ``metrics.jsonl`` that stayed.
+    """
+
+    def __init__(self, out: Path, steps_before: int = 0) -> None:
+        self._steps_before = steps_before
+        self.earlier: list[dict[str, Any]] = []
+        self._events = out / "tensorboard"
+        self._lines_path = out / "metrics.jsonl"
+        self._board: SummaryWriter | None = None
+        self.files = [self._lines_path.name]
+
+    def __enter__(self) -> Self:
+        for name in ("model.pt", "result.json", "curves.png"):
+            (self._lines_path.parent / name).unlink(missing_ok=True)
+        self.earlier = self._still_true()
+        kept = self._lines_path.with_suffix(".partial")
+        kept.write_text("".join(json.dumps(row) + "\n" for row in self.earlier), encoding="utf-8")
+        kept.replace(self._lines_path)
+        if not self._steps_before:
+            for old in self._events.glob("events.out.tfevents.*"):
+                old.unlink()  # TensorBoard would draw an earlier training into the same curve
+        with left_out("the log for TensorBoard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge = self._steps_before + 1 if self._steps_before else None
+            self._board = SummaryWriter(str(self._events), purge_step=purge)
+            self.files.append(self._events.name)
+        self._lines: TextIO = self._lines_path.open("a", encoding="utf-8")
+        return self
+
+    def _still_true(self) -> list[dict[str, Any]]:
+        """Lines of the steps before; a process that was killed may have left half a line, and lines that came to nothing."""
+        rows: list[dict[str, Any]] = []
+        if self._steps_before and self._lines_path.is_file():
+            for line in self._lines_path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    row = json.loads(line)
+                    if row["step"] == len(rows) + 1 <= self._steps_before:
+                        rows.append(row)
+        return rows
+
+    def step(self, row: Mapping[str, Any], loss: float) -> None:
+        """Write a line of ``metrics.jsonl``, and its loss as it is, finite or not, to TensorBoard."""
+        self._lines.write(json.dumps(row, allow_nan=False) + "\n")
+        if self._board is None:
+            return
+        self._board.add_scalar("loss", loss, row["step"])
+        if row["loss_scale"] is not None:
+            self._board.add_scalar("loss_scale", row["loss_scale"], row["step"])
+            self._board.add_scalar("skipped", float(row["skipped"]), row["step"])
+
+    @interrupts_wait()
+    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write what an evaluation after so many steps said."""
+        for key, value in metrics.items():
+            if self._board is not None:
+                self._board.add_scalar(f"final/{key}", value, step)
+
+    def flush(self) -> None:
+        """Let others see what was written."""
+        self._lines.flush()  # to the system, so that a process that is killed loses nothing
+
+    @interrupts_wait()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lines.close()
+        if self._board is not None:
+            self._board.close()

@@ -1,0 +1,195 @@
+"""How many processes train one model and what each of them does: data, sharded, tensor and pipeline parallelism.
+
+A layout is written as ``dp2``, ``fsdp2``, ``tp2``, ``pp2``, a product of them such as ``dp2xtp2``, or ``single``.
+Everything here is arithmetic; :mod:`castwise.commands.jobs.processes` starts the process group.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+
+from castwise.core.casting.trees import map_tensors, tensors_in
+from castwise.errors import PlanError, WorkloadError, check_count
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+"""Orders in which a pipeline runs its microbatches."""
+_ALLOWED = "single, dp2, fsdp2, tp2, pp2 and products of them such as dp2xtp2"
+_MESH_ORDER = ("pp", "dp", "fsdp", "tp")
+"""Outermost first: ranks that talk most, those of tensor parallelism, are neighbours."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in a layout: which rank of the pipeline, replica, shard of it and piece of each layer, from 0."""
+
+    pp: int = 0
+    dp: int = 0
+    fsdp: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes by what they share out among them; 1 is none of it.
+
+    Attributes:
+        dp: Replicas, each on a slice of the batch, whose gradients are averaged.
+        fsdp: Processes among which FSDP2 shards parameters, gradients and optimizer state; each has a slice of the
+            batch too. With ``dp`` the shards are replicated (hybrid sharding).
+        tp: Pieces that layers are cut into.
+        pp: Processes that have a stage of the model each.
+    """
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_count("Layout", field.name, getattr(self, field.name), 1)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a layout such as ``dp2xtp2``, the order of whose parts is of no account.
+
+        Raises:
+            PlanError: Anything else.
+        """
+        sizes: dict[str, int] = {}
+        if not text.strip("x"):
+            raise PlanError(
+                f"layout {text!r}: it names no part. Allowed: {_ALLOWED}; write e.g. --layout dp2"
+            )
+        for part in text.split("x") if text != "single" else ():
+            match = re.fullmatch(r"(dp|fsdp|tp|pp)([1-9]\d*)", part)
+            if match is None:
+                raise PlanError(
+                    f"layout {text!r}: {part!r} is not a part of one. Allowed: {_ALLOWED}; write e.g. --layout dp2"
+                )
+            kind, size = match.groups()
+            if kind in sizes:
+                raise PlanError(
+                    f"layout {text!r}: {kind} is there twice; write {kind}{sizes[kind] * int(size)} instead. "
+                    f"Allowed: {_ALLOWED}"
+                )
+            sizes[kind] = int(size)
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        parts = [f"{f.name}{getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) > 1]
+        return "x".join(parts) or "single"
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.dp * self.fsdp * self.tp * self.pp
+
+    @property
+    def data_ranks(self) -> int:
+        """Slices that the batch is cut into."""
+        return self.dp * self.fsdp
+
+    @property
+    def shards(self) -> bool:
+        """Whether ``fully_shard`` is what brings gradients of data-parallel ranks together.
+
+        DistributedDataParallel takes no parameters that tensor parallelism has cut, and cannot be asked for the shapes
+        that a pipeline needs; there ``fully_shard`` replicates, with shards of one process.
+        """
+        return self.fsdp > 1 or (self.dp > 1 and self.tp * self.pp > 1)
+
+    def check(self, world_size: int) -> None:
+        """Refuse a number of started processes that is not the layout's.
+
+        Raises:
+            PlanError: With the command that starts the right number.
+        """
+        if world_size != self.world_size:
+            needs = self.world_size
+            start = f"torchrun --nproc-per-node {needs} -m castwise train" if needs > 1 else "castwise train"
+            raise PlanError(
+                f"layout {self}: needs {needs} process{'es' if needs > 1 else ''}, but {world_size} "
+                f"{'were' if world_size > 1 else 'was'} started; use {start} ... --layout {self}, or a layout "
+                f"whose sizes multiply to {world_size}"
+            )
+
+    def mesh_dims(self) -> dict[str, int]:
+        """Names and sizes of the device mesh's dimensions, outermost first."""
+        sizes = {name: getattr(self, name) for name in _MESH_ORDER}
+        needed = {"dp", "fsdp"} if self.shards and self.dp > 1 else set()
+        return {name: size for name, size in sizes.items() if size > 1 or name in needed}
+
+    def place(self, rank: int) -> Place:
+        """Where a rank stands."""
+        found = {}
+        for name in reversed(_MESH_ORDER):
+            rank, found[name] = divmod(rank, getattr(self, name))
+        return Place(**found)
+
+    def slice_of(self, rank: int) -> int:
+        """Which slice of the batch a rank takes, from 0 to ``data_ranks - 1``."""
+        place = self.place(rank)
+        return place.dp * self.fsdp + place.fsdp
+
+
+def slice_batch(batch: Any, index: int, parts: int, layout: Layout) -> Any:
+    """One data-parallel rank's equal share of a batch, the ``index``-th of ``parts``.
+
+    Tensors are cut along their first dimension, into views; those without one stay whole.
+
+    Raises:
+        WorkloadError: A first dimension that ``parts`` does not divide.
+    """
+    if parts == 1:
+        return batch
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0:
+            return tensor
+        rows = tensor.shape[0]
+        if rows % parts:
+            raise WorkloadError(
+                f"layout {layout}: a tensor of shape {list(tensor.shape)} in the batch cannot be shared out equally among "
+                f"{parts} data-parallel ranks; make its first dimension ({rows}) a multiple of {parts}, or use another layout"
+            )
+        return tensor.narrow(0, index * (rows // parts), rows // parts)
+
+    return map_tensors(cut, batch)
+
+
+def check_microbatches(microbatches: int, schedule: str, layout: Layout) -> None:
+    """Refuse a number of microbatches per step that a schedule cannot run.
+
+    Raises:
+        PlanError: With the numbers that it can.
+    """
+    said = f"microbatches={microbatches} with schedule {schedule!r} and layout {layout}"
+    if microbatches < 1:
+        raise PlanError(f"{said}: needs a whole number >= 1")
+    if schedule == "1f1b" and microbatches < layout.pp:
+        raise PlanError(f"{said}: 1f1b needs {layout.pp} or more, one per stage; or use --schedule gpipe")
+    if schedule == "interleaved" and microbatches % max(1, microbatches // layout.pp):
+        raise PlanError(f"{said}: interleaved needs a multiple of {layout.pp}")
+
+
+def check_splits(value: Any, microbatches: int, layout: Layout) -> None:
+    """Refuse a pipeline's inputs and targets that microbatches do not divide: their losses would not weigh the same.
+
+    Raises:
+        WorkloadError: Naming the shape.
+    """
+    for tensor in tensors_in(value):
+        if tensor.dim() and tensor.shape[0] % microbatches:
+            rows = tensor.shape[0]
+            divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+            near = min(divisors, key=lambda n: (abs(math.log(n / microbatches)), n))
+            raise WorkloadError(
+                f"layout {layout}: a tensor of shape {list(tensor.shape)}, this rank's share of the batch, cannot be cut into "
+                f"{microbatches} equal microbatches; use --microbatches {near} or another batch size"
+            )

@@ -1,0 +1,188 @@
+"""What one process trains of a model under a layout: all of it, a shard, pieces of its layers, or stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise.commands.jobs.faults import calls
+from castwise.commands.jobs.layout import Layout
+from castwise.commands.jobs.processes import TrainingRanks
+from castwise.core.model.arrival import widen_for
+from castwise.core.plans.plan import Plan
+from castwise.core.ranks import ALONE
+from castwise.core.session import Amp
+from castwise.errors import WorkloadError
+from castwise.lab.timing.steps import build_model, uncompiled
+from castwise.lab.workloads.workload import Workload, check_loss, check_no_backward, make_optimizer
+
+
+class Parts(Protocol):
+    """What a process trains, prepared by a plan.
+
+    Attributes:
+        modules: What it holds of the model.
+        optimizers: One per module.
+        whole: The model, where this process can run all of it by itself.
+    """
+
+    amp: Amp
+    modules: list[nn.Module]
+    optimizers: list[Optimizer]
+    whole: nn.Module | None
+
+    def backward(self, batch: Any) -> Tensor | None:
+        """Compute gradients of this data-parallel rank's share of the batch, on its device.
+
+        Returns:
+            The loss of the share, detached; None on a process that does not come to know it.
+        """
+
+    def weights(self) -> dict[str, Any] | None:
+        """The whole model's state dict in fp32, on rank 0; None elsewhere. All ranks must call it."""
+
+
+def check_workload(workload: Workload, layout: Layout) -> None:
+    """Refuse a workload that does not say how a layout cuts it.
+
+    Raises:
+        WorkloadError: A field is missing; says what to write.
+    """
+    if layout.tp > 1 and workload.shards is None:
+        raise WorkloadError(
+            f"workload {workload.name!r}: layout {layout} cuts its layers into {layout.tp} pieces, and its field 'shards' does "
+            "not say how; give Workload(..., shards=lambda model: {'0': ColwiseParallel(), '2': RowwiseParallel()}) with the "
+            "styles of torch.distributed.tensor.parallel by module path, or use dp, fsdp or pp"
+        )
+    if layout.pp > 1 and workload.pipeline is None:
+        raise WorkloadError(
+            f"workload {workload.name!r}: layout {layout} cuts its model into stages, and its field 'pipeline' does not say how; "
+            "give Workload(..., pipeline=Pipeline(split=lambda model, stages: [...], inputs=lambda batch: (batch[0],), "
+            "target=lambda batch: batch[1], loss=torch.nn.functional.mse_loss)) of castwise.lab.workloads.workload, or use dp, fsdp or tp"
+        )
+
+
+def blocks_of(workload: Workload, model: nn.Module) -> list[nn.Module]:
+    """The modules of a model, not yet cut or sharded, that FSDP2 is to shard one by one."""
+    if workload.blocks is None:
+        return list(_members(model))
+    with calls(workload, "blocks(model)"):
+        return list(workload.blocks(model))
+
+
+def _members(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, nn.Sequential) or (
+            isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
+        ):
+            if next(child.parameters(), None) is not None:
+                yield child
+        else:
+            yield from _members(child)
+
+
+def shard(module: nn.Module, blocks: Sequence[nn.Module], amp: Amp, ranks: TrainingRanks) -> None:
+    """Shard the model or a stage of it by FSDP2, in place; those of the blocks that are inside are gathered one by one."""
+    mesh = ranks.of("dp", "fsdp") if "dp" in ranks.layout.mesh_dims() else ranks.of("fsdp")
+    inside = {part for part in module.modules() if part is not module}
+    amp.fully_shard(module, blocks=[block for block in blocks if block in inside], part=True, mesh=mesh)
+
+
+def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:
+    """The fp32 state dict of a model or a stage, on the CPU, with whole tensors in the place of shards, tied ones tied.
+
+    All ranks that share it must call; those that do not ``keep`` it only help and get nothing.
+    """
+    from torch.distributed.tensor import DTensor
+
+    done: dict[int, Any] = {}
+    out: dict[str, Any] = {}
+    for key, value in amp.model_state_dict(module).items():
+        if id(value) not in done:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            done[id(value)] = whole.cpu() if keep and isinstance(whole, Tensor) else whole if keep else None
+        if keep:
+            out[key] = done[id(value)]
+    return out
+
+
+class Whole:
+    """A model that each process runs from end to end: alone, replicated, sharded, or with its layers cut already."""
+
+    def __init__(self, workload: Workload, amp: Amp, model: nn.Module, ranks: TrainingRanks) -> None:
+        self.amp = amp
+        self._workload = workload
+        self._ranks = ranks
+        if ranks.layout.shards:
+            shard(model, blocks_of(workload, model), amp, ranks)
+        optimizer = make_optimizer(workload, model.parameters())
+        amp.prepare(model, optimizer, widen=widen_for(amp.plan, model))
+        self.modules = [model]
+        self.optimizers = [optimizer]
+        self.whole: nn.Module | None = None if ranks.layout.tp > 1 or ranks.layout.shards else model
+        self._call = model
+        self._checked = False
+        if ranks.layout.dp > 1 and not ranks.layout.shards:
+            ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+            self._call = nn.parallel.DistributedDataParallel(
+                model, device_ids=ids, process_group=ranks.of("dp").get_group()
+            )
+
+    def backward(self, batch: Any) -> Tensor | None:
+        """Compute gradients; see :class:`Parts`."""
+        with calls(self._workload, "loss(model, batch)"):
+            loss = self._workload.loss(self._call, batch)
+        if not self._checked:
+            check_no_backward(self._call, f"workload {self._workload.name!r}")
+            self._checked = True
+        loss = check_loss(loss, self._workload)
+        self.amp.backward(loss)
+        return loss.detach() if self._ranks.place.tp == 0 else None
+
+    def weights(self) -> dict[str, Any] | None:
+        """The whole model's weights; see :class:`Parts`."""
+        leads = self._ranks.leads
+        if self.whole is None:
+            full = full_weights(self.amp, self.modules[0], leads)
+        else:
+            full = self.amp.model_state_dict(self.whole)
+        return full if leads else None
+
+
+def build_whole(workload: Workload, ranks: TrainingRanks, seed: int) -> nn.Module:
+    """The whole model with equal weights on every rank, its layers cut where the layout says so."""
+    with calls(workload, "model()"):
+        model = build_model(workload, ranks.device, seed)
+    if ranks.layout.tp > 1:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        assert workload.shards is not None
+        with calls(workload, "shards(model)"):
+            parallelize_module(model, ranks.of("tp"), dict(workload.shards(model)))
+    return model
+
+
+def evaluate_whole(
+    workload: Workload, plan: Plan, device: torch.device, weights: dict[str, Any], seed: int
+) -> dict[str, float]:
+    """What ``workload.evaluate`` says of a fresh copy of the model with given weights, under the plan."""
+    assert workload.evaluate is not None
+    with Amp(plan, device=device, group=ALONE) as amp:
+        model = build_model(workload, device, seed)
+        amp.prepare(model, widen=widen_for(plan, model))
+        model.load_state_dict(weights)
+        return evaluate(workload, model)
+
+
+def evaluate(workload: Workload, model: nn.Module) -> dict[str, float]:
+    """What ``workload.evaluate`` says of a prepared model, as numbers."""
+    assert workload.evaluate is not None
+    model.eval()
+    with torch.no_grad(), uncompiled(), calls(workload, "evaluate(model)"):
+        metrics = {key: float(value) for key, value in workload.evaluate(model).items()}
+    model.train()
+    return metrics

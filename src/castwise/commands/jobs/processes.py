@@ -1,0 +1,173 @@
+"""The processes of a training: started by torchrun, joined into a group and a device mesh, heard as one."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from castwise.commands.jobs.layout import Layout, Place
+from castwise.core.parallel import init_process_group
+from castwise.core.ranks.group import ALONE, Ranks, running
+from castwise.errors import DeviceError, StateError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def started() -> tuple[int, int]:
+    """This process's rank and the number of processes, by the process group or torchrun's environment."""
+    if running():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class TrainingRanks(Ranks):
+    """The processes of one training, as one of them sees them.
+
+    Its mesh has those of the dimensions pp, dp, fsdp and tp that the layout has; a single process has none.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+        super().__init__(ALONE if mesh is None else None)
+        self.layout, self.device, self.mesh = layout, device, mesh
+
+    @property
+    def place(self) -> Place:
+        """Where this process stands."""
+        return self.layout.place(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def of(self, *names: str) -> Any:
+        """The mesh of some dimensions, such as ``tp``."""
+        assert self.mesh is not None
+        return self.mesh[names if len(names) > 1 else names[0]]
+
+    def add_up(self, figures: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes, on the CPU; synchronises with the device."""
+        here = figures.to(self.device)
+        if self.size > 1:
+            dist.all_reduce(here)
+        return here.cpu()
+
+
+@contextlib.contextmanager
+def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]]:
+    """The process group of the processes that torchrun has started, for as long as a command runs.
+
+    A group that is there already is used and left as it is; else one is made, gloo on the CPU and NCCL on CUDA, and ended
+    afterwards. Nothing happens in a process that was started by itself.
+
+    Args:
+        device: Where to compute; on CUDA without an index each process takes that of its ``LOCAL_RANK``.
+        call: The caller, for errors.
+
+    Yields:
+        This process's rank, and its device.
+
+    Raises:
+        DeviceError: A device that cannot be had by all processes.
+        StateError: The other processes cannot be reached.
+    """
+    rank, world = started()
+    if world == 1:
+        yield rank, device
+        return
+    if not dist.is_available():
+        raise StateError(
+            f"{call}: {world} processes were started, and this build of torch has no torch.distributed"
+        )
+    device = _own_device(device, call)
+    ours = not running()
+    if ours:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            init_process_group(backend, device_id=device if device.type == "cuda" else None)
+        except (RuntimeError, ValueError) as error:
+            raise StateError(f"{call}: rank {rank} of {world} cannot reach the others: {error}") from error
+    yield rank, device
+    # Not after an error: ending a group waits for ranks that may be gone, and the process ends anyway.
+    if ours:
+        dist.barrier()  # gloo aborts more often where a rank leaves while others still talk
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def join(layout: Layout | str | None, device: torch.device) -> Iterator[TrainingRanks]:
+    """Bring the processes together for a training; without a layout they are all data-parallel.
+
+    Raises:
+        PlanError: A layout that cannot be, or whose size is not the number of processes.
+        DeviceError: A device that cannot be had by all processes.
+        StateError: The other processes cannot be reached.
+    """
+    _, world = started()
+    if layout is None:
+        layout = Layout(dp=world)
+    elif isinstance(layout, str):
+        layout = Layout.parse(layout)
+    layout.check(world)
+    with joined(device, f"layout {layout}") as (_, own):
+        mesh = None
+        if world > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            dims = layout.mesh_dims()
+            mesh = init_device_mesh(own.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        yield TrainingRanks(layout, own, mesh)
+
+
+def _own_device(device: torch.device, call: str) -> torch.device:
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(
+            f"{call}: several processes compute on cpu or cuda, not on {device.type}; use --device cpu"
+        )
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return device
+    if device.index is not None and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise DeviceError(
+            f"{call}: all processes of this machine would use {device}; give --device cuda, and each takes its own"
+        )
+    local = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise DeviceError(
+            f"{call}: process {local} of this machine needs a GPU of its own, but there are "
+            f"{torch.cuda.device_count()}; start fewer processes, or give --device cpu"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def first_fault(text: str) -> str:
+    """Tell the other processes what went wrong, and hear whether something went wrong elsewhere before.
+
+    When a rank fails, the others fail too, in the middle of talking to it; what they say is noise. The store that
+    torchrun gives all ranks keeps the first sentence.
+
+    Returns:
+        ``text``, with this rank's name where there are several; or the sentence of the rank that failed first.
+    """
+    rank, world = started()
+    if world == 1:
+        return text
+    mine = f"rank {rank}: {text}"
+    env = os.environ
+    attempt = f"{env.get('TORCHELASTIC_RUN_ID')}/{env.get('TORCHELASTIC_RESTART_COUNT')}"
+    wait = datetime.timedelta(seconds=5)
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, wait_for_workers=False, timeout=wait
+        )
+        said = store.compare_set(f"castwise/fault/{attempt}", "", mine)
+    except (KeyError, RuntimeError, ValueError):  # the store is gone, or was never there
+        return mine
+    return said.decode() if isinstance(said, bytes) else str(said)

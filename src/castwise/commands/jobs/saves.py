@@ -1,0 +1,80 @@
+"""The checkpoints of a training job: when they are due, and going on from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from castwise.commands.jobs.parts import Parts
+from castwise.core import checkpoint
+from castwise.errors import CheckpointError
+
+
+class Saves:
+    """The checkpoints of one training, in a folder of their own: one ``every`` so many steps, none for 0.
+
+    With ``resume`` it goes on from the newest, which has to be of the same workload and seed.
+    """
+
+    def __init__(self, folder: Path, workload: str, seed: int, every: int, resume: bool) -> None:
+        self.folder, self.every = folder, every
+        self._workload, self._seed, self._resume = workload, seed, resume
+        self._found: checkpoint.Found | None = None
+        self._last: checkpoint.Saving | None = None
+
+    def find(self) -> int:
+        """Look for what to go on from; all ranks do. The steps that it stands for, 0 where there is none.
+
+        Raises:
+            CheckpointError: There are checkpoints, and nobody said that they are to be continued.
+        """
+        if not self.folder.is_dir() and not self._resume:
+            return 0
+        found = checkpoint.newest(self.folder)
+        if not found:
+            return 0
+        if not self._resume:
+            raise CheckpointError(
+                f"train: {self.folder.parent} holds a training that was saved at step {found.step}. Go on with it by --resume "
+                "(resume=True), or name another folder by --out; to start anew here, delete its folder 'checkpoints'."
+            )
+        self._found = found
+        return int(found.step)
+
+    def load(self, parts: Parts) -> int:
+        """Go on from what was found, and say how many of its steps were skipped.
+
+        Raises:
+            CheckpointError: It is of another workload or seed, or does not fit.
+        """
+        assert self._found is not None
+        loaded = checkpoint.load(
+            self._found, model=parts.modules, optimizers=parts.optimizers, amp=parts.amp, accept=self._accept
+        )
+        return int(loaded.extra.get("skipped_steps", 0))
+
+    def _accept(self, extra: Any) -> None:
+        extra = extra if isinstance(extra, dict) else {}
+        was, now = (extra.get("workload"), extra.get("seed")), (self._workload, self._seed)
+        if was != now or type(extra.get("skipped_steps", 0)) is not int:
+            raise CheckpointError(
+                f"it is of workload {was[0]!r} with seed {was[1]}, and this is {now[0]!r} with seed {now[1]}; name another folder "
+                "by --out, or the same workload and seed"
+            )
+
+    def due(self, step: int, last: int) -> bool:
+        """Whether a checkpoint is to be saved after a step."""
+        return self.every > 0 and (step % self.every == 0 or step == last)
+
+    def save(self, parts: Parts, step: int, skipped_steps: int) -> None:
+        """Save in the background, after the one before is on disk."""
+        extra = {"workload": self._workload, "seed": self._seed, "skipped_steps": skipped_steps}
+        self._last = checkpoint.save(
+            self.folder, step, model=parts.modules, optimizers=parts.optimizers, amp=parts.amp, extra=extra,
+            asynchronous=True,
+        )  # fmt: skip
+
+    def wait(self) -> None:
+        """Until the last one is on disk."""
+        if self._last is not None:
+            self._last.wait()

@@ -1,0 +1,275 @@
+"""``tune``: the fastest plan that keeps the numerics, found by experiment."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.commands.jobs import Event, Progress, heard, make_folder
+from castwise.commands.jobs.tune_result import TuneResult
+from castwise.core.casting import default_device_type
+from castwise.core.model.arrival import widen_for
+from castwise.core.session.process import find_device
+from castwise.errors import WorkloadError
+from castwise.lab.parity.batches import endless
+from castwise.lab.parity.isolation import copied, unspoilt
+from castwise.lab.parity.parity import device_of
+from castwise.lab.result import finite
+from castwise.lab.search import index
+from castwise.lab.search.axes import FORMATS
+from castwise.lab.search.record import evidence
+from castwise.lab.search.search import Search, Settings
+from castwise.lab.search.state import Say
+from castwise.lab.timing.ranks import lockstep
+from castwise.lab.workloads.workload import Workload, find_workload, users_code
+
+__all__ = ["TuneResult", "tune"]
+
+
+def tune(
+    workload: Workload | str | None = None,
+    *,
+    model: nn.Module | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    batches: Any = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    formats: Sequence[str] = FORMATS,
+    goal: str = "time",
+    accumulate: int = 1,
+    world_size: int | None = None,
+    compile: str | bool = "never",
+    warmup_steps: int = 0,
+    verify_steps: int = 0,
+    verify_seeds: int = 8,
+    budget_s: float = 170.0,
+    memory: bool = True,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    fresh: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    progress: Progress | bool | None = None,
+) -> TuneResult:
+    """Find the fastest precision plan whose gradients cannot be told from fp32's within the noise of the data.
+
+    Give a workload, or a model, a loss, batches and an optimizer. Everything runs on copies: the model, random numbers
+    and process-wide settings are as before when it returns or fails, and training goes on as if it had never run.
+
+    Where torch.distributed is initialised, call it on every rank, with the same arguments: all search in lockstep, on the
+    same batches (a seed per rank is not needed), and get the same plan. All measure at the same moment, and what counts
+    is the slowest rank's time, the largest peak and the worst damage; a candidate that fails on one rank fails on all.
+    Rank 0 alone reports progress and writes ``out``.
+
+    Args:
+        workload: A workload, or how to find one: ``gpt``, ``file.py:attribute``.
+        model: Instead: a module in any state of training. One that is stored in bf16 or fp16, wholly or in part, is widened to be
+            the fp32 that plans are held against; a row of its own is the model as given.
+        loss: ``loss(model, batch)`` -> scalar tensor; it must call the model that it is given.
+        batches: A sequence, an iterable that can be gone through again (a DataLoader), or ``batches(seed)`` -> iterator.
+        optimizer: ``optimizer(params)`` -> Optimizer; its step is timed too.
+        formats: Formats the plan may use: ``fp32``, ``tf32``, ``bf16``, ``fp16``; what the device lacks is left out.
+        goal: ``time``: the fastest sound plan. ``memory``: the one with the smallest peak. ``numerics``: for the one low
+            format given, the fewest regions that have to stay in fp32, whatever the speed here.
+        accumulate: Microbatches accumulated per update.
+        world_size: Data-parallel ranks that average gradients; by default as many as call it together.
+        compile: Whether the plan may compile the model: ``never``; ``auto``, where that is faster; ``always``, of all finalists
+            that can be compiled the best. False and True mean the first and the last. Finalists are compiled, each in a process
+            of its own, as far as the budget has room for it; numerics are tested uncompiled before, and compiled gradients
+            compared with them.
+        warmup_steps: fp32 steps after which the numerics are looked at once more; 0 for no second look.
+        verify_steps: Length of training runs of the plan against fp32 at the end; 0 for none.
+        verify_seeds: How many pairs of them, at least 2; about 20 show small differences.
+        budget_s: Seconds it may take, about; what does not fit is left out and the evidence says so.
+        memory: Measure peak memory too (a process per plan).
+        device: By default where the model is, or the accelerator at hand, else the CPU.
+        seed: Of weights, data, dither and random draws.
+        fresh: Search even where a plan was found before for the same model, optimizer, loss, data and code on the same device
+            with the same versions. Otherwise that search's evidence is returned at once, and says so, unless it had less time
+            and left something open for want of it; a plan found on another device, with other versions, by other code or
+            with less time is a candidate from the start. They are kept in the user's cache folder, or in
+            ``CASTWISE_CACHE_DIR``; an empty one turns that off.
+        out: Folder for what ``.save(folder)`` writes, as the command line writes it: at the end, or when the search is
+            interrupted or fails after its first stage. It is made at once.
+        progress: True shows what the command line shows, on standard error; a function is called with events.
+
+    Returns:
+        The result: ``.plan``, ``.answer``, ``.table()``, ``.save(folder)``, and in ``.files`` what was written to ``out``.
+
+    Raises:
+        PlanError: An argument out of its range, or an ``out`` that cannot be written to.
+        Exception: What ``progress`` raised.
+        WorkloadError: A workload that cannot be found or tuned: a loss without a gradient, batches that cannot be used.
+        NonFiniteError: fp32 itself gives a loss or gradients that are not finite.
+        StateError: A budget too small for anything; ranks that differ, or one that left.
+        RankError: What every plan needs failed on some ranks.
+        DeviceError: No such device.
+
+    Source: docs/tuning.md.
+    """
+    with (
+        lockstep("tune") as ranks,
+        heard(progress, stages=True) as tell,
+        contextlib.ExitStack() as at_end,
+    ):
+        if world_size is None:
+            world_size = ranks.size
+        if goal == "numerics" and tuple(formats) == FORMATS:
+            formats = ("bf16",)
+        settings = Settings(
+            formats, goal, accumulate, world_size, compile, warmup_steps, verify_steps, verify_seeds, budget_s,
+            memory, seed,
+        )  # fmt: skip
+        found, spec, where = _workload(workload, model, loss, batches, optimizer, device)
+        ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
+        folder = None if out is None or ranks.rank else Path(out)
+        if folder is not None:
+            make_folder(folder, "tune(out=)")  # now, and not when there is something to lose
+        opened = _Opened(found.batches)
+        search = Search(dataclasses.replace(found, batches=opened), where, settings, spec, ranks)
+        at_end.callback(vars(search).clear)  # it is in cycles, and holds models and batches
+        at_end.callback(opened.close)
+        search.say = _teller(search, tell)
+        with _kept(model):
+            job = index.job_of(found, where, settings)
+        known, search.elsewhere = ranks.at("what was found before").same(
+            (None, []) if job is None or fresh else index.find(job, where, settings)
+        )
+        if known is not None:
+            return _written(TuneResult(*known), folder)
+        try:
+            with users_code(f"workload {found.name!r} failed"), _kept(model):
+                search.run()
+        except BaseException as error:
+            if folder is not None and (search.numerics is not None or isinstance(error, KeyboardInterrupt)):
+                with contextlib.suppress(Exception):  # what ended the search is told, and not what came of it
+                    _note_files(error, _result(search).save(folder))
+            raise
+        ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
+        result = _result(search)
+        if job is not None and search.complete and ranks.rank == 0:
+            index.keep(job, where, result.plan, result.to_dict())
+        return _written(result, folder)
+
+
+def _kept(model: nn.Module | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if model is None else unspoilt(model, "tune")
+
+
+class _Opened:
+    """A workload's batches, whose iterators all end with the search: a DataLoader's holds processes for as long as it lives.
+
+    To another process go the batches themselves.
+    """
+
+    def __init__(self, batches: Callable[[int], Iterator[Any]]) -> None:
+        self._batches = batches
+        self._open: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
+
+    def __call__(self, seed: int) -> Iterator[Any]:
+        made = _through(self._batches, seed)
+        self._open.add(made)
+        return made
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._batches,)
+
+    def close(self) -> None:
+        for one in list(self._open):
+            one.close()
+
+
+def _through(batches: Callable[[int], Iterator[Any]], seed: int) -> Generator[Any]:
+    yield from batches(seed)
+
+
+def _itself(batches: Any) -> Any:
+    return batches
+
+
+def _written(result: TuneResult, folder: Path | None) -> TuneResult:
+    if folder is None:
+        return result
+    try:
+        return dataclasses.replace(result, files=result.save(folder))
+    except KeyboardInterrupt as error:  # an ended search has more to lose than one that is interrupted
+        with contextlib.suppress(Exception):
+            _note_files(error, result.save(folder))
+        raise
+
+
+def _note_files(error: BaseException, paths: Sequence[Path]) -> None:
+    error.add_note("What was known by then was written to " + ", ".join(str(path) for path in paths[:3]))
+
+
+def _teller(search: Search, tell: Progress) -> Say:
+    """Tell a user's function how far a search is; on rank 0 alone, whose clock it is."""
+
+    def say(stage: str, subject: str, done: int, total: int) -> None:
+        if search.ranks.rank == 0:
+            parts = (subject, search.known(), f"{max(0.0, search.left_here_s()):.0f} s left")
+            tell(Event(stage, "", done, total, "; ".join(part for part in parts if part)))
+
+    return say
+
+
+def _result(search: Search) -> TuneResult:
+    record = evidence(search)
+    chosen = next(c for c in record.candidates if c.plan == record.plan)
+    provenance = {
+        "by": f"castwise {record.environment.castwise}",
+        "goal": record.goal,
+        "workload": record.workload,
+        "device": record.environment.device,
+        "torch": record.environment.torch,
+        "date": record.environment.date,
+        "answer": record.answer,
+        "speedup": chosen.speedup.value if chosen.speedup is not None else None,
+        "damage": finite(chosen.parity.value) if chosen.parity is not None else None,
+        "complete": record.complete,
+    } | ({"widen": widen_for(search.chosen, search.model)} if search.arrived and search.model else {})
+    return TuneResult(dataclasses.replace(search.chosen, provenance=provenance), record)
+
+
+def _workload(
+    workload: Workload | str | None, model: Any, loss: Any, batches: Any, optimizer: Any, device: Any
+) -> tuple[Workload, str | None, torch.device]:
+    parts = {"model": model, "loss": loss, "batches": batches, "optimizer": optimizer}
+    if workload is not None:
+        given = [name for name, value in parts.items() if value is not None]
+        if given:
+            raise WorkloadError(f"tune(workload, {given[0]}=...): give a workload or its parts, not both")
+        where = find_device("tune", device, default_device_type())
+        if isinstance(workload, str):
+            return find_workload(workload), workload, where
+        if not isinstance(workload, Workload):
+            hint = "; a module goes to model=" if isinstance(workload, nn.Module) else ""
+            raise WorkloadError(
+                f"tune({type(workload).__name__}): the workload is a castwise.Workload or how to find one{hint}"
+            )
+        return workload, None, where
+    missing = [name for name, value in parts.items() if value is None]
+    if missing:
+        raise WorkloadError(
+            f"tune(): {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing; give model=, loss=, batches= and "
+            "optimizer=, or a workload"
+        )
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"tune(model={type(model).__name__}): give the torch.nn.Module itself")
+    original = copied(model, "tune")
+    made = Workload(
+        name=type(model).__name__,
+        model=lambda: copy.deepcopy(original),
+        optimizer=optimizer,
+        batches=endless(batches, "tune"),
+        loss=loss,
+        description=f"A {type(model).__name__} given as an object.",
+    )
+    return made, None, find_device("tune", device, str(device_of(model)))

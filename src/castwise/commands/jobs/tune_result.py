@@ -1,0 +1,50 @@
+"""What a search for a plan found: the plan, and the evidence as a table, JSON and a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from castwise.core.plans.plan import Plan
+from castwise.lab.result import Result
+from castwise.lab.search.evidence import Evidence
+
+
+@dataclass(frozen=True)
+class TuneResult(Result):
+    """The plan that a search chose, ready for ``castwise.Amp(result.plan)``, and all that was measured on the way.
+
+    ``files`` are those that the search has written itself, as ``save`` names them.
+    """
+
+    kind: ClassVar[str] = "tune"
+    plan: Plan
+    evidence: Evidence
+    files: tuple[Path, ...] = ()
+
+    @property
+    def answer(self) -> str:
+        """The result in one sentence."""
+        return self.evidence.answer
+
+    def _fields(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self.evidence), "passes": self.evidence.passes}
+
+    def save(self, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+        """Write the page, the plan, the evidence and the plots.
+
+        Args:
+            folder: Where to; made if it does not exist.
+
+        Returns:
+            Paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures; where matplotlib
+            or Jinja is missing no page and pictures, and a warning says so.
+        """
+        plan = Path(folder) / "plan.json"
+        plan.parent.mkdir(parents=True, exist_ok=True)
+        self.plan.save(plan)  # before what takes longer, should that be interrupted
+        first, *others = self._save(Path(folder) / "report.html", Path(folder) / "evidence.json")
+        return (first, plan, *others)

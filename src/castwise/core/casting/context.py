@@ -1,0 +1,253 @@
+"""``castwise.autocast``: torch.autocast, and plans beyond its lists, as a context manager and decorator."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
+
+import torch
+
+from castwise.core import _torch
+from castwise.core.casting import frames, kernels, tracing
+from castwise.core.casting.kernels import frame_of
+from castwise.core.plans import rules
+from castwise.core.plans.formats import LOW_DTYPES, get_format
+from castwise.core.plans.plan import Plan, Region, as_plan
+from castwise.core.plans.rules import DEVICE_TYPES
+from castwise.core.plans.text import shown
+from castwise.errors import PlanError, StateError, UnknownNameError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_DTYPES = (*LOW_DTYPES, torch.float32)
+
+
+def default_device_type() -> str:
+    """The device type that castwise takes where it is given none: that of the accelerator at hand, else ``"cpu"``."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type in DEVICE_TYPES and torch.accelerator.is_available():
+        return accelerator.type
+    return "cpu"
+
+
+def override_rows(plan: Plan, device_type: str) -> Mapping[str, rules.Row]:
+    """Operators that a plan treats otherwise than torch.autocast does on this device type.
+
+    A plan in which fp16 and bf16 meet also overrides torch's own ``widest`` operators, which refuse that mixture;
+    they promote it to fp32.
+    """
+    rows = dict(rules.overrides(plan.rules, plan.ops, device_type))
+    if {"fp16", "bf16"} <= plan.formats:
+        for name, row in rules.base_table(plan.rules, device_type).items():
+            if row.rule == "widest":
+                rows.setdefault(name, row)
+    return rows
+
+
+_Resolved = tuple[str, str, torch.dtype, bool]
+
+
+@functools.lru_cache(maxsize=256)
+def _resolve(
+    plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
+) -> tuple[_Resolved, tuple[str, ...]]:
+    """What a call of :class:`autocast` means: key of its frame, device type, dtype, whether it casts; what it overrides."""
+    if plan in DEVICE_TYPES:
+        if device_type is not None and device_type != plan:
+            raise PlanError(
+                f"autocast({plan!r}, device_type={device_type!r}): two device types; give one of them"
+            )
+        plan, device_type = None, plan
+    device = device_type or default_device_type()
+    if device not in DEVICE_TYPES:
+        raise PlanError(
+            f"User specified an unsupported autocast device_type '{device}': autocast(device_type={device!r}) is not one "
+            f"that can be autocast; allowed: {', '.join(DEVICE_TYPES)}"
+        )
+    if plan is None:
+        chosen = dtype if dtype is not None else torch.get_autocast_dtype(device)
+        if not enabled and isinstance(chosen, torch.dtype):
+            return (frame_of(device, None, surrounding=torch.float32).key, device, chosen, False), ()
+        if isinstance(chosen, torch.dtype) and chosen not in _DTYPES:
+            raise PlanError(
+                f"autocast({device!r}, dtype={chosen}): In {device.upper()} autocast, but the target dtype is not "
+                f"supported; allowed: {', '.join(map(str, _DTYPES))}. torch.autocast would warn and cast nothing: give "
+                "enabled=False for that"
+            )
+        resolved = as_plan(get_format(chosen).name)
+    elif dtype is not None:
+        raise PlanError(
+            f"autocast({plan!r}, dtype={dtype}): a plan has its own compute format; leave dtype out"
+        )
+    else:
+        try:
+            resolved = as_plan(plan)
+        except UnknownNameError as error:
+            raise UnknownNameError(
+                f"autocast({shown(plan)}): {error} Or a device type: {', '.join(DEVICE_TYPES)}."
+            ) from None
+    if not enabled or not resolved.autocasts:
+        surrounding = resolved.compute_dtype if enabled else torch.float32
+        key = frame_of(device, None, surrounding=surrounding).key
+        return (key, device, resolved.compute_dtype, False), ()
+    rows = override_rows(resolved, device)
+    frame = frame_of(device, resolved.compute_dtype, rows, cache=cache_enabled)
+    return (frame.key, device, resolved.compute_dtype, True), tuple(rows)
+
+
+def _resolve_for_trace(
+    plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
+) -> _Resolved:
+    """As :func:`_resolve`, for Dynamo, which keeps the result as a constant of the graph.
+
+    Its arguments are constants too. For a plan they are what :func:`_for_trace` says: Dynamo of torch 2.11 takes no plan, and
+    that of 2.13 a plan that is made while it traces, before it has fields.
+    """
+    tracing.get_ready_for_compile()
+    if isinstance(plan, tuple):
+        compute, rules_, ops, regions = plan
+        parts = tuple(Region("*", compute=region) for region in regions if region is not None)
+        plan = Plan(compute=compute, params="compute", regions=parts, rules=rules_, ops=ops)
+    resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
+    if names and torch.compiler.is_exporting():
+        _refuse_export()
+    if names:
+        # The graph holds the casts once it is traced; the kernels are needed until then.
+        tracing.trace_leases.append(kernels.Lease(names, resolved[1]))
+    return resolved
+
+
+_torch.mark_constant(_resolve_for_trace)
+
+
+def _refuse_export() -> None:
+    """While torch.export traces a block of which its graph would hold no casts.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        "torch.export of castwise.autocast: a graph that is exported holds the casts of torch's own lists alone, and with strict=True "
+        "none of a block that is made inside. Export with strict=False and a dtype or a plan without rules of its own, use "
+        "torch.autocast, or cast the model by hand"
+    )
+
+
+_torch.mark_constant(_refuse_export)
+
+
+def _for_trace(plan: Any) -> Any:
+    """What :func:`_resolve` looks at of a plan, in strings."""
+    if not isinstance(plan, Plan):
+        return plan
+    return plan.compute, plan.rules, plan.ops, tuple([region.compute for region in plan.regions])
+
+
+class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torch names it
+    """Run operators by a precision plan inside a block or a function.
+
+    A superset of ``torch.autocast``: every call that is right there is right here and does the same, through the
+    same kernels, at the same speed. Beyond it: a plan with operator rules of its own; a preset or format name in
+    place of a dtype; one instance may be entered again while it is active and shared between threads. It is a
+    ``torch.autocast`` to ``isinstance`` and has its attributes.
+
+    Args:
+        plan: A :class:`~castwise.Plan`, a preset (``"O1"``) or format name (``"bf16"``), a ``torch.dtype``, the path
+            of a plan file; or, as in torch, the device type.
+        dtype: As in torch, where ``plan`` is a device type or left out: bf16, fp16, or fp32 for no casting.
+        enabled: False makes the block an fp32 island: nothing is cast inside.
+        cache_enabled: Whether fp32 weights keep their low-precision copy until the outermost block ends. Give False
+            where weights are changed by hand inside the block: that cannot be seen from here, and a stale copy
+            would be used.
+        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``; by default the accelerator at hand, else the CPU.
+
+    Operators outside the block are never affected. Overrides stay registered for as long as the instance lives: make
+    one, enter it often, and keep it until backward is done where activation checkpointing recomputes what ran inside.
+
+    Raises:
+        PlanError: For a plan, dtype or device type that is not one of the allowed values.
+
+    Source: the operator lists and the cast cache are PyTorch's (``aten/src/ATen/autocast_mode.h``).
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | os.PathLike[str] | torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        device_type: str | None = None,
+    ) -> None:
+        self._args = (plan, dtype, enabled, cache_enabled, device_type)
+        if device_type is not None and not isinstance(device_type, str):
+            raise PlanError(
+                f"Expected `device_type` of type `str`, got: `{type(device_type)}`; allowed: {', '.join(DEVICE_TYPES)}"
+            )
+        if plan is not None and not isinstance(plan, (Plan, str, os.PathLike, torch.dtype)):
+            raise PlanError(
+                f"Expected `device_type` of type `str`, got: `{type(plan)}`: autocast({plan!r}); allowed: a device type "
+                f"({', '.join(DEVICE_TYPES)}), a Plan, the name of a preset or format, a torch.dtype, or a path"
+            )
+        if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
+            plan = as_plan(plan)  # read now: the file may change, and _resolve remembers
+        if torch.compiler.is_compiling():
+            resolved = _resolve_for_trace(_for_trace(plan), dtype, enabled, cache_enabled, device_type)
+        else:
+            resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
+        self._key = resolved[0]
+        cache = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        _torch.set_autocast_attributes(self, *resolved[1:], cache)
+        if not torch.compiler.is_compiling():
+            self._frame = tracing.graph_frames[self._key]
+            self.custom_backend_name = _torch.custom_backend_name()
+            if names:
+                self._lease: kernels.Lease | None = kernels.Lease(names, self.device)
+                tracing.get_ready_for_compile()
+            else:
+                self._lease = None
+                tracing.get_ready_with_dynamo()
+
+    def __init_subclass__(cls) -> None:
+        tracing.trace_context(cls, autocast._is_torchs)
+
+    def _is_torchs(self) -> bool:
+        """Whether Dynamo may trace this instance as it traces ``torch.autocast``: no plan alive asks for more."""
+        return not kernels.registered(self.device)  # its own lease registers some
+
+    def __enter__(self) -> Self:
+        if torch.compiler.is_exporting():
+            if tracing.graph_frames[self._key].overrides or torch.compiler.is_dynamo_compiling():
+                _refuse_export()
+            super().__enter__()  # type: ignore[no-untyped-call]  # which tells what traces the graph
+        elif torch.compiler.is_compiling():
+            tracing.graph_push(self._key)
+        else:
+            frames.push_block(self._frame)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if torch.compiler.is_exporting():
+            super().__exit__(*exception)
+        elif torch.compiler.is_compiling():
+            tracing.graph_pop()
+        else:
+            frames.pop_block(self._frame)
+
+    def __call__(self, function: _F) -> _F:
+        """Decorate ``function`` so that every call of it runs inside this block."""
+        return super().__call__(function)  # type: ignore[no-any-return,no-untyped-call]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(autocast, device_type=self._args[-1]), self._args[:-1]
+
+    def __repr__(self) -> str:
+        plan, dtype, enabled, cache_enabled, device_type = self._args
+        return (
+            f"autocast({plan!r}, dtype={dtype}, enabled={enabled}, cache_enabled={cache_enabled}, "
+            f"device_type={device_type!r})"
+        )
+
+
+tracing.trace_context(autocast, autocast._is_torchs)

@@ -1,0 +1,344 @@
+"""Which precision is in force, on this thread, at this point of forward.
+
+A :class:`Frame` is a plan resolved for one device type: the state that ``torch.autocast`` would set, plus the
+operator overrides that go beyond torch's own lists. Frames are pushed and popped on a stack that belongs to the
+thread, exactly as autocast's own state does. ``backward`` says what is in force where a forward is computed again.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+
+from castwise.core import _torch
+from castwise.errors import StateError
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """Precision in force for one device type.
+
+    Attributes:
+        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
+        dtype: What ``lower`` operators compute in; None where nothing is autocast (fp32, or ``rules="none"``).
+        surrounding: Floating dtype that a region of the plan inside this frame casts its outputs back to.
+        rows: Operator name -> rule, beyond torch's lists. Empty for native rules.
+        overrides: Operator name -> what to do with it, by ``rows``.
+        cache: Whether fp32 weights keep their low-precision copy; None leaves torch's setting as it is.
+        key: Text that identifies the frame in a traced graph and in compile caches.
+        code: Number that Dynamo guards; 0 for a frame without overrides, which torch's own guards tell apart.
+    """
+
+    device_type: str
+    dtype: torch.dtype | None
+    surrounding: torch.dtype = torch.float32
+    rows: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    cache: bool | None = None
+    key: str = ""
+    code: int = 0
+
+    def __deepcopy__(self, memo: object) -> Frame:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from castwise.core.casting.kernels import frame_of  # kernels stands on this module
+
+        remake = functools.partial(frame_of, surrounding=self.surrounding, cache=self.cache)
+        return remake, (self.device_type, self.dtype, dict(self.rows))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether operators are autocast in this frame."""
+        return self.dtype is not None
+
+
+@dataclass(eq=False)
+class BackwardFrame:
+    """The frame that a running backward computes forwards again in: of its graph task, while no other is pushed on top."""
+
+    task: int
+    frame: Frame | None
+    depth: int
+    outer: BackwardFrame | None
+
+
+class State:
+    """One thread's stack: the frame in force, what to restore, copies of weights, the frame of a running backward.
+
+    An entry of ``saved`` is what a :func:`push` found: frame, device type, whether autocast was enabled, its dtype, its
+    cache setting, copies of weights; then who entered, whether leaving clears torch's cache, and where it was entered:
+    the Python frame that called a hook, or for a block the number of its first node.
+
+    Copies of weights are kept between a push of a frame with overrides and its pop; outside of that, in a recomputation
+    during backward for example, nobody would end them.
+    """
+
+    __slots__ = ("backward", "frame", "saved", "weights")
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+        self.backward: BackwardFrame | None = None
+        self.saved: list[tuple[Any, ...]] = []
+        self.weights: dict[Any, Any] | None = None
+
+
+class _Thread(threading.local):
+    """Holds the state in one attribute, because every access to a thread-local costs."""
+
+    def __init__(self) -> None:
+        self.state = State()
+
+
+thread = _Thread()
+
+watch_compilations: Callable[[], None] | None = None
+"""Called where a frame is put in force that torch.compile must tell from others; set by ``tracing`` once Dynamo is there."""
+
+_set_enabled = torch.set_autocast_enabled
+_set_dtype = torch.set_autocast_dtype
+_get_dtype = torch.get_autocast_dtype
+_is_enabled = torch.is_autocast_enabled
+_set_cache = torch.set_autocast_cache_enabled
+_is_cache = torch.is_autocast_cache_enabled
+_increment = torch.autocast_increment_nesting
+_decrement = torch.autocast_decrement_nesting
+_clear = torch.clear_autocast_cache
+
+
+def push(frame: Frame, owner: object = None, scope: bool = False, where: int | None = None) -> None:
+    """Put ``frame`` in force on this thread until the matching :func:`pop`; where it fails, nothing has changed.
+
+    Args:
+        frame: What to put in force.
+        owner: What entered it, for :func:`leave` and :func:`unwind`. A hook: what called it counts as the forward that
+            is running, see :func:`leave_interrupted`.
+        scope: Whether this is the forward of a whole model. It is a scope of its own for the low-precision copies of
+            weights, which end with it, whatever block lies around.
+        where: The number of the first autograd node inside, for a block; its owner is the frame.
+    """
+    state = thread.state
+    saved = state.saved
+    if saved and (scope or where is not None):
+        leave_interrupted()
+    before = state.frame
+    device = frame.device_type
+    dtype = frame.dtype
+    enabled = _is_enabled(device)
+    entered: Any = where
+    if where is None and owner is not None:
+        entered = sys._getframe(2)
+    if dtype is None:
+        saved.append((before, device, enabled, None, None, state.weights, owner, False, entered))
+    else:
+        old_dtype = _get_dtype(device)
+        # torch's cast cache is keyed by the weight alone, so a copy in another format would be taken for ours.
+        clear = scope or (enabled and old_dtype is not dtype)
+        cache = None if frame.cache is None else _is_cache()
+        saved.append((before, device, enabled, old_dtype, cache, state.weights, owner, clear, entered))
+        if _increment() > 1 and clear:
+            _clear()
+    state.frame = frame
+    try:
+        if dtype is None:
+            if enabled:
+                _set_enabled(device, False)
+        else:
+            if not enabled:
+                _set_enabled(device, True)
+            if old_dtype is not dtype:
+                _set_dtype(device, dtype)
+            if frame.cache is not None:
+                _set_cache(frame.cache)
+        if frame.overrides:
+            state.weights = {}
+        if frame.code or (before is not None and before.code):
+            _torch.set_guard_code(frame.code)
+            if watch_compilations is not None:
+                watch_compilations()
+    except BaseException:
+        pop()
+        raise
+
+
+def pop() -> None:
+    """Restore what was in force before the last :func:`push`."""
+    state = thread.state
+    frame = state.frame
+    assert frame is not None, "pop without push"
+    before, device, enabled, dtype, cache, state.weights, _, clear, entered = state.saved.pop()
+    state.frame = before
+    if frame.dtype is None:
+        if enabled:
+            _set_enabled(device, True)
+    else:
+        if _decrement() == 0 or clear:
+            _clear()
+        if cache is not None:
+            _set_cache(cache)
+        if dtype is not frame.dtype:
+            _set_dtype(device, dtype)
+        if not enabled:
+            _set_enabled(device, False)
+    if frame.code or (before is not None and before.code):
+        _torch.set_guard_code(0 if before is None else before.code)
+    if frame.overrides and type(entered) is int and (last := _torch.sequence_number()) > entered:
+        left_blocks.append((entered, last, threading.get_ident(), frame))
+    if state.saved and state.saved[-1][6] is _LEFT:
+        pop()
+
+
+_LEFT = object()
+"""Owner of an entry that was left while others lay above it; it goes with them."""
+left_blocks: deque[tuple[int, int, int, Frame]] = deque(maxlen=4096)
+"""Blocks with overrides that were left: first and last node made inside, thread, frame. The newest matter: a graph
+that is older than this many blocks is not recomputed in practice."""
+
+
+def leave(owner: object) -> bool:
+    """Restore what was in force before ``owner`` entered last, and forget forwards above it that were interrupted.
+
+    Returns:
+        Whether it was on this thread's stack, put there by the call that ends now: in a call of a model from within itself
+        somebody else's hook may raise before ours enters. A frame that was entered after it and is not left yet stays in force, as
+        where a generator ends that entered a block of its own.
+    """
+    saved = thread.state.saved
+    if saved and saved[-1][6] is not owner:
+        leave_interrupted()
+    for index in range(len(saved) - 1, -1, -1):
+        entry = saved[index]
+        if entry[6] is not owner:
+            continue
+        if (
+            sys.exc_info()[0] is not None
+            and entry[8] is not (caller := sys._getframe(2))
+            and _runs(entry[8], caller)
+        ):
+            return False  # of a call around this one; after a graph break Dynamo leaves from another frame, without an exception
+        if index == len(saved) - 1:
+            pop()
+            return True
+        saved[index] = (*entry[:6], _LEFT, *entry[7:])
+        if all(above[1] != entry[1] for above in saved[index + 1 :]):  # nothing above is for its device
+            _set_enabled(entry[1], entry[2])
+            if entry[3] is not None:
+                _set_dtype(entry[1], entry[3])
+        return True
+    return False
+
+
+def leave_interrupted() -> None:
+    """Leave hooks' frames whose forward was ended by KeyboardInterrupt, SystemExit or a cancelled task.
+
+    torch calls forward hooks after an ``Exception`` and not after those. A forward that runs has what called the hook on
+    the Python stack, below the caller of this function; where it is not there, the forward has ended. Called wherever a
+    block or the forward of a whole model begins or ends, so that what was interrupted lasts no longer than that.
+    """
+    saved = thread.state.saved
+    while saved:
+        entered = saved[-1][8]
+        if not isinstance(entered, FrameType) or _runs(entered, sys._getframe(1)):
+            return
+        pop()
+
+
+def _runs(entered: object, running: FrameType | None) -> bool:
+    """Whether a Python frame is ``running`` or below it on its stack."""
+    while running is not None:
+        if running is entered:
+            return True
+        running = running.f_back
+    return False
+
+
+def push_block(frame: Frame) -> None:
+    """:func:`push` for a block: what ``castwise.autocast`` opens by hand."""
+    push(frame, frame, False, _torch.sequence_number() if frame.overrides else 0)
+
+
+def pop_block(frame: Frame | None = None) -> None:
+    """:func:`pop` for a block: that of ``frame``, or the one that was entered last.
+
+    Raises:
+        StateError: The block is not in force on this thread.
+    """
+    saved = thread.state.saved
+    if frame is not None and saved and saved[-1][6] is frame:
+        pop()
+        return
+    if frame is None:
+        leave_interrupted()
+        frame = saved[-1][6] if saved else None
+    if not leave(frame):
+        raise StateError(
+            "autocast: a block was left on a thread on which it had not been entered; enter and leave it on one thread, "
+            "best by `with`"
+        )
+
+
+ambient: dict[str, Frame] = {}
+"""Frames in force for the whole process, by device type: those of a drop-in whose casting ends when it is told to.
+
+The thread that entered one has it on its stack. Other threads find it here where torch has handed them the state of
+autocast alone: in the replicas of DataParallel, and where a device's thread recomputes a checkpointed forward."""
+
+
+def depth() -> int:
+    """How many frames are on this thread's stack."""
+    return len(thread.state.saved)
+
+
+def unwind(to: int = 0) -> None:
+    """Leave frames that were never popped, as after an interrupted forward, until the stack is ``to`` deep."""
+    while len(thread.state.saved) > to:
+        pop()
+
+
+steps = 0
+"""How often weights were changed by a step, on any thread; a copy that is older than the last one is not used."""
+
+
+def clear_weight_cache(*_: object) -> None:
+    """Forget low-precision copies of weights on all threads, torch's too; called when a step has changed the weights."""
+    global steps
+    steps += 1
+    weights = thread.state.weights
+    if weights:
+        weights.clear()
+    _clear()
+
+
+_torch.never_trace(clear_weight_cache)
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Have each step of any torch optimizer call :func:`clear_weight_cache`: fused kernels raise no tensor's version."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(clear_weight_cache)
+
+
+class suspended:  # noqa: N801 - a context manager, named as one
+    """Turn autocasting off on one device type for the length of a block; cheaper than a frame."""
+
+    __slots__ = ("_device", "_was")
+
+    def __init__(self, device_type: str) -> None:
+        self._device = device_type
+
+    def __enter__(self) -> None:
+        self._was = _is_enabled(self._device)
+        _set_enabled(self._device, False)
+
+    def __exit__(self, *_: object) -> None:
+        _set_enabled(self._device, self._was)

@@ -1,0 +1,203 @@
+"""Rules for functions of one's own: casting decorators, and autograd functions that follow autocast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+
+from castwise.core.casting import frames
+from castwise.core.casting.backward import current_frame
+from castwise.core.casting.frames import Frame
+from castwise.core.casting.kernels import eligible, widest_dtype
+from castwise.core.casting.trees import map_tensors, tensors_in
+from castwise.errors import StateError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _autocast_device(args: Any, kwargs: Any) -> str | None:
+    """Device type of the first floating tensor whose device is autocast now."""
+    for tensor in tensors_in((args, kwargs)):
+        if tensor.is_floating_point() and torch.is_autocast_enabled(tensor.device.type):
+            return tensor.device.type
+    return None
+
+
+def _cast_tree(value: Any, device: str, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda tensor: tensor.to(dtype) if eligible(tensor, device) else tensor, value)
+
+
+def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> _F:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = _autocast_device(args, kwargs)
+        if device is None:
+            return function(*args, **kwargs)
+        dtype = choose(device, (args, kwargs))
+        # what Dynamo traces has to be torch's own block
+        off = (
+            torch.autocast(device, enabled=False)
+            if torch.compiler.is_compiling()
+            else frames.suspended(device)
+        )
+        with off:
+            if dtype is None:
+                return function(*args, **kwargs)
+            return function(*_cast_tree(args, device, dtype), **_cast_tree(kwargs, device, dtype))
+
+    return run  # type: ignore[return-value]
+
+
+def lower_function(function: _F) -> _F:
+    """Make ``function`` compute in the plan's format: its floating inputs are cast, nothing inside is autocast.
+
+    Outside autocast it runs as it is. fp64 inputs are left alone, as everywhere in autocast.
+    """
+    return _casting(function, lambda device, _: torch.get_autocast_dtype(device))
+
+
+def fp32_function(function: _F) -> _F:
+    """Make ``function`` an fp32 island under autocast: its floating inputs are cast to fp32."""
+    return _casting(function, lambda _device, _args: torch.float32)
+
+
+def widest_function(function: _F) -> _F:
+    """Promote the floating inputs of ``function`` to the widest among them; fp16 with bf16 gives fp32."""
+
+    def choose(device: str, values: Any) -> torch.dtype | None:
+        return widest_dtype(tensor.dtype for tensor in tensors_in(values) if eligible(tensor, device))
+
+    return _casting(function, choose)
+
+
+# --- autograd functions -------------------------------------------------------------------------------------
+
+_STATE = "_castwise_frame"
+
+
+def _frame_now(device: str) -> Frame:
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    frame = current_frame()
+    if frame is not None and frame.device_type == device and frame.dtype is dtype:
+        return frame
+    return Frame(device, dtype)
+
+
+def _device_of(device_type: str | None, args: Any, kwargs: Any) -> str:
+    if device_type is not None:
+        return device_type
+    for tensor in tensors_in((args, kwargs)):
+        return tensor.device.type
+    return "cpu"
+
+
+def _classes_with(forward: Callable[..., Any], base: Any) -> Iterator[Any]:
+    for cls in base.__subclasses__():
+        if getattr(cls, "forward", None) is forward:
+            yield cls
+        yield from _classes_with(forward, cls)
+
+
+def _record_in_setup_context(forward: Callable[..., Any], note: Callable[[Any], Frame]) -> None:
+    """Wrap ``setup_context`` of the classes that use ``forward``, to note the frame on the context.
+
+    torch calls it right after ``forward``, on the same thread and under the same autocast, so that nothing has to be
+    carried from one to the other.
+    """
+    for cls in _classes_with(forward, torch.autograd.Function):
+        original = cls.setup_context
+        if getattr(original, _STATE, None) is forward:
+            continue
+
+        @functools.wraps(original)
+        def setup_context(ctx: Any, inputs: Any, output: Any, _original: Any = original) -> Any:
+            _original(ctx, inputs, output)
+            setattr(ctx, _STATE, note(inputs))
+
+        setattr(setup_context, _STATE, forward)
+        cls.setup_context = staticmethod(setup_context)
+
+
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None,
+    *,
+    device_type: str | None = None,
+    cast_inputs: torch.dtype | None = None,
+) -> Any:
+    """Decorate ``forward`` of a ``torch.autograd.Function`` so that it follows autocast.
+
+    Args:
+        fwd: The function; left out when used with arguments.
+        device_type: As in torch; by default that of the first tensor among the inputs.
+        cast_inputs: Under autocast, cast floating inputs to this dtype and run with autocast off. Without it the
+            function's operators are autocast like any others.
+
+    Both styles work: ``forward(ctx, ...)``, and ``forward(...)`` with a separate ``setup_context``.
+
+    Returns:
+        The decorated function.
+    """
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    newest: list[Any] = [None]  # of all autograd functions, when those with this forward were last looked for
+
+    def frames_of(inputs: Any, kwargs: Any) -> tuple[Frame, Frame]:
+        """What is in force around a call, and what its backward is to run in."""
+        frame = _frame_now(_device_of(device_type, inputs, kwargs))
+        island = cast_inputs is not None and frame.enabled
+        return frame, Frame(frame.device_type, None) if island else frame
+
+    @functools.wraps(fwd)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        takes_context = bool(args) and isinstance(args[0], FunctionCtx)
+        inputs = args[1:] if takes_context else args
+        frame, inside = frames_of(inputs, kwargs)
+        if takes_context:
+            setattr(args[0], _STATE, inside)
+        elif (last := BackwardCFunction.__subclasses__()[-1]) is not newest[0]:
+            _record_in_setup_context(forward, lambda given: frames_of(given, {})[1])
+            newest[0] = last
+        if inside is frame:
+            return fwd(*args, **kwargs)
+        assert cast_inputs is not None
+        device = frame.device_type
+        with frames.suspended(device):
+            inputs = _cast_tree(inputs, device, cast_inputs)
+            kwargs = _cast_tree(kwargs, device, cast_inputs)
+            return fwd(args[0], *inputs, **kwargs) if takes_context else fwd(*inputs, **kwargs)
+
+    return forward
+
+
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
+    """Decorate ``backward`` of a ``torch.autograd.Function``: it runs in the precision its forward ran in.
+
+    Args:
+        bwd: The function; left out when used with arguments.
+        device_type: Accepted as in torch; the forward's is used.
+
+    Raises:
+        StateError: At backward, when ``forward`` was not decorated with :func:`custom_fwd`.
+    """
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+
+    @functools.wraps(bwd)
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = getattr(ctx, _STATE, None)
+        if frame is None:
+            raise StateError(
+                f"custom_bwd: {type(ctx).__name__} has no record of its forward's precision; "
+                "decorate its forward with castwise.custom_fwd"
+            )
+        frames.push(frame)
+        try:
+            return bwd(ctx, *args, **kwargs)
+        finally:
+            frames.pop()
+
+    return backward

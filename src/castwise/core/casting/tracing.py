@@ -1,0 +1,137 @@
+"""What torch.compile is told of frames.
+
+A frame that is entered outside of a compiled function is part of what Dynamo guards (``_torch.set_guard_code``) and of
+the key of the compile caches on disk; one that is entered inside is a node of the traced graph (:func:`graph_push`). In
+both cases the override kernels run while the graph is traced, so the casts are in the graph and eager and compiled code
+follow one implementation.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch.compiler import config
+
+from castwise.core import _torch
+from castwise.core.casting import frames
+from castwise.core.casting.frames import Frame
+from castwise.errors import StateError
+
+graph_frames: dict[str, Frame] = {}
+"""Frames that traced graphs may name, by key; filled by whoever resolves a plan."""
+
+graph_spans: deque[tuple[str, int, int]] = deque(maxlen=256)
+"""Of blocks that a traced graph has entered and left as it ran: the key, the number of the first autograd node, that after the last."""
+_open: list[tuple[str, int]] = []
+
+_code_of_key: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+def code_for(key: str) -> int:
+    """A number for Dynamo's guard that is this key's alone in this process.
+
+    Raises:
+        StateError: After some 2,700 different sets of overrides; sharing a number would run the wrong casts.
+    """
+    with _lock:
+        code = _code_of_key.setdefault(key, len(_code_of_key) + 1)
+    if code > _torch.MAX_GUARD_CODE:
+        raise StateError(
+            f"autocast: more than {_torch.MAX_GUARD_CODE} different sets of operator overrides in one process; "
+            "torch.compile could no longer tell them apart. Start a new process."
+        )
+    return code
+
+
+def graph_push(key: str) -> None:
+    """Enter a block inside of a function that is being compiled, by the key of its frame: a node of the graph."""
+    trace = _torch.DynamoTrace.current()
+    if trace is not None:
+        level = frames.depth()
+        trace.hold(lambda: frames.unwind(level))
+    _open.append((key, _torch.sequence_number()))
+    frames.push(graph_frames[key])
+
+
+def graph_pop() -> None:
+    """Leave the block that was entered last."""
+    trace = _torch.DynamoTrace.current()
+    if trace is not None:
+        trace.release()
+    if _open:
+        graph_spans.append((*_open.pop(), _torch.sequence_number()))
+    frames.pop()
+
+
+trace_leases: list[Any] = []
+"""Override kernels of blocks inside a function that is being compiled, needed until its graph has been traced."""
+
+
+def _tag_caches(_: object) -> None:
+    """Put the frame in force into the key of the compile caches on disk."""
+    frame = frames.thread.state.frame
+    user = str(config.cache_key_tag).split("|castwise:")[0]
+    config.cache_key_tag = f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user
+
+
+def _end_trace(_: object) -> None:
+    trace_leases.clear()
+
+
+def _watch_compilations() -> None:
+    _torch.keep_compile_callbacks(_tag_caches, _end_trace)
+
+
+_BETWEEN_GRAPHS = tuple(
+    f"castwise.core.{name}"
+    for name in (
+        "_torch",
+        "casting",
+        "model.borders",
+        "model.complaints",
+        "model.rounding",
+        "model.stored",
+        "plans",
+        "masters",
+        "scaler",
+    )
+)
+
+
+_contexts: list[tuple[type, Callable[[Any], bool]]] = []
+
+
+def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
+    """Have Dynamo trace instances of exactly this class, made outside of what it compiles, by their own methods.
+
+    Of a subclass of ``torch.autocast`` it would take what it knows of torch's for all; ``as_torchs`` says of which
+    instances that is right.
+    """
+    if frames.watch_compilations is not None:
+        _torch.trace_context(cls, as_torchs)
+    else:
+        _contexts.append((cls, as_torchs))
+
+
+@functools.cache
+def get_ready_with_dynamo() -> None:
+    """:func:`get_ready_for_compile` if and when somebody imports Dynamo, for blocks that need it nowhere else."""
+    _torch.when_dynamo_is_loaded(get_ready_for_compile)
+
+
+def get_ready_for_compile() -> None:
+    """Teach Dynamo about frames; imports it (about a second, which any optimizer's first step pays anyway)."""
+    _watch_compilations()
+    _torch.skip_modules(_BETWEEN_GRAPHS)
+    if frames.watch_compilations is not None:
+        return
+    frames.watch_compilations = _watch_compilations
+    _torch.graph_function(graph_push)
+    _torch.graph_function(graph_pop)
+    for cls, as_torchs in _contexts:
+        _torch.trace_context(cls, as_torchs)

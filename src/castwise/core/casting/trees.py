@@ -1,0 +1,194 @@
+"""The tensors in whatever a module takes or returns: found, cast, moved, mapped."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.nn.utils.rnn import PackedSequence
+
+from castwise.core import _torch
+
+_LEAVES = (str, bytes, int, float, bool, type)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply ``function`` to every tensor inside ``value``; anything else passes as it is.
+
+    Goes through tuples, named tuples, lists, mappings (Hugging Face's ``ModelOutput`` and read-only ones among them),
+    dataclasses and packed sequences; sets are left alone. Containers are rebuilt only where a tensor in them changed, with
+    their own type and without calling their constructor, and never modified. One that is met twice is rebuilt once, so
+    that cycles and shared parts stay what they are.
+
+    Args:
+        function: Returns the very same tensor where nothing is to be changed.
+        value: Any object.
+
+    Returns:
+        The same structure; the very same object where nothing changed.
+
+    Warns:
+        UserWarning: For a container that cannot be rebuilt; it passes as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    new = _map(function, value, {} if _torch.TRACES_IDENTITY or not is_dynamo_compiling() else None)
+    return value if new is None else new
+
+
+def _map(
+    function: Callable[[torch.Tensor], torch.Tensor], value: Any, seen: dict[int, list[Any]] | None
+) -> Any:
+    """What :func:`map_tensors` makes of a value, None where it stays.
+
+    ``seen`` has by id each container and what it became, None while that is not known. It is None where Dynamo traces and
+    cannot tell containers apart: a shared one is then rebuilt each time, and cycles do not compile anyway.
+    """
+    if isinstance(value, torch.Tensor):
+        cast = function(value)
+        return None if cast is value else cast
+    if value is None or isinstance(value, _LEAVES):
+        return None
+    if isinstance(value, PackedSequence):
+        data = function(value.data)
+        if data is value.data:
+            return None
+        return PackedSequence(data, value.batch_sizes, value.sorted_indices, value.unsorted_indices)
+    parts = _parts(value)
+    if parts is None:
+        return None
+    known = None if seen is None else seen.get(id(value))
+    if known is not None:
+        if known[1] is None:  # a cycle: who is further in refers to what this one is going to be
+            if _is_fixed(value):
+                return None
+            new = _rebuilt(value, {})
+            known[1] = value if new is None else new
+        return None if known[1] is value else known[1]
+    known = [value, None]
+    if seen is not None:
+        seen[id(value)] = known
+    changed = {}
+    for key, item in parts:
+        new = _map(function, item, seen)
+        if new is not None:
+            changed[key] = new
+    if known[1] is None:
+        new = _rebuilt(value, changed) if changed else None
+        known[1] = value if new is None else new
+        return new
+    if known[1] is value:
+        return None
+    _fill(known[1], changed)
+    return known[1]
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """What a container holds, by index, key or field; None for anything that is no container."""
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    if isinstance(value, Mapping):
+        return value.items()
+    if dataclasses.is_dataclass(value):
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _rebuilt(value: Any, changed: dict[Any, Any]) -> Any:
+    """A container of the same type with some of its parts replaced; None, and a warning, where that cannot be."""
+    try:
+        if isinstance(value, tuple):
+            items = [changed.get(index, item) for index, item in enumerate(value)]
+            if type(value) is tuple:
+                return tuple(items)
+            return _rebuilt_tuple(value, items)
+        if _is_fixed(value):
+            return type(value)({**value, **changed})
+        out = _copied(value)
+        _fill(out, changed)
+    except Exception as error:  # whatever a container's own methods raise
+        kind = type(value).__name__
+        warnings.warn(
+            f"castwise: a {kind} cannot be rebuilt ({type(error).__name__}: {error}), so the tensors in it pass in the "
+            f"format that they have. Pass or return a tuple, a list or a dict in place of the {kind}.",
+            stacklevel=2,
+        )
+        return None
+    return out
+
+
+def _rebuilt_tuple(value: Any, items: list[Any]) -> Any:
+    """A tuple of a subclass, whose own ``__new__`` may take other arguments than its items."""
+    try:
+        out = tuple.__new__(type(value), items)
+    except TypeError:  # torch.return_types and their like are made by their constructor alone
+        return type(value)(items)
+    if hasattr(value, "__dict__"):
+        vars(out).update(vars(value))
+    return out
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a container takes its items when it is made and never after."""
+    return isinstance(value, tuple) or (isinstance(value, Mapping) and not hasattr(value, "__setitem__"))
+
+
+def _copied(value: Any) -> Any:
+    if type(value) in (list, dict):
+        return type(value)(value)  # which Dynamo can trace
+    try:
+        return copy.copy(value)
+    except dataclasses.FrozenInstanceError:  # frozen, with slots by hand: copy would set them as anyone does
+        out = object.__new__(type(value))
+        _fill(out, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+        return out
+
+
+def _fill(container: Any, changed: dict[Any, Any]) -> None:
+    if isinstance(container, (list, Mapping)):
+        for key, item in changed.items():
+            container[key] = item  # type: ignore[index]
+    else:
+        for name, item in changed.items():
+            object.__setattr__(container, name, item)
+
+
+def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:
+    """Cast the floating tensors in ``value`` to ``dtype``; with ``only`` those of these dtypes alone.
+
+    Returns:
+        The same structure; the very same object where nothing had to be cast.
+    """
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is dtype or not tensor.is_floating_point():
+            return tensor
+        if only is not None and tensor.dtype not in only:
+            return tensor
+        return tensor.to(dtype)
+
+    if isinstance(value, torch.Tensor):
+        return convert(value)
+    return map_tensors(convert, value)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors inside ``value``, in its order, wherever :func:`map_tensors` finds them."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors inside ``value`` to a device; the very same object comes back where nothing had to be moved."""
+    return map_tensors(lambda tensor: tensor.to(device), value)

@@ -1,0 +1,360 @@
+"""Complete checkpoints in a folder, and how a checkpoint becomes complete.
+
+A checkpoint is written into a hidden folder and renamed once everything is on disk, so a folder named ``step-…`` is
+whole unless somebody damages it later; its manifest, written last, says what belongs to it. Beside the checkpoints
+of ``runs/a`` there may lie, after a crash: ``.step-00000123.partial``, which was never finished;
+``.step-00000123.replaced``, the former checkpoint of a step that was saved again; ``.step-00000123.deleted``. The
+next save removes them. ``.lock`` says which process saves here.
+
+Whoever reads beside a process that saves may find a folder gone, or another in its place, between two looks. So what was passed
+over counts only if it is still what it was (:func:`look`), and a save that is going on is none that was interrupted.
+
+Whatever is read here may have been written by anybody: it is JSON of known size, and every part of it is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from castwise.core.checkpoint.lock import hold, is_held
+from castwise.core.plans.text import read_json, shown
+from castwise.errors import CheckpointError
+
+FORMAT = "castwise checkpoint"
+VERSION = 2
+MANIFEST = "checkpoint.json"
+VALUES = "values.json"
+"""What is saved and no tensor, and where the tensors lie."""
+DEEPEST = 200
+"""How many levels the values may have."""
+_FILE = re.compile(r"values\.json|rank-[0-9]{5,9}\.safetensors")
+_LARGEST_MANIFEST = 1 << 26
+_NAME = re.compile(r"step-([0-9]{1,18})")
+_HIDDEN = re.compile(r"\.step-([0-9]{1,18})\.(partial|replaced|deleted)")
+_CHUNK = 1 << 20
+LOOKS = 100
+"""How often at most a folder is looked at again because something has changed in it meanwhile."""
+_writing: set[Path] = set()
+"""What this process saves now."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A folder that was passed over, and what is wrong with it."""
+
+    path: Path
+    reason: str
+
+
+def candidates(folder: Path) -> list[tuple[int, Path]]:
+    """The folders that are or might have been checkpoints, by step, the latest first; none where there is no folder."""
+    plain: list[tuple[int, bool, Path]] = []
+    hidden: list[tuple[int, bool, Path]] = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir():
+            plain.append((int(match[1]), True, path))
+        elif (match := _HIDDEN.fullmatch(path.name)) and match[2] != "deleted":
+            hidden.append((int(match[1]), match[2] == "replaced", path))
+    steps = {step for step, _, _ in plain}
+    # A crash between the two renames that replace a checkpoint leaves the former one alone.
+    hidden = [one for one in hidden if not (one[1] and one[0] in steps)]
+    return [(step, path) for step, _, path in sorted(plain + hidden, reverse=True)]
+
+
+def look(folder: Path) -> list[tuple[int, Path, tuple[int, int]]]:
+    """:func:`candidates`, and what each is known by: equal again later, nothing has taken its place, nor been written to it.
+
+    What is still being written counts as the same until it has its name.
+    """
+    found = []
+    for step, path in candidates(folder):
+        with contextlib.suppress(OSError):  # gone since
+            about = path.stat()
+            found.append((step, path, (about.st_ino, 0 if _is_partial(path) else about.st_mtime_ns)))
+    return found
+
+
+def is_being_saved(path: Path) -> bool:
+    """Whether a folder that is not finished belongs to a save that is going on, of this process or another."""
+    return _is_partial(path) and (path.absolute() in _writing or is_held(path.parent))
+
+
+def _is_partial(path: Path) -> bool:
+    return path.name.endswith(".partial")
+
+
+def _raw_manifest(path: Path) -> dict[str, Any] | None:
+    """What lies there as a manifest, unchecked; None if it is not castwise's."""
+    manifest = read_json(_read(path / MANIFEST, _LARGEST_MANIFEST).decode())
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+
+
+def read_manifest(path: Path) -> dict[str, Any] | str:
+    """The manifest of a checkpoint, or what is wrong with it."""
+    if _is_partial(path):
+        return "is being saved" if is_being_saved(path) else "was never finished: the save was interrupted"
+    try:
+        manifest = _raw_manifest(path)
+    except FileNotFoundError:
+        if not path.exists():
+            return "is not there, or not any more: a later save may have deleted it"
+        return f"has no {MANIFEST}: damaged, or another program's"
+    except (OSError, ValueError) as error:
+        return f"its {MANIFEST} cannot be read: {error}"
+    if manifest is None:
+        return f"its {MANIFEST} is not one of castwise's"
+    if manifest.get("version") != VERSION:
+        return (
+            f"has format version {shown(manifest.get('version'))}, and this castwise reads {VERSION}; use the castwise that "
+            f"wrote it, {shown(manifest.get('castwise'))}"
+        )
+    if manifest.get("sha256") != _digest(manifest):
+        return f"its {MANIFEST} is damaged: its sha256 is another one"
+    if not _is_sound(manifest):
+        return f"its {MANIFEST} is not one that castwise writes"
+    named = _NAME.fullmatch(path.name)
+    if named and int(named[1]) != manifest["step"]:
+        return f"is of step {manifest['step']} by its {MANIFEST}"
+    return manifest
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _is_sound(manifest: Mapping[str, Any]) -> bool:
+    """Whether all that is read of a manifest is of its type."""
+    files = manifest.get("files")
+    return (
+        all(
+            type(manifest.get(key)) is int and least <= manifest[key] < 10**18
+            for key, least in (("step", 0), ("world_size", 1))
+        )
+        and all(isinstance(manifest.get(key), str) for key in ("castwise", "torch", "plan", "digest"))
+        and isinstance(files, dict)
+        and VALUES in files
+        and all(
+            _FILE.fullmatch(name)
+            and isinstance(about, dict)
+            and type(about.get("size")) is int
+            and about["size"] >= 0
+            and isinstance(about.get("crc32"), str)
+            for name, about in files.items()
+        )
+    )
+
+
+def read_values(path: Path, manifest: Mapping[str, Any]) -> Any:
+    """What a checkpoint holds beside the bytes of its tensors, as JSON.
+
+    Raises:
+        CheckpointError: Not what the manifest says, or no JSON.
+    """
+    wanted = manifest["files"][VALUES]
+    try:
+        data = _read(path / VALUES, wanted["size"])
+        if (len(data), f"{zlib.crc32(data):08x}") != (wanted["size"], wanted["crc32"]):
+            raise ValueError("its contents are not those that were saved (crc32)")
+        return read_json(data.decode(), DEEPEST)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"its {VALUES} cannot be read: {error}") from None
+
+
+def _read(path: Path, largest: int) -> bytes:
+    """A plain file, no link, of a size that is known.
+
+    Raises:
+        OSError: It is anything else.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError("it is no plain file")
+    with path.open("rb") as file:
+        data = file.read(largest + 1)
+    if len(data) > largest:
+        raise OSError(f"it has more than {largest:,} bytes")
+    return data
+
+
+def measure(path: Path) -> dict[str, Any]:
+    """Size in bytes and crc32 of a file. Reads all of it, at 1 to 4 GB/s where the disk keeps up."""
+    crc = size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+    return {"size": size, "crc32": f"{crc:08x}"}
+
+
+def wrong_files(
+    path: Path, files: Iterable[tuple[str, Mapping[str, Any]]], *, checksums: bool = True
+) -> str | None:
+    """The first of some files that is not what the manifest says, in words, or None.
+
+    Contents are compared only with ``checksums``, which reads every file; otherwise sizes.
+    """
+    for name, wanted in files:
+        try:
+            about = (path / name).lstat()
+            size = about.st_size
+            if not stat.S_ISREG(about.st_mode):
+                return f"{name} is no plain file"
+            if size != wanted["size"]:
+                return f"{name} has {size:,} bytes instead of {wanted['size']:,}"
+            if checksums and measure(path / name)["crc32"] != wanted["crc32"]:
+                return f"{name} has the right size and wrong contents (crc32)"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+    return None
+
+
+class Draft:
+    """A checkpoint that is being written. Used on the first rank, but for its names."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+        self.path = folder / f"step-{step:08d}"
+        self.partial = self._hidden("partial")
+
+    def _hidden(self, kind: str) -> Path:
+        return self.folder / f".{self.path.name}.{kind}"
+
+    def begin(self, values: Any) -> Path | None:
+        """Remove what earlier crashes have left, and start the hidden folder with what is no tensor.
+
+        Returns:
+            A checkpoint of a later step, which stays the newest.
+
+        Raises:
+            CheckpointError: Another process saves here, another program's folder has the name, or the disk takes no more.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._begin(values)
+            return self._later()
+        except CheckpointError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError is of a path that no folder can have
+            raise self.not_written(f"{type(error).__name__}: {error}") from error
+
+    def _begin(self, values: Any) -> None:
+        hold(self.folder, f"save(step={self.step})")
+        if self.path.exists() and not _is_ours(self.path):
+            raise CheckpointError(
+                f"save(step={self.step}): {self.path} exists and has no manifest of castwise's, so it is not replaced; move it "
+                "away, or save into another folder"
+            )
+        for path in list(self.folder.iterdir()):
+            match = _HIDDEN.fullmatch(path.name)
+            if match and (match[2] != "replaced" or (self.folder / f"step-{match[1]}").exists()):
+                _remove(path)
+        _writing.add(self.partial)
+        try:
+            self.partial.mkdir()
+            _write_json(self.partial / VALUES, values, indent=None)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def not_written(self, why: str) -> CheckpointError:
+        """What to raise where the save failed before the checkpoint had its name."""
+        return CheckpointError(
+            f"save(step={self.step}): {self.path} was not written; earlier checkpoints are as they were. {why}"
+        )
+
+    def publish(self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make the checkpoint the newest: manifest, which says ``about`` and the tensors' files, then rename."""
+        try:
+            files = {VALUES: measure(self.partial / VALUES), **files}
+            manifest = {"format": FORMAT, "version": VERSION, "step": self.step, **about, "files": files}
+            _write_json(self.partial / MANIFEST, {**manifest, "sha256": _digest(manifest)})
+            _sync(self.partial)
+            replaced = self._hidden("replaced")
+            if self.path.exists():
+                if replaced.exists():
+                    _remove(replaced)
+                self.path.rename(replaced)
+            self.partial.rename(self.path)
+        finally:
+            _writing.discard(self.partial)
+
+    def confirm(self) -> None:
+        """Have the new name on disk, then delete the former checkpoint of the step."""
+        _sync(self.folder)
+        replaced = self._hidden("replaced")
+        if replaced.exists():
+            _remove(replaced)
+
+    def prune(self, keep: int | None) -> None:
+        """Delete complete checkpoints of earlier steps, all but the last ``keep`` including this one; None keeps all.
+
+        Damaged ones, other programs' and those of later steps stay.
+        """
+        if keep is None:
+            return
+        complete = []
+        for step, path in candidates(self.folder):
+            manifest = read_manifest(path) if step <= self.step else ""
+            if isinstance(manifest, dict) and not wrong_files(
+                path, manifest["files"].items(), checksums=False
+            ):
+                complete.append(path)
+        for path in complete[keep:]:
+            doomed = path.with_name(f".{path.name.strip('.').partition('.')[0]}.deleted")
+            path.rename(doomed)  # so that half a checkpoint never has a checkpoint's name
+            _remove(doomed)
+
+    def abandon(self) -> None:
+        """Give back the space of a checkpoint that could not be finished."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+        _writing.discard(self.partial)
+
+    def _later(self) -> Path | None:
+        for step, path in candidates(self.folder):
+            if step > self.step and isinstance(read_manifest(path), dict):
+                return path
+        return None
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder was written by castwise, whatever has become of it since."""
+    with contextlib.suppress(OSError, ValueError):
+        return _raw_manifest(path) is not None
+    return False
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder; of a link, the link alone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def _write_json(path: Path, value: Any, indent: int | None = 1) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=indent)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder on disk; Windows does that by itself and cannot open folders."""
+    if os.name != "nt":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

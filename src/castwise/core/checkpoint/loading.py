@@ -1,0 +1,201 @@
+"""``newest`` and ``load``: continue from a checkpoint, under this plan and layout or another."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise.core.checkpoint.folder import LOOKS, Skipped, is_being_saved, look, read_manifest, wrong_files
+from castwise.core.checkpoint.names import joined
+from castwise.core.checkpoint.restore import Restore
+from castwise.core.checkpoint.saving import as_list, settle
+from castwise.core.ranks import Ranks
+from castwise.core.session import Amp
+from castwise.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest complete checkpoint of a folder; false where there is none.
+
+    Attributes:
+        path: Where it lies; None if there is none.
+        step: Its number; -1 if there is none.
+        skipped: Later ones that are not complete, or not checkpoints, and why.
+        manifest: What its manifest says: plan, world size, versions, files.
+    """
+
+    path: Path | None = None
+    step: int = -1
+    skipped: tuple[Skipped, ...] = ()
+    manifest: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __bool__(self) -> bool:
+        return self.path is not None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        path: The checkpoint.
+        step: Its number.
+        extra: What :func:`save` was given; tensors are on the CPU.
+        plan: The plan that it was saved under, as one line.
+        world_size: How many ranks saved it.
+        random_state: Whether the random generators continue, which they do with as many ranks as saved.
+        skipped: As in :class:`Found`; empty where a path was given.
+    """
+
+    path: Path
+    step: int
+    extra: Any
+    plan: str
+    world_size: int
+    random_state: bool
+    skipped: tuple[Skipped, ...] = ()
+
+
+def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_group: Any = None) -> Found:
+    """Find the newest complete checkpoint, the same on all ranks.
+
+    Waits for one that this process is saving. Beside another process that saves, it is the newest at some moment of the call;
+    one that is not finished yet is passed over without a warning.
+
+    Args:
+        folder: What :func:`save` was given; it need not exist.
+        checksums: Compare the crc32 of every file, which the ranks share: reads the checkpoint once, at 1 to 4 GB/s and
+            rank where the disk keeps up. Otherwise sizes alone are compared, in no time.
+        process_group: The ranks that look together; None for all.
+
+    Returns:
+        What was found. Folders that were passed over are named in ``skipped``.
+
+    Warns:
+        UserWarning: For each folder that was passed over, on the first rank.
+    """
+    settle()
+    ranks = Ranks(process_group, CheckpointError)
+    ranks.meet(None)
+    for _ in range(LOOKS):
+        skipped: list[Skipped] = []
+        unfinished: set[Path] = set()
+        found = Found()
+        listed = ranks.first(lambda: look(Path(folder)))
+        for step, path, _ in listed:
+            manifest = _verified(path, ranks, checksums)
+            if isinstance(manifest, dict):
+                found = Found(path, step, tuple(skipped), manifest)
+                break
+            skipped.append(Skipped(path, manifest))
+            if is_being_saved(path):
+                unfinished.add(path)
+        if ranks.first(functools.partial(_is_as_it_was, Path(folder), listed, len(skipped), found)):
+            break
+    if ranks.rank == 0:
+        for passed in skipped:
+            if passed.path not in unfinished:
+                warnings.warn(
+                    f"newest({os.fspath(folder)!r}): passed over {passed.path.name}: {passed.reason}",
+                    stacklevel=2,
+                )
+    return found if found else Found(skipped=tuple(skipped))
+
+
+def _is_as_it_was(folder: Path, listed: Sequence[Any], passed_over: int, found: Found) -> bool:
+    """Whether a folder still says what was found in it: what was looked at is there, and where that was none nothing has come."""
+    now = look(folder)
+    return all(one in now for one in listed[: passed_over + 1]) if found else now == listed
+
+
+def _verified(path: Path, ranks: Ranks, checksums: bool) -> dict[str, Any] | str:
+    manifest = ranks.first(lambda: read_manifest(path))
+    if isinstance(manifest, str):
+        return manifest
+    files = sorted(manifest["files"].items())
+    reasons = ranks.every(lambda: wrong_files(path, files[ranks.rank :: ranks.size], checksums=checksums))
+    return next((reason for reason in reasons if reason is not None), manifest)
+
+
+def load(
+    checkpoint: str | os.PathLike[str] | Found,
+    *,
+    model: nn.Module | Sequence[nn.Module],
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    amp: Amp,
+    accept: Callable[[Any], None] | None = None,
+    process_group: Any = None,
+) -> Loaded:
+    """Continue a training: weights, masters, optimizer state, loss scale and random generators.
+
+    All ranks call it, after ``prepare``. Under the plan and layout that saved, training goes on bit for bit. Under
+    another plan, masters take the full fp32 weights, and the loss scale is kept where both plans have one. Under
+    another layout, each rank reads what it needs.
+
+    A checkpoint is data: nothing in it is executed, whoever wrote it. All of it is checked before anything is changed, on
+    all ranks, and what a module or an optimizer refuses nevertheless is taken back everywhere. Meanwhile weights and state
+    need their memory twice, and the weights as they were host memory, as does the state of optimizers with loading code of
+    their own. Options that a torch optimizer does not have are refused; saved by another version of torch, they are left out.
+
+    Args:
+        checkpoint: What :func:`newest` returned, or the path of one checkpoint, which is verified first.
+        model: As for :func:`save`.
+        optimizers: As for :func:`save`; none leaves the saved ones' state alone. Which kernel they use (``fused``,
+            ``foreach``) is not loaded.
+        amp: The session of the model.
+        accept: Called with what was saved as ``extra``, before anything is changed; what it raises refuses the checkpoint.
+        process_group: The ranks that load together; None for all.
+
+    Returns:
+        What was loaded.
+
+    Raises:
+        CheckpointError: A checkpoint that is damaged, does not fit (all its misfits are named) or is not accepted.
+    """
+    settle()
+    ranks = Ranks(process_group, CheckpointError)
+    found = checkpoint if isinstance(checkpoint, Found) else Found(Path(checkpoint))
+    path = found.path
+    if path is None:
+        raise CheckpointError(
+            "load: there is no complete checkpoint; start from the beginning where newest(folder) is false"
+        )
+    # newest() has read all contents; here sizes tell whether anything has become of it since.
+    manifest = _verified(path, ranks, checksums=not isinstance(checkpoint, Found))
+    if isinstance(manifest, str):
+        raise CheckpointError(
+            f"load({str(path)!r}): {manifest}. Allowed: a complete checkpoint, as newest(folder) finds it."
+        )
+    restore = ranks.each(lambda: Restore(path, manifest, joined(model), as_list(optimizers), amp, ranks))
+    restore.check(ranks)
+    try:
+        ranks.each(restore.read)
+        extra = ranks.each(restore.extra)
+        if accept is not None:
+            ranks.each(lambda: accept(extra))
+        ranks.each(restore.apply)
+    except BaseException as error:
+        restore.undo()
+        if not isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"load({str(path)!r}): nothing was changed: {' '.join(str(error).split())}"
+        ) from error
+    return Loaded(
+        path=path,
+        step=manifest["step"],
+        extra=extra,
+        plan=manifest["plan"],
+        world_size=manifest["world_size"],
+        random_state=restore.same_ranks,
+        skipped=found.skipped,
+    )

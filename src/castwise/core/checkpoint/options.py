@@ -1,0 +1,104 @@
+"""What an optimizer takes of options and state that were saved."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from castwise.core.checkpoint.storage import Entry
+
+HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
+"""Options of an optimizer that choose a kernel: its own stay."""
+OF_A_SCHEDULE = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""Options that torch's schedulers add, numbers all."""
+OF_A_WEIGHT = frozenset({
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
+    "ax", "prev", "step_size",
+})  # fmt: skip
+"""State that has the shape of its parameter in each of torch's own optimizers."""
+
+
+def alike(own: Any, saved: Any) -> bool:
+    """Whether an option that was saved can take the place of an optimizer's own; None may mean that it is left out."""
+    if own is None or saved is None:
+        return True
+    if isinstance(saved, int) and abs(saved) >= 2**1000:  # which no float holds
+        return False
+    if isinstance(own, bool) or isinstance(saved, bool):
+        return isinstance(own, bool) and isinstance(saved, bool)
+    if isinstance(own, (int, float, Tensor)):
+        return isinstance(saved, (int, float)) or (isinstance(saved, Entry) and saved.shape in ((), (1,)))
+    if isinstance(own, (list, tuple)):
+        same = isinstance(saved, (list, tuple)) and len(saved) == len(own)
+        return same and all(map(alike, own, saved))
+    return isinstance(saved, type(own))
+
+
+def of_torch(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of torch's own, whose options and state are known."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def takes(optimizer: Optimizer, group: Mapping[str, Any], key: str) -> bool:
+    """Whether an option is one of an optimizer's; those outside of torch may add some as they step."""
+    known = key in group or key in optimizer.defaults or key in OF_A_SCHEDULE
+    return known or not of_torch(optimizer)
+
+
+def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -> Optimizer:
+    """An optimizer of the same class, one of torch's, with some options.
+
+    Raises:
+        TypeError, ValueError: It does not take them.
+    """
+    known = inspect.signature(type(optimizer)).parameters
+    given = {
+        key: value
+        for key, value in options.items()
+        if key in known and key not in HOW_NOT_WHAT and not isinstance(value, Entry)
+    }
+    return type(optimizer)([parameter], **given)
+
+
+def refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
+    """What one of torch's optimizers would say if it were made with some options."""
+    try:
+        _made(optimizer, options, torch.zeros(1, 1, device="cpu"))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def state_keys(optimizer: Optimizer, options: Mapping[str, Any], dims: int) -> set[str]:
+    """The state that one of torch's optimizers has after a step with some options; empty where that cannot be tried."""
+    parameter = torch.zeros((1,) * dims, device="cpu")
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        made = _made(optimizer, options, parameter)
+        step = inspect.unwrap(type(made).step)  # without the hooks that see every optimizer's steps
+        with torch.no_grad():
+            step(made)
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        return set()  # LBFGS needs a closure, SparseAdam a sparse gradient
+    return {str(key) for key, value in made.state[parameter].items() if value is not None}
+
+
+def fits(own: Any, saved: Any) -> bool:
+    """Whether a saved value can take the place of one of an optimizer's own state."""
+    if isinstance(own, Tensor) and own.dim() > 0:
+        return isinstance(saved, Entry) and saved.shape == own.shape
+    return not isinstance(own, (int, float, Tensor)) or (saved is not None and alike(own, saved))
+
+
+def as_kind(value: Any, own: Any) -> Any:
+    """A learning rate as a tensor where the optimizer has it so, and as a number where it does not."""
+    if isinstance(own, Tensor) and isinstance(value, (int, float)):
+        return torch.full_like(own, value)
+    if isinstance(own, float) and isinstance(value, Tensor):
+        return value.item()
+    return value

@@ -1,0 +1,186 @@
+"""``save``: write a checkpoint that is either whole or not there."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise.core.checkpoint import storage
+from castwise.core.checkpoint.contents import collect, merge
+from castwise.core.checkpoint.folder import Draft
+from castwise.core.checkpoint.names import joined
+from castwise.core.ranks import Ranks
+from castwise.core.session import Amp
+from castwise.errors import CheckpointError
+
+
+class Saving:
+    """A checkpoint on its way to disk: its number is ``step``, and ``path`` where it will be once it is whole."""
+
+    def __init__(self, step: int, path: Path, future: Future[None]) -> None:
+        self.step, self.path = step, path
+        self._future = future
+        self._seen = False
+
+    @property
+    def done(self) -> bool:
+        """Whether waiting would take no time. Ranks may see it at different times, so agree before acting on it."""
+        return self._future.done()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is whole, on this rank; returns its path. No collective of the training's is used.
+
+        Raises:
+            CheckpointError: It could not be written; the one before is still the newest.
+        """
+        self._seen = True
+        self._future.result()
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"Saving(step={self.step}, path={str(self.path)!r}, done={self.done})"
+
+
+_last: Saving | None = None
+"""The save begun last. There is one at a time: the next call to this room waits for it."""
+
+
+def settle() -> None:
+    """Wait for a save in the background, and warn of a failure that nobody has seen."""
+    error = None if _last is None else _last._future.exception()
+    if _last is not None and error is not None and not _last._seen:
+        _last._seen = True
+        warnings.warn(f"the checkpoint of step {_last.step} was not saved: {error}", stacklevel=3)
+
+
+def save(
+    folder: str | os.PathLike[str],
+    step: int,
+    *,
+    model: nn.Module | Sequence[nn.Module],
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    amp: Amp,
+    extra: Any = None,
+    asynchronous: bool = False,
+    keep: int | None = 2,
+    process_group: Any = None,
+) -> Saving:
+    """Save a training as ``folder/step-00000123``, which appears at once and whole, or not at all.
+
+    All ranks call it, between two steps. Each writes its own shards; what several hold (replicated weights, buffers)
+    is taken from the lowest. A rank of a pipeline passes the part of the model that it holds. A step that is saved
+    again replaces what was there.
+
+    Args:
+        folder: Of this training alone, on a file system that all ranks see. The first rank's process keeps it for itself
+            until it ends or saves into another folder.
+        step: Number of the checkpoint, 0 or above.
+        model: Prepared; DistributedDataParallel, ``torch.compile`` and FSDP2 around it are seen through. Several stages
+            of a pipeline that this rank holds are given as a list.
+        optimizers: Those that update it, in an order that :func:`load` is given too.
+        amp: Its session.
+        extra: Anything else, of None, bool, int, float, str, tensors, and lists, tuples and dicts of these. Counted is
+            that of the first rank, but every rank passes the tensors in it.
+        asynchronous: Copy the tensors to host memory, then return and write in the background. Call
+            :meth:`Saving.wait` for the last one before the process ends.
+        keep: How many complete checkpoints to keep, this one included; those of later steps are not counted and
+            stay. None keeps all.
+        process_group: The ranks that save together; None for all.
+
+    Returns:
+        The save; ``wait()`` returns the path. If not asynchronous, it is over.
+
+    Raises:
+        CheckpointError: Something that cannot be saved or written, or another process saves into the folder; the checkpoint
+            before is still the newest.
+    """
+    global _last
+    settle()
+    ranks = Ranks(process_group, CheckpointError)
+    ranks.meet(None)
+    ranks.each(lambda: _check(step, keep, amp))
+    draft = Draft(Path(folder).absolute(), step)
+    contents = ranks.each(lambda: collect(joined(model), as_list(optimizers), amp, extra, ranks))
+    index = storage.lay_out(contents.tensors, ranks)
+    stage = ranks.each(lambda: storage.Stage(contents.tensors, index, ranks.rank, copied=asynchronous))
+    values = {**merge(contents, ranks), "tensors": {name: entry.to_json() for name, entry in index.items()}}
+    later = ranks.first(lambda: draft.begin(values))
+    if later is not None and ranks.rank == 0:
+        warnings.warn(
+            f"save(step={step}): {later} is of a later step and stays the newest; delete it if the training was taken back",
+            stacklevel=2,
+        )
+    about = {
+        "castwise": importlib.import_module("castwise").__version__,
+        "torch": torch.__version__,
+        "plan": str(amp.plan),
+        "digest": amp.plan.digest,
+        "world_size": ranks.size,
+    }
+    if asynchronous:
+        future = _background().submit(finish, draft, stage, about, keep, ranks.duplicate("saving"))
+    else:
+        finish(draft, stage, about, keep, ranks)
+        future = Future()
+        future.set_result(None)
+    saving = Saving(step, draft.path, future)
+    _last = saving
+    return saving
+
+
+def as_list(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """One optimizer or several, as a list."""
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _check(step: int, keep: int | None, amp: Amp) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
+        raise CheckpointError(f"save(step={step!r}) is not allowed. Allowed: a whole number, 0 or above.")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(
+            f"save(keep={keep!r}) is not allowed. Allowed: a whole number, 1 or above, or None to keep all."
+        )
+    if not isinstance(amp, Amp):
+        raise CheckpointError(
+            f"save(amp={type(amp).__name__}) is not allowed. Allowed: the castwise.Amp that has prepared the model."
+        )
+
+
+@functools.cache
+def _background() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="castwise-checkpoint")
+
+
+def finish(draft: Draft, stage: storage.Stage, about: dict[str, Any], keep: int | None, ranks: Ranks) -> None:
+    """Write the tensors on all ranks, then make the checkpoint the newest. A collective.
+
+    Raises:
+        CheckpointError: It could not be written, and nothing is left of it; or it is there, and what was to follow failed.
+    """
+    try:
+        parts = ranks.every(lambda: stage.write(draft.partial))
+        files = {name: measured for part in parts for name, measured in part.items()}
+        ranks.first(lambda: draft.publish(about, files))
+    except CheckpointError as error:
+        ranks.first(draft.abandon)  # all ranks are here, or none
+        raise draft.not_written(str(error)) from error
+    for task, trouble in (
+        (draft.confirm, "the disk has not confirmed its name, which a loss of power may undo"),
+        (lambda: draft.prune(keep), "an earlier checkpoint could not be deleted"),
+    ):
+        try:
+            ranks.first(task)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"save(step={draft.step}): {draft.path} is complete, but {trouble}: {error}"
+            ) from error

@@ -1,0 +1,86 @@
+"""What a training was before it was loaded into, to be put back if that fails in the middle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise.core import _torch, masters
+from castwise.core.checkpoint.contents import random_states, set_random_states
+from castwise.core.checkpoint.storage import local_of
+from castwise.core.session import Amp
+
+
+class Before:
+    """A model, its optimizers, its session and the random generators, as they are now.
+
+    Weights, their masters and what is remembered of them are copied to host memory. Of an optimizer the containers are
+    kept, and its tensors are copied where it may write into them while it loads: torch's own puts others in their place.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], amp: Amp) -> None:
+        self._model, self._amp = model, amp
+        state = model.state_dict(keep_vars=True)
+        self._extra = {key: copy.deepcopy(v) for key, v in state.items() if not isinstance(v, Tensor)}
+        held = [value for value in state.values() if isinstance(value, Tensor)]
+        full = [of(value) for value in held for of in (masters.master_of, masters.original_of)]
+        held += [tensor for tensor in full if tensor is not None]
+        self._containers: list[tuple[Any, Any]] = []
+        for optimizer in optimizers:
+            inside = self._containers_of(optimizer)
+            held += inside if _writes_in_place(optimizer) else []
+        own = {id(one): local_of(one) for one in held}
+        self._tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in own.values()]
+        self._session = amp.state_dict()
+        self._random = random_states(amp)
+
+    def _containers_of(self, optimizer: Optimizer) -> list[Tensor]:
+        """Note what is in an optimizer's containers, those of optimizers in it too; returns the tensors in them."""
+        seen: dict[int, Any] = {}
+        tensors: list[Tensor] = []
+        left: list[Any] = [optimizer]
+        while left:
+            value = left.pop()
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if isinstance(value, Optimizer):
+                left.append(vars(value))
+            elif isinstance(value, (dict, list)):
+                self._containers.append((value, value.copy()))
+                left += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, tuple):
+                left += value
+            elif isinstance(value, Tensor) and not value.is_meta:
+                tensors.append(value)
+        return tensors
+
+    def put_back(self) -> None:
+        """Undo what has been changed since."""
+        if self._extra:
+            with suppress(Exception):  # a module that refuses its own state has said so before
+                self._model.load_state_dict({**self._model.state_dict(keep_vars=True), **self._extra})
+        for container, kept in self._containers:
+            if isinstance(container, list):
+                container[:] = kept
+            else:
+                container.clear()
+                container.update(kept)
+        with torch.no_grad():
+            for tensor, value in self._tensors:
+                tensor.copy_(value)
+        self._amp.load_state_dict(self._session)
+        set_random_states(self._random)
+
+
+def _writes_in_place(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may write into the tensors that it has while it loads: if more than torch's own code runs."""
+    kind = type(optimizer)
+    code = [kind.load_state_dict, kind.__setstate__, *_torch.load_hooks(optimizer)]
+    return not all(getattr(one, "__module__", "").startswith(("torch.optim.", "castwise.")) for one in code)

@@ -1,0 +1,148 @@
+"""The values of a checkpoint, which anybody may have written, checked before anything is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from castwise.core.checkpoint import storage
+from castwise.core.checkpoint.folder import VALUES, read_values
+from castwise.core.checkpoint.storage import need
+from castwise.core.checkpoint.tree import check, decode, names_of
+from castwise.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Values:
+    """What is saved beside the bytes of tensors; trees are as :mod:`castwise.checkpoint.tree` encodes them.
+
+    Attributes:
+        tensors: Shapes and dtypes, and where the bytes lie.
+        model: Trees, by name.
+        aliases: Further names of tied weights, each with the first.
+        optimizers: Of each ``class``, ``options`` (trees, by group), ``group_of`` (by name of a weight) and ``state`` (trees,
+            by name of a weight).
+        extra: A tree.
+        ranks: Of each rank ``amp`` and ``rng``, trees.
+    """
+
+    tensors: storage.Index
+    model: dict[str, Any]
+    aliases: dict[str, str]
+    optimizers: list[dict[str, Any]]
+    extra: Any
+    ranks: list[dict[str, Any]]
+
+
+def read(path: Path, manifest: Mapping[str, Any]) -> Values:
+    """Read and check the values of a checkpoint.
+
+    Raises:
+        CheckpointError: They are not what :func:`castwise.checkpoint.save` writes.
+    """
+    found = read_values(path, manifest)
+    files = {name: about["size"] for name, about in manifest["files"].items() if name != VALUES}
+    try:
+        need(
+            isinstance(found, dict) and found.keys() == set(Values.__dataclass_fields__),
+            "not of the known parts",
+        )
+        values = Values(**{**found, "tensors": storage.read_index(found["tensors"], files)})
+        _check(values, manifest["world_size"])
+    except (CheckpointError, ValueError) as error:
+        raise CheckpointError(f"its {VALUES} is damaged or was not written by castwise: {error}") from None
+    return values
+
+
+def _check(values: Values, world_size: int) -> None:
+    known = values.tensors
+    need(isinstance(values.model, dict), "the model is no mapping")
+    check([*values.model.values()], known)
+    for name, tree in values.model.items():
+        _need_own(tree, f"model.{name}")
+    need(_maps(values.aliases, str), "the aliases are no mapping of names")
+    need(isinstance(values.optimizers, list), "the optimizers are no list")
+    for index, one in enumerate(values.optimizers):
+        need(
+            isinstance(one, dict)
+            and one.keys() == {"class", "options", "group_of", "state"}
+            and isinstance(one["class"], str)
+            and isinstance(one["options"], list)
+            and _maps(one["group_of"], int)
+            and _maps(one["state"], dict),
+            "an optimizer is not of class, options, group_of and state",
+        )
+        need(
+            all(0 <= group < len(one["options"]) for group in one["group_of"].values()),
+            "a group is not there",
+        )
+        need(one["state"].keys() <= one["group_of"].keys(), "there is state of a weight that is in no group")
+        for tree in (*one["options"], *one["state"].values()):
+            check(tree, known)
+            need(_is_mapping(tree), "options or state of an optimizer are no mapping by text")
+        _need_own(one["options"], f"optimizer.{index}.options")
+        for name, tree in one["state"].items():
+            _need_own(tree, f"optimizer.{index}.{name}")
+    check(values.extra, known)
+    need(
+        isinstance(values.ranks, list) and len(values.ranks) == world_size,
+        "there are not as many parts as ranks saved",
+    )
+    for rank in values.ranks:
+        need(isinstance(rank, dict) and rank.keys() == {"amp", "rng"}, "a rank's part is not of amp and rng")
+        check([rank["amp"], rank["rng"]], known)
+        need(_is_mapping(rank["rng"]), "the states of the random generators are no mapping")
+        need(
+            all(isinstance(item, dict) and "tensor" in item for _, item in rank["rng"]["dict"]),
+            "the state of a random generator is no tensor",
+        )
+        amp = decode(rank["amp"], lambda name: name)
+        need(isinstance(amp, dict), "the session's state is no mapping")
+        scaler = amp.get("scaler")
+        need(scaler is None or _is_scaler(scaler), "the scaler's state is not of finite numbers by name")
+
+
+def _need_own(tree: Any, name: str) -> None:
+    """See that the tensors of a tree are those that were saved with it, and not another's of the same shape."""
+    own = all(f"{tensor}.".startswith(f"{name}.") for tensor in names_of(tree))
+    need(own, f"{name} has a tensor under another's name")
+
+
+def _maps(value: Any, kind: type) -> bool:
+    return isinstance(value, dict) and all(type(item) is kind for item in value.values())
+
+
+def _is_mapping(tree: Any) -> bool:
+    return isinstance(tree, dict) and "dict" in tree and all(isinstance(key, str) for key, _ in tree["dict"])
+
+
+_OF_A_SCALE = {"scale", "_growth_tracker"}
+_OF_A_SCALER = _OF_A_SCALE | {"growth_factor", "backoff_factor", "growth_interval"}
+
+
+def _is_scaler(state: Any) -> bool:
+    if not isinstance(state, dict):
+        return False
+    if not state:
+        return True  # of a scaler that does nothing
+    losses = state.get("losses", {})
+    own = {key: value for key, value in state.items() if key != "losses"}
+    return (
+        _are_numbers(own, _OF_A_SCALER)
+        and isinstance(losses, dict)
+        and all(isinstance(name, str) and _are_numbers(loss, _OF_A_SCALE) for name, loss in losses.items())
+    )
+
+
+def _are_numbers(state: Any, required: set[str]) -> bool:
+    if not isinstance(state, dict) or not required <= state.keys():
+        return False
+    for key in (required | {"hysteresis_tracker"}) & state.keys():
+        whole = key.endswith(("tracker", "interval"))
+        if type(state[key]) is not int and (whole or type(state[key]) is not float):
+            return False
+        if not 0 <= state[key] < 2**63:  # which NaN is not
+            return False
+    return True

@@ -1,0 +1,73 @@
+"""Averages of weights that are right under every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import swa_utils
+
+from castwise.core.masters.originals import assign, is_low
+from castwise.core.masters.sync import settle
+from castwise.core.masters.weights import in_fp32
+
+
+class AveragedModel(swa_utils.AveragedModel):
+    """``torch.optim.swa_utils.AveragedModel`` that averages masters: an EMA or SWA that is right under every plan.
+
+    Its parameters, its ``state_dict()`` and what ``avg_fn`` is given are fp32, whatever the plan stores the model in,
+    and are read from the masters where there are any. Called, it runs by the plan of the model that it was made from, on
+    weights rounded as that model's are; made before ``prepare``, it runs in fp32.
+
+    Args:
+        model: What is trained; copied.
+        device: Where the average lives; by default where the model does.
+        avg_fn: As in torch: called with the average, the weights and the number of averages so far, per parameter.
+        multi_avg_fn: As in torch: the same for lists of parameters, in place.
+        use_buffers: Average buffers, too; otherwise they are the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: int | torch.device | None = None,
+        avg_fn: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None = None,
+        multi_avg_fn: Callable[[list[Tensor], list[Tensor], Tensor | int], None] | None = None,
+        use_buffers: bool = False,
+    ) -> None:
+        many: Any = multi_avg_fn  # torch takes several kinds of lists
+        super().__init__(model, device, avg_fn, many, use_buffers)
+        self._stored: dict[str, torch.dtype] = {}
+        for (name, average), source in zip(self.module.named_parameters(), _parameters(model), strict=True):
+            if is_low(average):
+                self._stored[name] = average.dtype
+                assign(average, source.to(average.device, copy=True))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the averaged model."""
+        if not self._stored:
+            return self.module(*args, **kwargs)
+        stored = {
+            name: average.to(self._stored[name])
+            for name, average in self.module.named_parameters()
+            if name in self._stored
+        }
+        return functional_call(self.module, stored, args, kwargs)
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Average the model's weights in: its masters, or the parameters themselves where they have none.
+
+        Args:
+            model: What is trained, of the same architecture.
+        """
+        view: Any = SimpleNamespace(parameters=lambda: _parameters(model), buffers=model.buffers)
+        super().update_parameters(view)
+
+
+def _parameters(model: nn.Module) -> Iterator[Tensor]:
+    settle(model)
+    return map(in_fp32, model.parameters())

@@ -1,0 +1,83 @@
+"""What autograd does not count: writes through ``data`` of parameters that have masters, and averages that begin as copies of them.
+
+``nn.Parameter.data``, ``clone`` and ``__deepcopy__`` are followed while an optimizer has masters. What they return is what torch
+returns.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core.masters import sync
+from castwise.core.masters.copies import is_watched, watch, watch_clone
+from castwise.core.masters.originals import is_low
+from castwise.core.masters.parameter import master_of
+
+_own_data: Any = torch.Tensor.data
+_own_deepcopy: Any = nn.Parameter.__deepcopy__
+_lock = threading.RLock()
+"""Held twice by a thread in which an attachment is collected meanwhile."""
+
+
+def follow_parameters() -> None:
+    """Begin, where it has not begun."""
+    with _lock:
+        for name, ours in _OURS.items():
+            if name not in _in_force:
+                _in_force.add(name)
+                setattr(nn.Parameter, name, ours)
+
+
+def leave_parameters() -> None:
+    """End, where no attachment lives any more; what somebody else has put in its place since stays."""
+    with _lock:
+        if any(reference() is not None for reference in sync.live.valuerefs()):
+            return
+        for name in sorted(_in_force):
+            if vars(nn.Parameter).get(name) is _OURS[name]:
+                if name in _THEIRS:
+                    setattr(nn.Parameter, name, _THEIRS[name])
+                else:
+                    delattr(nn.Parameter, name)
+                _in_force.discard(name)
+
+
+def _data(parameter: Any) -> Tensor:
+    """The parameter's memory without history. Writes to it are counted as the master's, not as the parameter's."""
+    if torch.compiler.is_compiling():  # of a class of a user's: Dynamo follows properties of those
+        return parameter.detach()  # type: ignore[no-any-return]
+    own: Tensor = _own_data.__get__(parameter)
+    if not is_low(own):
+        return own
+    master: Any = master_of(parameter)
+    if master is not None:
+        return master.data_writes.alias(own)  # type: ignore[no-any-return]
+    return parameter.detach() if is_watched(parameter) else own
+
+
+def _clone(parameter: Any, **options: Any) -> Tensor:
+    clone = Tensor.clone(parameter, **options)
+    if not torch.compiler.is_compiling() and is_low(clone) and master_of(parameter) is not None:
+        watch_clone(clone, parameter)
+    return clone
+
+
+def _deepcopy(parameter: Any, memo: dict[int, Any]) -> Any:
+    known = id(parameter) in memo
+    copied = _own_deepcopy(parameter, memo)
+    if not known and master_of(parameter) is not None:
+        watch(copied, parameter)
+    return copied
+
+
+_OURS: dict[str, Any] = {
+    "data": property(_data, _own_data.__set__, _own_data.__delete__),
+    "clone": _clone,
+    "__deepcopy__": _deepcopy,
+}
+_THEIRS = {name: vars(nn.Parameter)[name] for name in _OURS if name in vars(nn.Parameter)}
+_in_force: set[str] = set()

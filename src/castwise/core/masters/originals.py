@@ -1,0 +1,210 @@
+"""Values in their former format of parameters that are stored low and have no master: frozen ones, and those of no optimizer yet.
+
+A session remembers what it rounds. A master that is made later starts from it, checkpoints hold it, and
+:func:`restore` puts it back. Elements that were changed in the parameter since then are taken from the parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from castwise.core import _torch
+from castwise.core.plans.formats import LOW_DTYPES
+
+_originals: Any = WeakTensorKeyDictionary()
+_former: Any = WeakTensorKeyDictionary()
+
+
+class _Original(NamedTuple):
+    """What is remembered of a parameter, and how it was stored when that began."""
+
+    values: Tensor
+    stored: torch.dtype
+    written: int
+
+
+def is_low(tensor: Tensor) -> bool:
+    """Whether a tensor is stored in bf16 or fp16."""
+    return tensor.dtype in LOW_DTYPES
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, detached and in the same memory; for a DTensor, its shard."""
+    detached = tensor.detach()
+    to_local = getattr(detached, "to_local", None)
+    return detached if to_local is None else to_local()
+
+
+def address(tensor: Tensor) -> int:
+    """Where in memory a tensor lies; tells whether ``parameter.data`` was replaced."""
+    return local(tensor).data_ptr() if hasattr(type(tensor), "to_local") else tensor.data_ptr()
+
+
+def assign(parameter: Tensor, values: Tensor) -> None:
+    """``parameter.data = values``, DTensors included, for which torch changes what they say and not what they hold."""
+    if hasattr(parameter, "device_mesh"):
+        _torch.set_dtensor(parameter, values)
+    else:
+        parameter.data = values
+
+
+def agree(full: Tensor, values: Tensor) -> bool:
+    """Whether low values are the full ones rounded, NaN included. Synchronises with the device."""
+    return _equal(local(full).to(values.dtype), local(values))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype have the same elements, NaN included."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+@torch.no_grad()
+def merge_values(
+    full: Tensor, values: Tensor, through: torch.dtype | None = None, *, cast: bool = False
+) -> bool:
+    """Bring full values up to date with low ones that may have been changed by hand.
+
+    Elements that still are the full value rounded keep it; all others are taken over. So a parameter half of which
+    was overwritten loses nothing in the other half.
+
+    Args:
+        full: fp32, written to.
+        values: Same shape, on the same device.
+        through: The low format that they were rounded to, if that is not their dtype.
+        cast: They may have come to their dtype by way of other formats, as by ``model.half().float()``, which autograd
+            does not count as a write; elements that nothing else has changed keep the full value. Where the dtype is the
+            former one that has to be so of all elements: of some it is chance, as after ``parameter.data = average``.
+
+    Returns:
+        Whether anything differed. Synchronises with the device.
+    """
+    full, values = local(full), local(values)
+    rounded = full.to(through or values.dtype)
+    if torch.equal(rounded.to(values.dtype), values):
+        return False
+    same = rounded.to(values.dtype) == values
+    for way in LOW_DTYPES if cast else ():
+        by_way = rounded.to(way).to(values.dtype)
+        if values.dtype is not rounded.dtype:
+            same |= by_way == values
+        elif _equal(by_way, values):
+            return True
+    full.copy_(torch.where(same, full, values.to(full.dtype)))
+    return True
+
+
+def store(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Store a parameter in another format, in place, and remember the values that it had: :func:`restore` undoes it.
+
+    Its gradient and ``grad_dtype`` follow. DTensors are taken, masters' parameters are not; where the format is
+    neither bf16 nor fp16 nothing is remembered.
+    """
+    former = original_of(parameter)
+    if former is None:
+        former = parameter.detach()
+    values = former.to(dtype)
+    if is_low(values) and former.dtype is not dtype:
+        # first: whatever interrupts this, the values are not lost
+        _originals[parameter] = _Original(former.data, dtype, _torch.version(parameter))
+    _replace(parameter, values)
+
+
+def remember_original(parameter: Tensor, values: Tensor, stored: torch.dtype | None = None) -> None:
+    """Keep the values that a parameter had before it was stored low, as long as the parameter lives.
+
+    Args:
+        parameter: Stored in bf16 or fp16 now; of any other nothing is kept.
+        values: Its values in another format, bf16 before fp16 included, same shape. The tensor itself is kept, not a
+            copy.
+        stored: The format that the parameter was stored in, if it has been cast since.
+    """
+    if is_low(parameter) and values.dtype is not parameter.dtype:
+        # values may be the parameter's former self, detached, which counts writes together with the parameter.
+        original = _Original(values.detach().data, stored or parameter.dtype, _torch.version(parameter))
+        _originals[parameter] = original
+
+
+def original_of(parameter: Tensor) -> Tensor | None:
+    """The remembered values of a parameter, with what was changed in it since then, or None.
+
+    A cast, as ``model.float()`` makes it, is no change. Synchronises with the device, to look for changes.
+    """
+    known: _Original | None = _originals.get(parameter)
+    if known is None:
+        return None
+    if known.values.shape != parameter.shape:
+        forget_original(parameter)
+        return None
+    values, written = known.values.to(parameter.device), _torch.version(parameter)
+    cast = parameter.dtype is not known.stored or written == known.written
+    merge_values(values, parameter, known.stored, cast=cast)
+    _originals[parameter] = known._replace(values=values, written=written)
+    return values
+
+
+def note_former(tensor: Tensor, dtype: torch.dtype) -> None:
+    """A plan stores a tensor from now on, which was in this format before; a copy of a tensor has the original's."""
+    if tensor not in _former:
+        _former[tensor] = dtype
+
+
+def former_dtype(tensor: Tensor) -> torch.dtype:
+    """In which format a tensor is without any plan."""
+    found: torch.dtype = _former.get(tensor, tensor.dtype)
+    return found
+
+
+def forget_former(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Undo :func:`note_former`, where it noted this format."""
+    if _former.get(tensor) is dtype:
+        del _former[tensor]
+
+
+def forget_original(parameter: Tensor) -> None:
+    """Keep nothing of the parameter any more."""
+    _originals.pop(parameter, None)
+
+
+def restore(parameter: Tensor) -> bool:
+    """Store a parameter as it was before it was stored low, with its full values and what was changed in it since.
+
+    Its gradient and ``grad_dtype`` follow. For parameters without a master; those with one are restored by
+    ``Attachment.detach(write_back=True)``.
+
+    Returns:
+        Whether there was something to restore. Synchronises with the device.
+    """
+    values = original_of(parameter)
+    if values is None:
+        return False
+    if values.stride() != parameter.stride():  # the memory format was changed since
+        values = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
+    _replace(parameter, values)
+    forget_original(parameter)
+    return True
+
+
+def _replace(parameter: Tensor, values: Tensor) -> None:
+    # A grad_dtype that equals the dtype is torch's default, or what is left of it once it was set: it cannot be unset.
+    follows = parameter.grad_dtype is parameter.dtype
+    assign(parameter, values)
+    if follows:
+        fit_grad(parameter, parameter.dtype)
+
+
+def fit_grad(parameter: Tensor, dtype: torch.dtype | None) -> None:
+    """Set ``grad_dtype`` of a leaf, and store the gradient so.
+
+    It is on the parameter all the time, whatever interrupts this. None allows any dtype, and a gradient then takes
+    the parameter's.
+    """
+    grad, wanted = parameter.grad, dtype or parameter.dtype
+    if grad is not None and grad.dtype is not wanted:
+        parameter.grad_dtype = None  # any, until the gradient has the right one
+        parameter.grad = grad.to(wanted)
+    if parameter.grad_dtype is not dtype:
+        parameter.grad_dtype = dtype

@@ -1,0 +1,207 @@
+"""Parameters and their masters, brought to the same values whichever of the two was written."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise.core import _torch
+from castwise.core.masters.originals import address, agree, local, merge_values
+from castwise.core.masters.sample import Sample
+from castwise.core.masters.state import restride_state
+from castwise.errors import StateError
+
+Mark = tuple[int, int, int, int]
+"""What tells later whether a parameter or its master was written since they were equal: the parameter's version, that of its
+``data``, its address, and the master's version."""
+_UNKNOWN: Mark = (-1, -1, -1, -1)
+
+
+def mark_of(master: Any) -> Mark:
+    """The mark of a master and its parameter, which are equal now."""
+    stored, own = _torch.versions([master.stored, master])
+    return stored, master.data_writes.count, address(master.stored), own
+
+
+class Pairs:
+    """Masters and the parameters that they are of.
+
+    Args:
+        optimizer: Whose masters; its state follows where a parameter takes other strides.
+        masters: In the order of its groups.
+        marks: By ``id`` of parameters; one without a mark is compared with its master before the next step.
+    """
+
+    def __init__(
+        self,
+        optimizer: weakref.ref[Optimizer],
+        masters: Iterable[Any] = (),
+        marks: Mapping[int, Mark] | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self.masters: list[Any] = [*masters]
+        self.stored: list[nn.Parameter] = [master.stored for master in self.masters]
+        self._targets = [local(parameter) for parameter in self.stored]
+        self._sources = [local(master) for master in self.masters]
+        self._data = [master.data_writes for master in self.masters]
+        self._plain = all(issubclass(type(parameter), nn.Parameter) for parameter in self.stored)
+        """Whether none is of a class that wraps other tensors, as DTensor."""
+        self._sample: Sample | None = None
+        now = [(marks or {}).get(id(parameter), _UNKNOWN) for parameter in self.stored]
+        self._written, self._data_written, self._addresses, self._updated = (
+            [mark[i] for mark in now] for i in range(4)
+        )
+
+    def marks(self) -> dict[int, Mark]:
+        """Of each parameter, by its ``id``."""
+        return dict(zip(map(id, self.stored), self._marks(), strict=True))
+
+    def _marks(self) -> Iterable[Mark]:
+        return zip(self._written, self._data_written, self._addresses, self._updated, strict=True)
+
+    def _versions(self, of: list[Any]) -> list[int]:
+        """Of :attr:`masters` or :attr:`stored`, from what shares their counters and is read three times as fast."""
+        if self._plain:
+            of = self._sources if of is self.masters else self._targets
+        return _torch.versions(of)
+
+    # --- before a step, and where somebody looks ------------------------------------------------------------
+
+    def pull(self) -> None:
+        """Before a step: see to whatever was written by hand."""
+        now = (
+            self._versions(self.stored),
+            [writes.count for writes in self._data],
+            [*map(torch.Tensor.data_ptr if self._plain else address, self.stored)],
+            self._versions(self.masters),
+        )
+        if now != (self._written, self._data_written, self._addresses, self._updated):
+            before = list(self._marks())
+            for index, mark in enumerate(zip(*now, strict=True)):
+                if mark != before[index]:
+                    self._settle(index)
+
+    def look(self) -> None:
+        """Before a step, when all that is counted was seen to: look for writes that are not."""
+        if self._sample is None:
+            self._sample = Sample(self._targets, self._sources)
+        if self._sample.differs():
+            if any(target.device.type != "cpu" for target in self._targets):
+                warnings.warn(
+                    "Parameters of a prepared model were changed in a way that torch does not count as a write (DLPack or a kernel "
+                    "that is no operator of torch, for example), and optimizer.step() has overwritten them from their fp32 masters "
+                    "since. Call castwise.masters.refresh_master(parameter) after each such change, or write by an operator of torch.",
+                    stacklevel=4,
+                )
+            self.refresh()
+
+    def push_written(self) -> None:
+        """Bring the model up to date with masters that were written outside of a step."""
+        versions = self._versions(self.masters)
+        if versions != self._updated:
+            for index, (now, before) in enumerate(zip(versions, self._updated, strict=True)):
+                if now != before:
+                    self._settle(index)
+
+    def refresh(self) -> None:
+        """Bring masters up to date with parameters that were changed by hand, however that was done."""
+        for index, (parameter, master) in enumerate(zip(self.stored, self.masters, strict=True)):
+            if not _is_cast(master):
+                self._settle(index, look=True)
+            elif self._ahead(index) or parameter.shape != master.shape:
+                continue
+            else:
+                merge_values(master, local(parameter).to(master.device), master.former_dtype, cast=True)
+                self._updated[index] = _torch.versions([master])[0]
+
+    def _ahead(self, index: int) -> bool:
+        """Whether a master was written since its parameter got its values."""
+        return self._updated[index] not in (-1, *_torch.versions([self.masters[index]]))
+
+    def _settle(self, index: int, *, look: bool = False) -> None:
+        """Bring one parameter and its master together; ``look``: at values also where nothing seems to be written."""
+        parameter, master = self.stored[index], self.masters[index]
+        if _is_cast(master):
+            raise StateError(
+                f"optimizer.step(): a parameter of shape {tuple(parameter.shape)} was stored in {master.former_dtype} when the "
+                f"model was prepared and is {parameter.dtype} now, as model.float() or model.half() makes it; its master would "
+                "no longer reach it. Prepare the model again after changing its dtype: amp.close() gives the masters' values back."
+            )
+        written, data, where, _ = mark_of(master)
+        ahead = self._ahead(index)
+        cast = (written, data) == (self._written[index], self._data_written[index])
+        changed = not cast or where != self._addresses[index]
+        layout = (parameter.shape, parameter.stride(), parameter.device)
+        if (master.shape, master.stride(), master.device) != layout:
+            moved = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+            master.data = moved.copy_(
+                master.detach() if master.shape == parameter.shape else parameter.detach()
+            )
+            optimizer = self._optimizer()
+            if optimizer is not None:
+                restride_state(optimizer)
+        target, source = local(parameter), local(master)
+        for held, now in (self._targets, target), (self._sources, source):
+            if held[index].data_ptr() != now.data_ptr() or held[index].stride() != now.stride():
+                self._sample = None
+            held[index] = now
+        if not ahead:
+            if (changed or look) and merge_values(source, target, cast=cast) and cast:
+                if look:  # nothing is written to the model; the next step sees to it
+                    self._updated[index] = mark_of(master)[3]
+                    return
+                _torch.copy_each([target], [source])  # what model.half().bfloat16() has rounded comes back
+        elif not changed:
+            _torch.copy_each([target], [source])
+        elif not agree(source, target):
+            warnings.warn(
+                f"A parameter of shape {tuple(parameter.shape)} and its fp32 master were both written, to different values, "
+                "with no forward, state_dict or step of the model in between that would have brought them together. The "
+                "master's values hold. Write to one of them, or call model.state_dict() between the two.",
+                stacklevel=5,
+            )
+            _torch.copy_each([target], [source])
+        self._written[index], self._data_written[index], self._addresses[index], self._updated[index] = (
+            mark_of(master)
+        )
+
+    # --- after a step ---------------------------------------------------------------------------------------
+
+    def push_updated(self) -> None:
+        """After a step: write what it may have updated. Fused kernels do not count as writes, hence the gradients."""
+        due = [index for index, parameter in enumerate(self.stored) if parameter.grad is not None]
+        if len(due) < len(self.stored):
+            now = zip(self.stored, _torch.versions(self.masters), self._updated, strict=True)
+            due = [
+                index
+                for index, (parameter, new, old) in enumerate(now)
+                if parameter.grad is not None or new != old
+            ]
+        self._push(due)
+
+    def push_all(self) -> None:
+        """Write every master into its parameter, rounded."""
+        self._targets = [local(parameter) for parameter in self.stored]
+        self._sources = [local(master) for master in self.masters]
+        self._sample = None
+        self._push(range(len(self.stored)))
+
+    def _push(self, due: list[int] | range) -> None:
+        # Both sides are detached, so that nothing here needs torch.no_grad.
+        if len(due) == len(self._targets):
+            _torch.copy_each(self._targets, self._sources)
+        else:
+            _torch.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
+        # The copy counts as a write to its sources, too.
+        self._written, self._updated = self._versions(self.stored), self._versions(self.masters)
+
+
+def _is_cast(master: Any) -> bool:
+    """Whether a parameter is not in the format any more in which it got its master, as after ``model.float()``."""
+    return master.stored.dtype is not master.former_dtype

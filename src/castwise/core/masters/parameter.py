@@ -1,0 +1,362 @@
+"""The fp32 master of one parameter.
+
+A parameter and its master have one gradient between them, in fp32, and it lives on the parameter. Two attributes
+of torch make that possible: ``Tensor.grad_dtype`` lets autograd accumulate fp32 gradients on a parameter stored
+in bf16 or fp16, and ``grad`` of the master is a property that reads and writes the parameter's. So whatever
+clears, scales or clips either of the two acts on what is applied, with no copy and after every reduction.
+
+Attributes that users set (``p.use_muon``, ``p.grad_sample``) lie on the parameter as well, whichever of the two they were set on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from types import MemberDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from castwise.core import _torch
+from castwise.core.masters.copies import excuse
+from castwise.core.masters.originals import (
+    assign,
+    fit_grad,
+    forget_original,
+    is_low,
+    original_of,
+    remember_original,
+)
+from castwise.core.masters.writes import DataWrites
+
+_own_data: Any = torch.Tensor.data
+_own_grad: Any = torch.Tensor.grad
+_own_attributes: Any = torch.Tensor.__dict__["__dict__"]
+_masters: Any = WeakTensorKeyDictionary()
+
+
+class Master:
+    """What makes a tensor the master of :attr:`stored`; every master is an instance, and a tensor as well.
+
+    A master hashes as its parameter does and equals it, so that tables keyed by the model's own parameters
+    (``optimizer.state[model.weight]``, ``torch.distributed.checkpoint``) find it, and adding a parameter to an
+    optimizer that already has its master is refused by torch as a duplicate.
+    """
+
+    stored: nn.Parameter
+    """The model's parameter, in bf16 or fp16."""
+    former_grad_dtype: torch.dtype | None
+    """Its ``grad_dtype`` before it had a master; None: any."""
+    former_dtype: torch.dtype
+    """What it was stored in then."""
+    data_writes: DataWrites
+    """Those through the parameter's ``data`` (see ``following``)."""
+
+    @property
+    def data(self) -> Tensor:
+        """The master's values without history, in its own memory.
+
+        What is written to them counts as a write to the master, as it does not with torch's own ``data``: SAM and
+        Lookahead write weights in this way outside of ``step``, and the model must get them.
+        """
+        tensor: Any = self
+        return tensor.detach()  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        master: Any = self
+        if hasattr(master, "device_mesh"):
+            _torch.set_dtensor(master, value)
+        else:
+            _own_data.__set__(master, value)
+        torch.autograd.graph.increment_version(master)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The one gradient of parameter and master, in fp32.
+
+        A gradient that somebody left on the parameter in a lower format is replaced there by its fp32 value.
+        """
+        grad = self.stored.grad
+        if grad is not None:
+            if grad.dtype is not torch.float32:
+                grad = take_grad_fp32(self.stored)
+            if grad.requires_grad and not isinstance(self, _DifferentiatedByStored):
+                master: Any = self
+                kind: type = type(self)
+                master.__class__ = _class_of("Differentiated", _DifferentiatedByStored, kind)
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and is_low(value) and self.stored.grad_dtype is torch.float32:
+            value = value.to(
+                torch.float32
+            )  # from an optimizer that takes the gradient's dtype to be the parameter's
+        self.stored.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.stored.grad = None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter gets a gradient: who freezes what an optimizer holds, as a GAN's loop does, freezes the model."""
+        return self.stored.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.stored.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Set :attr:`requires_grad`; returns the master."""
+        self.stored.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Any) -> Any:
+        """Of the parameter, which autograd knows."""
+        return self.stored.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Of the parameter, which autograd knows."""
+        return self.stored.register_post_accumulate_grad_hook(hook)
+
+    # --- attributes: those of a tensor are the master's own, all others the parameter's -----------------------
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return vars(self.stored)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Master.__annotations__ or name.startswith(_OF_COMPILERS):
+            raise AttributeError(name)
+        return getattr(self.stored, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is None and name == "grad":  # as each zero_grad() does
+            self.stored.grad = None
+        elif name == "grad" or _is_own(self, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.stored, name, value)
+            if hasattr(Tensor, name):
+                _own_attributes.__get__(self)[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if _is_own(self, name):
+            super().__delattr__(name)
+        else:
+            delattr(self.stored, name)
+            _own_attributes.__get__(self).pop(name, None)
+
+    # --- keys, copies, pickles ------------------------------------------------------------------------------
+
+    def __hash__(self) -> int:
+        return id(self.stored)
+
+    def __eq__(self, other: object) -> Any:
+        if other is self.stored or other is self:
+            return True
+        tensor: Any = self
+        return torch.Tensor.__eq__(tensor, other)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            tensor: Any = self
+            data = tensor.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = make_master(copy.deepcopy(self.stored, memo), data)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As an ordinary parameter, which ``torch.load(weights_only=True)`` takes; :func:`become_master` makes it a master again."""
+        tensor: Any = self
+        data = tensor.detach()
+        if not _is_plain(type(self)):
+            return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)
+        plain = nn.Parameter(data.as_subclass(Tensor), self.requires_grad)
+        vars(plain).update(vars(self.stored))
+        return plain.__reduce_ex__(protocol)
+
+
+_OF_COMPILERS = "_dynamo_"
+"""How the names of attributes begin by which torch.compile notes what a tensor itself is."""
+
+
+def _is_own(master: Any, name: str) -> bool:
+    """Whether an attribute is the master's own; slots of a user's class of parameters are not."""
+    if name in Master.__annotations__ or name.startswith(_OF_COMPILERS):
+        return True
+    if not _is_plain(type(master)) and name in _own_attributes.__get__(master):
+        return True
+    home = next((base for base in type(master).__mro__ if name in vars(base)), object)
+    found = vars(home).get(name)
+    return hasattr(found, "__set__") and not (
+        isinstance(found, MemberDescriptorType) and issubclass(home, nn.Parameter)
+    )
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether parameters of a class are memory and no more, as those of a subclass of ``nn.Parameter`` are."""
+    return issubclass(kind, nn.Parameter)
+
+
+def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
+    """:func:`new_master`, in force: gradients of the parameter are fp32 from now on, and its original is forgotten."""
+    master = new_master(stored, values)
+    adopt(master)
+    forget_original(stored)
+    return master
+
+
+def adopt(master: Any) -> None:
+    """Let a parameter have a master; :func:`release` undoes it."""
+    if master_of(master.stored) is not master:
+        _masters[master.stored] = TensorWeakRef(master)
+        fit_grad(master.stored, torch.float32)
+        excuse(master.stored)
+
+
+def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
+    """The master of ``stored``: the one it already has, or a new one, which changes nothing yet.
+
+    Args:
+        stored: Parameter in bf16 or fp16.
+        values: What to start from, any floating dtype, same shape; if None, what is remembered as the parameter's
+            original, else the parameter itself. An fp32 tensor with the parameter's strides on its device is taken
+            as it is, without a copy.
+
+    Returns:
+        fp32, with the parameter's shape, strides and device.
+    """
+    existing = master_of(stored)
+    if existing is not None:
+        return existing
+    if values is None:
+        values = original_of(stored)
+    # Tensor.data, unlike detach(), does not count writes together with where it comes from.
+    data = source = (stored if values is None else values).detach().data
+    if (
+        source.dtype is not torch.float32
+        or source.stride() != stored.stride()
+        or source.device != stored.device
+    ):
+        data = torch.empty_like(stored, dtype=torch.float32, requires_grad=False).copy_(source)
+    if _is_plain(type(stored)):
+        master: Any = nn.Parameter.__new__(type(stored), data.as_subclass(Tensor))
+    else:  # DTensor and the like: nn.Parameter keeps their class, and so must the master
+        master = nn.Parameter(data.detach(), requires_grad=True)
+    return _as_master_of(stored, master)
+
+
+def become_master(parameter: nn.Parameter, stored: nn.Parameter) -> None:
+    """Make what a pickle of a master gave back the master that it was, where it lies."""
+    if not isinstance(parameter, Master):
+        adopt(_as_master_of(stored, parameter))
+
+
+def _as_master_of(stored: nn.Parameter, values: Any) -> nn.Parameter:
+    fields = vars(values)
+    if _is_plain(
+        type(values)
+    ):  # a user's attributes are looked up on the parameter, but for those named as a method of tensors
+        fields.clear()
+        fields.update((name, value) for name, value in vars(stored).items() if hasattr(Tensor, name))
+    fields.update(
+        stored=stored,
+        former_grad_dtype=stored.grad_dtype,
+        former_dtype=stored.dtype,
+        data_writes=DataWrites(),
+    )
+    kind: Any = type(values)
+    values.__class__ = _class_of("Master", Master, kind)
+    return values  # type: ignore[no-any-return]
+
+
+class _DifferentiatedByStored:
+    """A master whose gradient has a graph, as ``backward(create_graph=True)`` makes it.
+
+    The graph knows the parameter, and second-order optimizers (AdaHessian) differentiate by what they hold.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            args = (args[0], tuple(model_param_of(tensor) for tensor in args[1]), *args[2:])
+        return _torch.below_torch_function(func, args, kwargs or {})
+
+
+@functools.cache
+def _class_of(name: str, base: type, kind: type) -> type:
+    return type(f"{name}{kind.__name__}", (base, kind), {})
+
+
+def master_of(parameter: Tensor) -> nn.Parameter | None:
+    """The living fp32 master of a model's parameter, or None if it has none."""
+    reference = _masters.get(parameter)
+    return None if reference is None else reference()
+
+
+def model_param_of(parameter: Tensor) -> Tensor:
+    """The model's parameter behind what an optimizer holds: that of a master, anything else itself."""
+    return parameter.stored if isinstance(parameter, Master) else parameter
+
+
+def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
+    """Let a master's parameter be without it again; gradient and ``grad_dtype`` become what torch has for it.
+
+    Args:
+        master: From :func:`make_master`.
+        write_back: The parameter becomes fp32 and takes the master's values and memory. Otherwise it stays low, and
+            the master's values are remembered as its original. None: values are left alone, those remembered too.
+
+    Returns:
+        The parameter. Nothing happens to it where the master was released before, by another optimizer.
+    """
+    parameter: nn.Parameter = master.stored
+    current: Any = master_of(parameter)
+    if current is not master:
+        return parameter
+    follows = master.former_grad_dtype is master.former_dtype
+    # The master is forgotten last: whatever interrupts this, one of the two holds the full values.
+    if write_back or (write_back is False and not is_low(parameter)):
+        if parameter.shape == master.shape and not parameter.is_meta:
+            values = master.data  # and its memory, if it lies as the parameter does
+            if values.stride() != parameter.stride() or values.device != parameter.device:
+                values = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
+            assign(parameter, values)
+        forget_original(parameter)
+    elif write_back is False:
+        remember_original(parameter, master.data, master.former_dtype)
+    fit_grad(parameter, parameter.dtype if follows else master.former_grad_dtype)
+    _masters.pop(parameter, None)
+    return parameter
+
+
+def allow_low_grad(parameter: nn.Parameter) -> None:
+    """Let autograd and others write gradients in the parameter's own dtype; reading its master's widens them."""
+    parameter.grad_dtype = None
+
+
+def narrow_grad(parameter: nn.Parameter) -> None:
+    """Store a gradient that was widened in the parameter's own dtype again, rounded."""
+    grad = parameter.grad
+    if grad is not None and grad.dtype is not parameter.dtype:
+        parameter.grad = grad.to(parameter.dtype)
+
+
+def take_grad_fp32(parameter: nn.Parameter) -> Tensor:
+    """Replace the gradient that lies on the parameter by its fp32 value, and return that."""
+    low = parameter.grad
+    assert low is not None
+    grad = low.to(torch.float32)
+    if parameter.grad_dtype is not torch.float32:
+        parameter.grad_dtype = None  # any dtype, so that whoever writes low gradients can go on doing so
+    parameter.grad = grad
+    return grad
+
+
+def mirror_grad(master: nn.Parameter, grad: Tensor | None) -> None:
+    """Put a reference to the gradient where code that bypasses the property looks, or take it away with None."""
+    _own_grad.__set__(master, grad)

@@ -1,0 +1,180 @@
+"""What a pickle of a prepared model, and of an optimizer, holds: what ``Amp.close`` would leave, and nothing of castwise's.
+
+It loads where castwise is not, by ``torch.load(weights_only=True)`` too where the model's own classes are allowed. Borders and
+other hooks are left out, and tensors are in the formats that they had without the plan, with the values of their masters; an
+optimizer in the same pickle holds the same parameters. ``copy.deepcopy`` keeps borders, since averages of weights are made by it.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from castwise.core import _torch
+from castwise.core.masters.attachment import refresh_master
+from castwise.core.masters.copies import is_being_copied
+from castwise.core.masters.originals import former_dtype
+from castwise.core.masters.parameter import master_of, model_param_of
+from castwise.core.masters.state import move_state
+from castwise.core.masters.weights import in_fp32
+from castwise.core.model.borders import Method
+
+
+class OfThisProcess:
+    """What watches a session: copies and pickles of what holds it have None in its place."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+_made: Any = WeakTensorKeyDictionary()
+"""What stands for a tensor in the pickle that is being made, held by that alone, and the versions that it was made from."""
+
+
+@functools.cache
+def make_pickles_plain() -> None:
+    """Have models and optimizers pickle so, for good: copies of prepared models outlive their session.
+
+    What holds nothing of castwise's pickles as ever, by whatever a class has of its own.
+    """
+    for kind, plain in ((nn.Module, _plain_module), (Optimizer, _plain_optimizer)):
+        _torch.around_function(kind, "__reduce_ex__", functools.partial(_around, kind, plain))
+    copyreg.pickle(types.MethodType, lambda method: _plain_call(method, method))
+    copyreg.pickle(functools.partial, lambda partial: _plain_call(partial, partial.func))
+
+
+def _plain_call(call: Any, function: Any) -> Any:
+    """How a method, or a partial of one, pickles: as None where it is of what watches a session, and as ever otherwise."""
+    owner = getattr(function, "__self__", None)
+    ours = isinstance(owner, OfThisProcess) and not is_being_copied()
+    return owner.__reduce__() if ours else call.__reduce__()
+
+
+def _around(kind: Any, plain: Callable[[Any, Any], Any], _: Callable[..., Any]) -> Callable[..., Any]:
+    def of(thing: Any, part: Any) -> Any:
+        if type(part) is tuple:  # arguments, attributes among them, or attributes beside slots
+            return tuple(plain(thing, each) if isinstance(each, dict) else each for each in part)
+        return plain(thing, part) if isinstance(part, dict) else part
+
+    def reduce(thing: Any, protocol: Any) -> Any:
+        reduced = super(kind, thing).__reduce_ex__(protocol)  # a base that follows torch's may have its own
+        if not isinstance(reduced, tuple) or is_being_copied():
+            return reduced
+        return reduced[0], *(of(thing, part) for part in reduced[1:3]), *reduced[3:]
+
+    return reduce
+
+
+def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    """Which tables are others without castwise's hooks; a hook that castwise has put around one of the user's gives that back."""
+    changed: dict[str, Any] = {}
+    dropped: set[Any] = set()
+    for name, table in state.items():
+        if isinstance(table, dict) and table and str(name).endswith("_hooks"):
+            ours = {key: _theirs(hook) for key, hook in table.items() if _is_ours(hook)}
+            gone = {key for key, hook in ours.items() if hook is None}
+            if ours:
+                changed[name] = _with(table, ours, gone)
+                dropped |= gone
+    for name, table in state.items() if dropped else ():
+        if isinstance(table, dict) and str(name).endswith(("_with_kwargs", "_always_called")):
+            changed[name] = _with(table, {}, dropped)
+    return changed
+
+
+def _with(table: Any, others: Mapping[Any, Any], gone: Iterable[Any] = ()) -> Any:
+    """A copy of a table, of whatever class, with other values under some keys and without others."""
+    found = copy.copy(table)
+    found.update(others)
+    for key in gone:
+        found.pop(key, None)
+    return found
+
+
+def _theirs(hook: Any) -> Any:
+    """A hook as the user knows it; None for one that is castwise's."""
+    if not _is_ours(hook):
+        return hook
+    inner = getattr(hook, "__wrapped__", None)
+    return None if inner is None else _theirs(inner)
+
+
+def _is_ours(hook: Any) -> bool:
+    hook = _torch.registered(hook)
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    home = getattr(getattr(hook, "__self__", hook), "__module__", None)
+    return isinstance(home, str) and home.partition(".")[0] == "castwise"
+
+
+def _plain_module(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    changed = _without_hooks(state)
+    for name in ("_parameters", "_buffers"):
+        tensors = state.get(name)
+        if isinstance(tensors, dict):
+            others = {
+                key: plain for key, tensor in tensors.items() if (plain := _plain(tensor)) is not tensor
+            }
+            if others:
+                changed[name] = _with(tensors, others)
+    call = state.get("_compiled_call_impl")  # of a class with a way of its own: torch's leaves it out
+    if (before := _torch.without_guard(call)) is not call:
+        changed["_compiled_call_impl"] = before
+    methods = [name for name, value in state.items() if isinstance(value, Method)]
+    return _with(state, changed, methods) if changed or methods else state
+
+
+def _plain(tensor: Any) -> Any:
+    """A tensor of a model as it is without the plan: itself where the plan stores it as it came."""
+    if not isinstance(tensor, Tensor) or (dtype := former_dtype(tensor)) is tensor.dtype:
+        return tensor
+    if isinstance(tensor, nn.Parameter):
+        refresh_master(tensor)
+    master = master_of(tensor)
+    versions = _torch.versions([tensor] if master is None else [tensor, master])
+    known, was = _made.get(tensor, (None, None))
+    made = None if known is None else known()
+    if made is None or was != versions:
+        values = in_fp32(tensor).to(dtype)
+        if hasattr(values, "device_mesh"):
+            made = nn.Parameter(values, tensor.requires_grad)
+        else:
+            made = (
+                values
+                .detach()
+                .as_subclass(Tensor)
+                .as_subclass(type(tensor))
+                .requires_grad_(tensor.requires_grad)
+            )
+        vars(made).update(vars(tensor))
+        _made[tensor] = weakref.ref(made), versions
+    return made
+
+
+def _plain_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    changed = _without_hooks(state)
+    plain: dict[Tensor, nn.Parameter] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        stored = model_param_of(parameter)
+        if stored is not parameter or former_dtype(stored) is not stored.dtype:
+            plain[parameter] = _plain(stored)
+    for name, value in state.items() if plain else ():
+        if value is optimizer.state:
+            kept = SimpleNamespace(state=copy.copy(value))
+            move_state(kept, plain)  # type: ignore[arg-type]
+            changed[name] = kept.state
+        elif value is optimizer.param_groups:
+            changed[name] = [
+                {**group, "params": [plain.get(p, p) for p in group["params"]]} for group in value
+            ]
+    return _with(state, changed, ["__reduce_ex__"]) if changed or "__reduce_ex__" in state else state

@@ -1,0 +1,91 @@
+"""Optimizer state under new keys, dtypes and strides."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise.core import _torch
+from castwise.core.masters.originals import is_low
+
+
+def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, fit: bool = True) -> None:
+    """Hand state over to other keys, in the form that an optimizer would have made for them.
+
+    Whatever interrupts this, each state is under its old key or its new one, and doing it again completes it.
+
+    Args:
+        optimizer: Written to.
+        targets: New keys by old ones, or the same where parameters were stored anew; those without state are passed over.
+            State of a new key's shape takes its dtype, device and strides; low state of any other shape (Adafactor's rows
+            and columns, LBFGS's flat history) takes its dtype. ``step`` stays as it is.
+        fit: False: the state stays as it is, under the new key.
+    """
+    if not targets:
+        return
+    moved = {}
+    for key in list(optimizer.state):
+        state, target = optimizer.state[key], targets.get(key)
+        if target is not None and fit:
+            state = optimizer.state[key] = {name: _fit_entry(name, v, target) for name, v in state.items()}
+        moved[key if target is None else target] = state
+    # A master and its parameter are one key to a dictionary, so one has to go before the other comes. Both steps are one
+    # call of C, inside which no interrupt is heard; ``Tensor.__hash__``, which is Python, is not called there.
+    steps: tuple[Callable[[], None], ...] = (
+        optimizer.state.clear,
+        functools.partial(optimizer.state.update, moved),
+    )
+    deque(map(operator.call, steps), maxlen=0)
+
+
+def restride_state(optimizer: Optimizer) -> None:
+    """Give the state of every parameter the parameter's strides and device.
+
+    Fused optimizers on a CPU walk parameter, gradient and state by memory, not by index, and so update the wrong
+    elements, without a word, when their strides differ. That happens when the memory format of a model changes
+    after the first step, and when a state dict of one memory format is loaded into another.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if not state:
+                continue
+            for key, value in state.items():
+                if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                    continue
+                if not _torch.is_dense(
+                    value
+                ):  # SGD's momentum begins as a copy of the gradient; it has no strides
+                    continue
+                if value.stride() != parameter.stride() or value.device != parameter.device:
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(
+                        value
+                    )
+
+
+def _fit_entry(key: str, value: Any, target: Tensor) -> Any:
+    return value if key == "step" else _fit(value, target)
+
+
+def _fit(value: Any, target: Tensor) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fit(item, target) for item in value)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    if value.shape == target.shape and (is_low(value) or value.dtype is torch.float32):
+        if not _torch.is_dense(value):
+            return value.to(target)
+        if (value.dtype, value.stride(), value.device) == (target.dtype, target.stride(), target.device):
+            return value
+        return torch.empty_like(target, requires_grad=False).copy_(value)
+    # a number such as NAdam's product of momenta stays fp32 beside parameters of any format, as torch keeps it
+    if is_low(value) or (is_low(target) and value.dtype is torch.float32 and value.dim() > 0):
+        return value.to(target.dtype)
+    return value

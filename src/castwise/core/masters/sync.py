@@ -1,0 +1,87 @@
+"""Which attachments live, and the hooks of models that bring parameters and masters together before a look at them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.compiler import is_compiling, is_dynamo_compiling
+
+from castwise.core import _torch
+from castwise.errors import StateError
+
+live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Every attachment that has masters to keep, by its id; the attachments see to it, from any thread."""
+
+
+def attachments(model: nn.Module | None = None) -> Iterator[Any]:
+    """Those that live, of a model or all.
+
+    What trains other models alone is left alone: it may be another thread's, or broken.
+    """
+    for reference in live.valuerefs():  # a list, made at once: other threads attach and detach meanwhile
+        attachment = reference()
+        if attachment is not None and (model is None or attachment.concerns(model)):
+            yield attachment
+
+
+def sync(model: nn.Module) -> None:
+    """Bring a model up to date with masters that were written outside of a step; cheap where there are none."""
+    for attachment in attachments(model):
+        attachment.sync()
+
+
+def settle(model: nn.Module) -> None:
+    """Bring a model's parameters and their masters together, whichever of the two was written."""
+    for attachment in attachments(model):
+        attachment.settle()
+
+
+def refresh(model: nn.Module) -> None:
+    """Give masters all that was written to a model, by ``parameter.data`` too. Looks at values, so it waits for the device."""
+    for attachment in attachments(model):
+        attachment.refresh_from_model()
+
+
+def join_files(model: nn.Module, *_: Any) -> None:
+    """Hook after ``load_state_dict`` of a model: masters that its optimizers have loaded may be those of its weights now."""
+    for attachment in attachments(model):
+        attachment.join_files()
+
+
+def sync_first(module: nn.Module, *_: Any) -> None:
+    """Hook before ``forward`` and ``state_dict`` of a model. It holds nothing, so models still pickle and copy.
+
+    Where torch.compile has compiled it away, the same is done before each call of what was compiled.
+    """
+    if not is_compiling():
+        sync(module)
+    elif is_dynamo_compiling():
+        _sync_compiled(id(module))
+
+
+class _Compiled:
+    """What is called before compiled code that runs a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> None:
+        module = self._module()
+        if module is not None:
+            with contextlib.suppress(StateError):  # of a model that was cast; its next step says so
+                sync(module)
+
+
+def _sync_compiled(address: int) -> bool:
+    """For Dynamo, which calls it while it traces the hook, and of torch 2.11 hands on numbers but no modules."""
+    callback = _Compiled(_torch.object_at(address))
+    callback()
+    _torch.before_compiled_calls(callback)
+    return True
+
+
+_torch.mark_constant(_sync_compiled)

@@ -1,0 +1,167 @@
+"""Update rules of optimizers that torch does not have, on lists of tensors, in few kernels.
+
+Tensors of one call are on one device, those of a list of one dtype. What is bf16 or fp16 is widened to fp32
+and rounded once, at the end. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from castwise.core import _torch
+from castwise.core.plans.formats import LOW_DTYPES
+
+__all__ = ["lamb_", "novograd_", "total_norm"]
+
+
+@torch.no_grad()
+def lamb_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    divisor: Tensor,
+    bias_correction: bool = True,
+    grad_averaging: bool = True,
+    decoupled: bool = True,
+    adapt_all: bool = False,
+) -> None:
+    """One step of LAMB: Adam's direction, for each tensor as long as the tensor itself.
+
+    Args:
+        params: Of any shapes; written to.
+        grads: One for each, left as they are.
+        means: Running means of the gradients, written to.
+        squares: Running means of their squares, written to.
+        lr: Learning rate.
+        betas: Weights of the former means.
+        eps: Added to the root of the mean square.
+        weight_decay: Factor of the parameter in its direction.
+        step: Number of this step, from 1.
+        divisor: 0-dim: what gradients are divided by first, to clip them.
+        bias_correction: Whether means are divided by the sum of their weights.
+        grad_averaging: Whether a gradient counts in its mean by ``1 - betas[0]``, else by 1.
+        decoupled: Whether decay is added to the direction, else to the gradient.
+        adapt_all: Whether tensors without decay get a direction of their own length, too.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019;
+    options as in Apex.
+    """
+    beta1, beta2 = betas
+    weights, mean, square, grad = map(_wide, (params, means, squares, grads))
+    grad = [*_torch.each_div(grad, divisor.to(grad[0]))]
+    if weight_decay and not decoupled:
+        _torch.each_add_(grad, weights, alpha=weight_decay)
+    _torch.each_mul_(mean, beta1)
+    _torch.each_add_(mean, grad, alpha=1 - beta1 if grad_averaging else 1.0)
+    _torch.each_mul_(square, beta2)
+    _torch.each_addcmul_(square, grad, grad, 1 - beta2)
+    root = _torch.each_div(square, 1 - beta2**step if bias_correction else 1.0)
+    _torch.each_sqrt_(root)
+    _torch.each_add_(root, eps)
+    direction = _torch.each_div(mean, 1 - beta1**step if bias_correction else 1.0)
+    _torch.each_div_(direction, root)
+    if weight_decay and decoupled:
+        _torch.each_add_(direction, weights, alpha=weight_decay)
+    if weight_decay or adapt_all:
+        length, size = torch.stack(_torch.each_norm(weights)), torch.stack(_torch.each_norm(direction))
+        ratio = torch.where((length != 0) & (size != 0), length / size, 1.0)
+        _torch.each_mul_(direction, ratio.unbind())
+    _torch.each_add_(weights, direction, alpha=-lr)
+    _round_to((params, weights), (means, mean), (squares, square))
+
+
+@torch.no_grad()
+def novograd_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    means: Sequence[Tensor],
+    norms: Sequence[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    order: float = 2.0,
+    bias_correction: bool = True,
+    grad_averaging: bool = True,
+    inside: bool = False,
+) -> None:
+    """One step of NovoGrad: gradients divided by the running norm of each tensor's own.
+
+    Args:
+        params: Of any shapes; written to.
+        grads: One for each, left as they are.
+        means: Running means of the gradients, written to.
+        norms: Running norms of the gradients, 0-dim, written to: for ``order`` 2 the root of a mean square,
+            else the mean. One that begins holds the norm of the first gradient, or zero.
+        lr: Learning rate.
+        betas: Weights of the former means and norms.
+        eps: Added to the norm.
+        weight_decay: Factor of the parameter in its direction.
+        step: Number of this step, from 1.
+        order: Of the norm: 2 or infinity.
+        bias_correction: Whether means and norms are divided by the sum of their weights, as if begun at zero.
+        grad_averaging: Whether a gradient counts in its mean by ``1 - betas[0]``, else by 1.
+        inside: Whether gradients are divided, and decay is added, before the mean is taken, as in the paper.
+
+    Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of
+    Deep Networks", 2019; options as in Apex.
+    """
+    beta1, beta2 = betas
+    weights, mean, grad = map(_wide, (params, means, grads))
+    new = torch.stack(_torch.each_norm(grad, order))
+    old = torch.stack([norm.to(new.dtype) for norm in norms])
+    if order == 2:
+        norm = (beta2 * old**2 + (1 - beta2) * new**2).sqrt()
+    else:
+        norm = beta2 * old + (1 - beta2) * new
+    _torch.copy_each(list(norms), list(norm.unbind()))
+    correction1 = 1 - beta1**step if bias_correction else 1.0
+    correction2 = (1 - beta2**step) ** 0.5 if bias_correction else 1.0
+    divisors = (norm / correction2 + eps).unbind()
+    weight = 1 - beta1 if grad_averaging else 1.0
+    _torch.each_mul_(mean, beta1)
+    if inside:
+        grad = [*_torch.each_div(grad, divisors)]
+        if weight_decay:
+            _torch.each_add_(grad, weights, alpha=weight_decay)
+        _torch.each_add_(mean, grad, alpha=weight)
+        _torch.each_add_(weights, mean, alpha=-lr / correction1)
+    else:
+        _torch.each_add_(mean, grad, alpha=weight)
+        direction = _torch.each_div(mean, correction1)
+        _torch.each_div_(direction, divisors)
+        if weight_decay:
+            _torch.each_add_(direction, weights, alpha=weight_decay)
+        _torch.each_add_(weights, direction, alpha=-lr)
+    _round_to((params, weights), (means, mean))
+
+
+@torch.no_grad()
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all tensors together, in fp32, or fp64 where one is, on the device of the first."""
+    dtype = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
+    norms = _torch.each_norm(list(tensors), 2, dtype)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
+
+
+def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.float() if t.dtype in LOW_DTYPES else t for t in tensors]
+
+
+def _round_to(*lists: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
+    """What was widened goes back to where it came from."""
+    pairs = [pair for each in lists for pair in zip(*each, strict=True) if pair[0] is not pair[1]]
+    _torch.copy_each([target for target, _ in pairs], [value for _, value in pairs])

@@ -1,0 +1,190 @@
+"""fp32 weights out of a model whose parameters have masters, and into it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.masters.copies import excuse, watch
+from castwise.core.masters.files import note_load
+from castwise.core.masters.originals import former_dtype, is_low, merge_values, note_former, original_of
+from castwise.core.masters.parameter import master_of
+from castwise.core.masters.sync import join_files, refresh, sync, sync_first
+from castwise.errors import CheckpointError
+
+
+def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """The model's state dict with nothing in it that is stored low.
+
+    Args:
+        model: Its own ``state_dict`` decides the keys, hooks and extra state included; tied keys are all there.
+        prefix: Put in front of every key.
+
+    Returns:
+        Parameters that have a master, or whose original is remembered, as that, sharing its memory as ``state_dict``
+        does; other bf16 and fp16 tensors as fp32 copies; everything else as it is. Synchronises with the device, since weights that
+        were changed by hand are looked for first.
+    """
+    sync(model)
+    refresh(model)
+    converted: dict[int, Tensor] = {}
+    result: dict[str, Any] = {}
+    for key, value in model.state_dict(prefix=prefix, keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            result[key] = value
+            continue
+        if id(value) not in converted:
+            converted[id(value)] = in_fp32(value)
+        result[key] = converted[id(value)]
+    return result
+
+
+def in_fp32(value: Tensor) -> Tensor:
+    """The full values of a tensor of a model, detached.
+
+    Returns:
+        Its master's memory, else that of the original that is remembered of it, else an fp32 copy of a low tensor
+        and any other tensor itself.
+    """
+    master = master_of(value)
+    if master is not None:
+        return master.data
+    original = original_of(value)
+    full = value.detach() if original is None else original
+    return full.to(torch.float32) if is_low(full) else full
+
+
+def named_masters(
+    masters: Sequence[nn.Parameter], stored: Sequence[nn.Parameter], models: Iterable[nn.Module]
+) -> dict[str, Tensor]:
+    """Masters, detached and in their own memory, under names that another process would give them.
+
+    Parameters of ``models`` have the names that they have there; any other is named by its position.
+    """
+    known: dict[int, str] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            known.setdefault(id(parameter), name)
+    names = [known.get(id(parameter), str(index)) for index, parameter in enumerate(stored)]
+    often = Counter(names)
+    return {
+        name if often[name] == 1 else f"{index}.{name}": master.data
+        for index, (name, master) in enumerate(zip(names, masters, strict=True))
+    }
+
+
+@torch.no_grad()
+def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Write saved values into what :func:`named_masters` returned.
+
+    Raises:
+        CheckpointError: Other names or shapes; nothing was changed.
+    """
+    wrong = sorted(into.keys() ^ state.keys())
+    wrong += [
+        name for name in into.keys() & state.keys() if into[name].shape != getattr(state[name], "shape", None)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"Attachment.load_state_dict: these masters are missing, left over or of another shape: {', '.join(wrong[:5])}; "
+            "load the state of the same model and optimizer"
+        )
+    for name, master in into.items():
+        master.copy_(state[name])
+
+
+class LoadIntoMasters:
+    """Hook of a module: ``load_state_dict`` gives the masters the full values of a checkpoint, not rounded ones.
+
+    So it does for what is remembered of parameters without masters. Values in the format of the parameter take
+    nothing from what rounds to them: ``model.load_state_dict(model.state_dict())`` changes nothing.
+
+    In a copy of the model, whose parameters have no masters, it has no module and does nothing. ``copy.deepcopy``
+    of a module comes by here after its parameters, which is how copies are found (see ``copies``).
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = None if module is None else weakref.ref(module)
+
+    def __reduce__(self) -> Any:
+        return LoadIntoMasters, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadIntoMasters:
+        module = None if self._module is None else self._module()
+        tensors = (
+            () if module is None else (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        )
+        for tensor in tensors:
+            copied = memo.get(id(tensor))
+            if isinstance(copied, Tensor):
+                note_former(copied, former_dtype(tensor))
+                if isinstance(tensor, nn.Parameter) and master_of(tensor) is not None:
+                    watch(copied, tensor)
+        return LoadIntoMasters(None if module is None else memo.get(id(module)))
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        *_: Any,
+    ) -> None:
+        """Write what ``state_dict`` has for the parameters of ``module`` itself into their masters."""
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = state_dict.get(prefix + name)
+            excuse(parameter)
+            master = master_of(parameter)
+            full = original_of(parameter) if master is None else master
+            if full is None or not isinstance(value, Tensor) or value is parameter:
+                continue
+            if value.shape != parameter.shape or value.is_meta:
+                continue  # torch reports it in its own words
+            note_load(parameter, value)
+            alike = hasattr(value, "device_mesh") == hasattr(full, "device_mesh")
+            if alike and value.dtype is parameter.dtype and is_low(value):
+                merge_values(full, value.to(full.device))
+            else:
+                full.copy_(value)
+            if local_metadata.get("assign_to_params_buffers", False):
+                # assign=True would put the checkpoint's tensor in the place of the parameter that the
+                # optimizer updates; the parameter takes the values and keeps its place.
+                parameter.copy_(value)
+                state_dict[prefix + name] = parameter
+
+
+def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
+    """Put on a model what keeps masters and parameters together: before ``forward``, ``state_dict`` and loading.
+
+    ScriptModules in it take no such hooks, and are passed over. ``log`` gets what removes the hooks before any is
+    put on.
+    """
+    first = functools.partial(sync_first)  # told from that of another optimizer of the model
+    loaded = functools.partial(join_files)
+    hooked: list[tuple[weakref.ref[nn.Module], Callable[..., Any]]] = []
+
+    def remove() -> None:
+        for reference, hook in hooked:
+            module = reference()
+            if module is not None:
+                _torch.remove_hooks(module, first, loaded, hook)
+
+    log(remove)
+    hooked.append((weakref.ref(model), first))
+    _torch.hook_first(model, first)
+    model.register_load_state_dict_post_hook(loaded)
+    for module in model.modules():
+        own = next(module.parameters(recurse=False), None)
+        if own is not None and not isinstance(module, torch.jit.ScriptModule):
+            load = LoadIntoMasters(module)
+            hooked.append((weakref.ref(module), load))
+            module.register_load_state_dict_pre_hook(load)
+            module.register_state_dict_pre_hook(first)

@@ -1,0 +1,588 @@
+"""Borders: where a module with a format of its own begins and ends.
+
+A :class:`Border` is put around the whole model and around every region, as a pair of forward hooks: on the way in
+it casts inputs and puts the region's frame in force, on the way out it restores what was there and casts outputs.
+``forward`` itself is never replaced, so a prepared model copies and compiles; pickles leave borders out (:mod:`castwise.masters.pickles`).
+
+An output is rounded no more than its next consumer needs. Where operators around are autocast, they cast their inputs
+themselves: outputs leave as wide as they are, and formats that the operators would refuse leave in fp32. Where they
+are not, outputs are cast to the format around, since nothing else would; the wide value stays beside the rounded one
+for a border that it is handed to as it is: a neighbouring region in fp32, or the end of the model. A 0-dim tensor, such
+as a loss, widens nothing that it meets and is not rounded.
+
+Where operators are not autocast and a module keeps a table wider than the plan computes (:attr:`~castwise.core.model.resolve.Place.meets`),
+its frame has the operators that refuse a wide tensor beside a low one take both low, and casts nothing else; its children with
+low parameters have borders, inside which operators run untouched.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling, is_exporting
+
+from castwise.core import _torch
+from castwise.core.casting import frames, kernels, tracing
+from castwise.core.casting.backward import mark_boundary, note_backward
+from castwise.core.casting.context import override_rows
+from castwise.core.casting.frames import Frame
+from castwise.core.casting.kernels import frame_of
+from castwise.core.casting.trees import cast_floating, map_tensors
+from castwise.core.model.complaints import Site, explain_backward, explain_mismatch
+from castwise.core.model.resolve import Place, Resolution, casts_operators
+from castwise.core.model.rounding import RoundedInputs
+from castwise.core.model.stored import explain_cast, refuse_cast
+from castwise.core.plans import rules
+from castwise.core.plans.formats import FORMATS, LOW_DTYPES
+from castwise.core.plans.plan import Plan
+from castwise.core.plans.text import shown
+from castwise.errors import StateError
+
+_WIDE = "_castwise_wide"
+"""Attribute of a rounded output: what it was before, and its version then."""
+
+
+_NOT_COPIED = ("_lease", "begin", "entries", "first", "loaded", "read", "rounding")
+
+
+class Entries:
+    """Which autograd nodes were made inside a border lately.
+
+    Attributes:
+        spans: For each call that made any, the number of the first one and the number after the last.
+        silent: Whether a call made none, as one without gradients does.
+    """
+
+    def __init__(self) -> None:
+        self.spans: deque[tuple[int, int]] = deque(maxlen=256)
+        self.silent = False
+        self._open: list[int] = []
+
+    def enter(self) -> None:
+        """A call begins. Without gradients torch makes nodes for casts of weights all the same."""
+        self._open.append(_torch.sequence_number() if torch.is_grad_enabled() else sys.maxsize)
+
+    def leave(self) -> None:
+        """The call that began last ends."""
+        first, last = self._open.pop() if self._open else 0, _torch.sequence_number()
+        if first < last:
+            self.spans.append((first, last))
+        else:
+            self.silent = True
+
+    def made(self, number: int) -> bool:
+        """Whether a node with this number was made inside."""
+        return any(first <= number < last for first, last in self.spans)
+
+
+@dataclass(eq=False, repr=False)
+class Border:
+    """The border of a region, or of the whole model: a pair of forward hooks.
+
+    Attributes:
+        frame: What is in force inside.
+        cast_inputs: Dtype of floating inputs inside; None leaves them.
+        cast_only: Dtypes of the inputs that are cast; None for all.
+        cast_outputs: Dtype of floating outputs outside; None leaves them.
+        outer: Frame around the border by the module tree; None around the whole model.
+        root: Whether this is the border of the whole model.
+        follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides. A
+            border whose frame alone has overrides notes it by the way.
+        entries: Where calls are noted, while somebody wants to know of them.
+        rounding: Looks at the inputs of the first calls, where they are rounded.
+        first: Of the whole model a trained parameter and its format, which stands for all of them in front of a call in training.
+        begin: Around a whole model: called with whether it trains, when a forward of it begins outside of compiled code.
+        loaded: Around a whole model: called when a state was loaded into it.
+        read: Around a whole model: called before its state is read.
+        site: What the frame is made from.
+    """
+
+    frame: Frame
+    cast_inputs: torch.dtype | None = None
+    cast_only: tuple[torch.dtype, ...] | None = None
+    cast_outputs: torch.dtype | None = None
+    outer: Frame | None = None
+    root: bool = False
+    follow_backward: bool = False
+    entries: Entries | None = None
+    rounding: RoundedInputs | None = None
+    first: tuple[weakref.ref[nn.Parameter], torch.dtype] | None = None
+    begin: Callable[[bool], object] | None = None
+    loaded: Callable[[], object] | None = None
+    read: Callable[[], object] | None = None
+    site: Site | None = None
+
+    def __post_init__(self) -> None:
+        self.key = self.frame.key
+        self.open()
+
+    def open(self) -> None:
+        """Have the override kernels of the frame registered."""
+        self._lease = kernels.Lease(self.frame.rows, self.frame.device_type) if self.frame.rows else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.open()
+
+    def close(self) -> None:
+        """Give up the override kernels; the hooks must have been removed before."""
+        if self._lease is not None:
+            self._lease.close()
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook where inputs need no cast."""
+        if is_compiling():
+            if is_exporting() and self.frame.enabled:
+                _refuse_export(type(module).__name__)
+            tracing.graph_push(self.key)
+        else:
+            self._check(module)
+            if self.begin is not None:
+                self.begin(module.training)
+            frames.push(self.frame, self, self.root)
+
+    def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Forward pre-hook with keyword arguments, where inputs are cast or backward must be told of the border."""
+        cast = self.cast_inputs
+        if cast is not None:
+            if self.rounding is not None and not is_compiling() and not _torch.is_tracing():
+                kind = type(module).__name__
+                self.rounding = self.rounding if self.rounding.look(kind, (args, kwargs)) else None
+            if cast not in LOW_DTYPES and self.cast_only is None:
+                args, kwargs = map_tensors(_widened, args), map_tensors(_widened, kwargs)
+            args, kwargs = (
+                cast_floating(args, cast, self.cast_only),
+                cast_floating(kwargs, cast, self.cast_only),
+            )
+        if is_compiling():
+            if is_exporting() and self.frame.enabled:
+                _refuse_export(type(module).__name__)
+            tracing.graph_push(self.key)
+            return args, kwargs
+        self._check(module)
+        if self.follow_backward:
+            args, kwargs = map_tensors(self._marked, args), map_tensors(self._marked, kwargs)
+        elif self.frame.overrides:
+            map_tensors(self._noted_outside, (args, kwargs))
+        if self.begin is not None:
+            self.begin(module.training)
+        frames.push(self.frame, self, self.root)
+        return args, kwargs
+
+    def _check(self, module: nn.Module) -> None:
+        if "forward" in module.__dict__:
+            check_forward(module)
+        if self.first is not None and torch.is_grad_enabled():
+            parameter = self.first[0]()
+            if parameter is not None and parameter.dtype is not self.first[1]:
+                refuse_cast(module)
+        if self.entries is not None:
+            self.entries.enter()
+
+    def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
+        return mark_boundary(tensor, self.outer)
+
+    def _noted_outside(self, tensor: torch.Tensor) -> torch.Tensor:
+        return note_backward(tensor, self.outer)
+
+    def _noted_inside(self, tensor: torch.Tensor) -> torch.Tensor:
+        return note_backward(tensor, self.frame)
+
+    def watch(
+        self,
+        model: nn.Module,
+        begin: Callable[[bool], object],
+        loaded: Callable[[], object],
+        read: Callable[[], object],
+    ) -> None:
+        """Have functions called when a forward of the model begins, when a state was loaded into it, and before one is read."""
+        self.begin, self.loaded, self.read = begin, loaded, read
+        if not isinstance(model, torch.jit.ScriptModule):
+            model.register_load_state_dict_post_hook(self.load)
+            model.register_state_dict_pre_hook(self.save)
+
+    def load(self, _module: nn.Module, _keys: Any) -> None:
+        """Hook for a state that was loaded into the whole model."""
+        if self.loaded is not None:
+            self.loaded()
+
+    def save(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        """Hook for a state that is read from the whole model."""
+        if self.read is not None:
+            self.read()
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook; runs after an exception too, then with ``output=None``."""
+        if is_compiling():
+            tracing.graph_pop()
+        else:
+            if not frames.leave(self):
+                return output  # an exception came before enter
+            if self.entries is not None:
+                self.entries.leave()
+            if (
+                self.follow_backward or self.frame.overrides
+            ):  # not a view: its hooks outlive what is written to it
+                map_tensors(self._noted_inside, output)
+        cast = self.cast_outputs
+        if not self.root:
+            if cast is None:
+                return output
+            if cast in LOW_DTYPES:
+                return map_tensors(lambda tensor: _rounded(tensor, cast), output)
+            return cast_floating(output, cast)
+        if output is None and not is_compiling():
+            explain_cast(sys.exc_info()[1], module)
+            if self.site is not None:
+                explain_mismatch(sys.exc_info()[1], module, self.site)
+        if isinstance(output, torch.Tensor):
+            output = _widened(output) if output.dtype in LOW_DTYPES else output
+            return output.float() if cast is not None and output.dtype in LOW_DTYPES else output
+        output = map_tensors(_widened, output)
+        return output if cast is None else cast_floating(output, cast, LOW_DTYPES)
+
+
+def _refuse_export(kind: str) -> None:
+    """While torch.export traces a model whose operators a plan casts.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        f"torch.export of a prepared {kind}: a graph that is exported holds no casts of operators, so that it would fail at its first "
+        "call. Export the model after amp.close(), which leaves it in fp32, or prepare it by a plan that casts no operators, such as "
+        "'bf16-true' or 'fp32'."
+    )
+
+
+_torch.mark_constant(_refuse_export)
+
+
+def refuse_scripting(module: nn.Module) -> None:
+    """Before torch.jit.script compiles a module.
+
+    Raises:
+        StateError: It has a border.
+    """
+    if border_of(module) is None:
+        return
+    raise StateError(
+        f"torch.jit.script of a prepared {type(module).__name__}: hooks switch the formats, and scripted code has none of them. Script the model after "
+        "amp.close(), which leaves it in fp32, trace it by torch.jit.trace, or prepare a model of which parts are scripted"
+    )
+
+
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A wide output in a low dtype, with the wide one beside it."""
+    if not tensor.is_floating_point() or tensor.dtype is dtype or tensor.dim() == 0:
+        return tensor
+    low = tensor.to(dtype)
+    # without versions nobody would know that the rounded one was written to
+    if is_compiling() or not tensor.is_inference():
+        low._castwise_wide = (tensor, _torch.version(low))  # type: ignore[attr-defined]
+    return low
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """What an output was before it was rounded, unless it was written to since; any other tensor itself."""
+    wide = getattr(tensor, _WIDE, None)
+    return wide[0] if wide is not None and wide[1] == _torch.version(tensor) else tensor
+
+
+@dataclass(eq=False, repr=False)
+class Method:
+    """A method of a prepared model other than ``forward``, run inside the model's border.
+
+    Stands in the instance's dictionary, and copies with it.
+    """
+
+    module: nn.Module
+    name: str
+    border: Border
+    before: Callable[[nn.Module], None]
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The method itself: what asks for a signature, or who overrides a method, finds that one's."""
+        return getattr(type(self.module), self.name).__get__(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Enter the border with the arguments cast, run the method, and cast what it returns."""
+        self.before(self.module)
+        border, depth = self.border, frames.depth()
+        args, kwargs = border.enter_and_cast(self.module, args, kwargs)
+        try:
+            output = self.__wrapped__(*args, **kwargs)
+        except BaseException as error:
+            frames.unwind(depth)
+            explain_cast(error, self.module)
+            if border.site is not None:
+                explain_mismatch(error, self.module, border.site)
+            raise
+        return border.leave(self.module, args, output)
+
+
+@dataclass(eq=False)
+class Door:
+    """Hooks of a part of a prepared model, by which it runs inside the model's border where it is called from outside.
+
+    Attributes:
+        border: Of the model.
+        entered: Of the calls that run now, whether each came from outside.
+    """
+
+    border: Border
+    entered: list[bool] = field(default_factory=list)
+
+    def put(self, part: nn.Module) -> None:
+        """Let a part in."""
+        part.register_forward_pre_hook(self.enter, with_kwargs=True)
+        part.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook."""
+        self.entered.append(not frames.depth())
+        return self.border.enter_and_cast(module, args, kwargs) if self.entered[-1] else None
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook; runs after an exception too."""
+        return self.border.leave(module, args, output) if self.entered.pop() else output
+
+
+def check_forward(module: nn.Module) -> None:
+    """See that nobody has put a ``torch.autocast`` around a module's own ``forward``: it would override the plan in there.
+
+    Raises:
+        StateError: Somebody has.
+    """
+    device_type = _torch.autocast_within(module.__dict__.get("forward"))
+    if device_type is not None:
+        raise StateError(
+            f"forward of this {type(module).__name__} was replaced by one inside torch.autocast({device_type!r}), which overrides the plan: "
+            "two settings of precision at once. Accelerate does that for mixed_precision=, and the Trainer of transformers for "
+            "bf16=True or fp16=True: leave that out, or leave the plan out; castwise.integrations.huggingface has both with a plan"
+        )
+
+
+def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
+    """Remove borders that came with a copy of a prepared model.
+
+    ``log`` gets what puts them back before any is removed.
+    """
+    taken: list[tuple[Any, Any, Any]] = []
+    for module in model.modules():
+        for hooks in _torch.hook_tables(module):
+            taken += [
+                (hooks, key, hook)
+                for key, hook in hooks.items()
+                if isinstance(getattr(hook, "__self__", None), Border | Door)
+            ]
+        taken += [(module.__dict__, name, v) for name, v in vars(module).items() if isinstance(v, Method)]
+    owners = [value if isinstance(value, Method) else value.__self__ for *_, value in taken]
+    stripped = {owner if isinstance(owner, Border) else owner.border for owner in owners}
+
+    def put_back() -> None:
+        for border in stripped:
+            border.open()
+        for table, key, value in taken:
+            table[key] = value
+
+    log(put_back)
+    for table, key, _ in taken:
+        del table[key]
+    for border in stripped:
+        border.close()
+
+
+def border_of(module: nn.Module) -> Border | None:
+    """The border around a module, if there is one."""
+    own = (getattr(hook, "__self__", None) for hooks in _torch.hook_tables(module) for hook in hooks.values())
+    return next((border for border in own if isinstance(border, Border)), None)
+
+
+def root_of(model: nn.Module) -> Border | None:
+    """The border of a whole model that is prepared."""
+    border = border_of(model)
+    return border if border is not None and border.root else None
+
+
+def explain(error: BaseException, models: Iterable[nn.Module], loss: torch.Tensor | None = None) -> None:
+    """Say of an error where dtypes met and what cures it, where it came from the use of weights outside of prepared models.
+
+    With a ``loss``, where it came from its backward.
+    """
+    for model in models:
+        if (border := root_of(model)) is None or border.site is None:
+            continue
+        if loss is None:
+            explain_mismatch(error, model, border.site, outside=True)
+        else:
+            explain_backward(error, model, border.site, loss)
+
+
+def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
+    """See that a model has the methods that are to be run by the plan.
+
+    Raises:
+        StateError: It has not, or these are no names.
+    """
+    if isinstance(methods, str) or not (
+        isinstance(methods, Iterable) and all(isinstance(method, str) for method in methods)
+    ):
+        raise StateError(
+            f"prepare(methods={shown(methods)}) is not allowed. Allowed: a sequence of names of methods of {type(model).__name__}, such "
+            "as methods=('encode',), or none: methods=()."
+        )
+    for method in methods:
+        if not callable(getattr(type(model), method, None)):
+            known = [n for n in dir(type(model)) if not n.startswith("_") and n not in dir(nn.Module)]
+            raise StateError(
+                f"prepare: methods={method!r}: {type(model).__name__} has no method of that name; "
+                f"it has {', '.join(known) or 'none beyond forward'}"
+            )
+
+
+def _frame_for(plan: Plan, compute: str, device_type: str, rows: Mapping[str, rules.Row]) -> Frame:
+    dtype = FORMATS[compute].dtype
+    if casts_operators(plan, compute):
+        return frame_of(device_type, dtype, rows)
+    return frame_of(device_type, None, surrounding=dtype)
+
+
+def _cast_outputs(plan: Plan, inside: str, around: str) -> torch.dtype | None:
+    """What a region's outputs are cast to; see the module."""
+    if not casts_operators(plan, around):
+        return FORMATS[around].dtype
+    return None if inside in (around, "fp32") else torch.float32
+
+
+def install(
+    model: nn.Module,
+    resolution: Resolution,
+    device_type: str,
+    methods: Iterable[str],
+    before: Callable[[nn.Module], None],
+    log: Callable[[Callable[[], None]], object],
+) -> Border:
+    """Put the borders of a resolution on a model.
+
+    Args:
+        model: What was resolved; its class, ``forward`` and parameters stay what they are.
+        resolution: Of a plan for this model.
+        device_type: Where the model runs.
+        methods: Names of methods other than ``forward`` that are called from outside, checked before.
+        before: Called with the model before each of these methods, as forward pre-hooks are before ``forward``.
+        log: Called with what removes all of it again before anything is put on.
+
+    Returns:
+        The border of the whole model.
+    """
+    plan, root_place = resolution.plan, resolution.places[""]
+    computes = {place.compute for place in resolution.places.values()}
+    own = dict(override_rows(plan, device_type)) if any(casts_operators(plan, c) for c in computes) else {}
+    rows = dict(own)
+    if (
+        device_type == "cpu"
+        and computes & ({"fp16"} if _torch.cpu_has_bf16() else {"fp16", "bf16"})
+        and any(isinstance(m, nn.LSTM) and not m.proj_size for m in model.modules())
+    ):
+        # torch.autocast asks oneDNN for an LSTM, but for one with projections, that it has in fp16 on no CPU so far, and in bf16
+        # on none without AVX-512 ("could not create a primitive descriptor"). Casting around the whole operator runs it low
+        # by torch's own kernels instead.
+        rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no such LSTM on this CPU"))
+    follow = bool(rows)
+    if resolution.mixes:
+        # these rows act on what cannot run otherwise; a frame's border tells backward of them by the way
+        extra = rules.stored_low(plan.rules, device_type)
+        rows |= {op: row for op, row in extra.items() if op not in dict(plan.ops)}
+    made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}
+    meeting = {
+        compute: frame_of(device_type, FORMATS[compute].dtype, rules.meetings(device_type), cache=False)
+        for compute in {place.compute for place in resolution.places.values() if place.meets}
+    }
+
+    def frame(place: Place) -> Frame:
+        return (meeting if place.meets else made)[place.compute]
+
+    beside = {op: row for op, row in rows.items() if own.get(op) is not row}
+
+    def site(place: Place) -> Site:
+        return Site(plan, place.compute, device_type, beside, place.meets)
+
+    def outer(path: str) -> Frame:
+        """Frame of the next border above a module."""
+        above = path.rpartition(".")[0]
+        place = resolution.places[above]
+        return outer(above) if above and place.around is None else frame(place)
+
+    root_input: torch.dtype | None = None
+    if plan.params == "compute" or root_place.compute != plan.compute:
+        root_input = FORMATS[root_place.compute].dtype
+    # operators that cast take fp32 and the plan's format as they come, and round no more than what they compute with
+    casts = root_input is not None and casts_operators(plan, root_place.compute)
+    alive = weakref.ref(model)  # what removes the borders must not keep the model
+    borders: list[tuple[weakref.ref[nn.Module], Border]] = []
+
+    def remove() -> None:
+        for reference, border in borders:
+            module = reference()
+            if module is not None:
+                _torch.remove_hooks(
+                    module, border.enter, border.enter_and_cast, border.leave, border.load, border.save
+                )
+                _torch.unguard_calls(module, border)
+        target = alive()
+        for method in methods:
+            if target is not None:
+                target.__dict__.pop(method, None)
+        for _, border in borders:
+            border.close()
+
+    def put(module: nn.Module, border: Border) -> None:
+        # first: an interrupt must not find a hook that nobody knows
+        borders.append((weakref.ref(module), border))
+        if border.cast_inputs is not None or border.follow_backward:
+            module.register_forward_pre_hook(border.enter_and_cast, with_kwargs=True)
+        else:
+            module.register_forward_pre_hook(border.enter)
+        module.register_forward_hook(border.leave, always_call=True)
+        _torch.guard_calls(module, border, frames.depth, frames.unwind)
+
+    log(remove)
+    root = Border(
+        frame(root_place),
+        cast_inputs=torch.float32 if casts else root_input,
+        cast_only=tuple({torch.float64, *LOW_DTYPES} - {root_input}) if casts else None,
+        cast_outputs=torch.float32 if plan.output == "fp32" else None,
+        root=True,
+        follow_backward=follow,
+        site=site(root_place),
+    )
+    if root.cast_inputs in LOW_DTYPES:
+        root.rounding = RoundedInputs(root.cast_inputs)
+    put(model, root)
+    modules = dict(model.named_modules())
+    for place in resolution.borders:
+        assert place.around is not None
+        border = Border(
+            frame(place),
+            cast_inputs=FORMATS[place.compute].dtype,
+            cast_outputs=_cast_outputs(plan, place.compute, place.around),
+            outer=outer(place.path),
+            follow_backward=follow,
+            site=site(place),
+        )
+        put(modules[place.path], border)
+    for method in methods:
+        model.__dict__[method] = Method(model, method, root, before)
+    return root

@@ -1,0 +1,59 @@
+"""Complaints of operators about dtypes: which module and line they came from, and what cures them, tried before it is said."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.model.complaints.cures import Complaint, Site
+from castwise.core.model.complaints.words import met_in
+from castwise.errors import CastwiseError
+
+__all__ = ["Site", "explain_backward", "explain_mismatch"]
+
+
+def explain_mismatch(
+    error: BaseException | None, model: nn.Module, site: Site, *, outside: bool = False
+) -> None:
+    """Add to an operator's complaint about dtypes where it came from and what cures it.
+
+    The call that failed is made again on copies of its arguments, under other rules and with its arguments in other dtypes; what is
+    advised has worked there. Nothing else is run, and the error stays what it is, with a longer message. The hook that calls
+    this cannot raise an error of its own, since torch silences it.
+
+    Args:
+        error: On its way out.
+        model: That is prepared.
+        site: What is in force in the model.
+        outside: Whether the error may have come from outside of the model, where nothing is in force.
+    """
+    if error is not None and _is_new(error):
+        _add(error, lambda: Complaint(error, model, site, outside).said())
+
+
+def explain_backward(error: BaseException, model: nn.Module, site: Site, loss: Tensor) -> None:
+    """The same of an error that came from the backward of a loss."""
+    if _is_new(error) and met_in(str(error)):
+        _add(error, lambda: Complaint(error, model, site, True).said_of_backward(loss))
+
+
+def _is_new(error: BaseException) -> bool:
+    """Whether an error may be one about dtypes, of which nothing has been said yet."""
+    return (
+        isinstance(error, RuntimeError | TypeError | ValueError | AssertionError)
+        and not isinstance(error, CastwiseError | torch.OutOfMemoryError | torch.AcceleratorError)
+        and bool(error.args)
+        and isinstance(error.args[0], str)
+        and "castwise:" not in error.args[0]
+    )
+
+
+def _add(error: BaseException, say: Callable[[], str]) -> None:
+    # the error itself matters more than what can be said of it
+    with contextlib.suppress(Exception), _torch.unobserved():
+        if said := say():
+            error.args = (f"{error.args[0]}\ncastwise: {said}", *error.args[1:])

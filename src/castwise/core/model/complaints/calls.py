@@ -1,0 +1,217 @@
+"""The call of an operator that an error came from: found in the traceback, with its arguments, and made again on copies.
+
+Python forgets the arguments of a call that raised, so they are read once more from what the line of code says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from castwise.core import _torch
+from castwise.core.casting.trees import map_tensors, tensors_in
+from castwise.core.model.complaints.expressions import Values, handed_on, writes
+from castwise.core.model.complaints.source import Line, Spot, is_shown, maker_of, node_of, short
+
+_CODE = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)
+"""Types of arguments that are somebody's code."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator, or of a function of torch.
+
+    Attributes:
+        name: The operator as plans name it: ``mm``, ``index_add_``, ``mylib::op``; :data:`OF_MODULE` for a module of torch's own.
+        function: What was called; with the tensor first where it was a method.
+        args: Positional arguments.
+        kwargs: Those by name.
+        writes: Whether it writes to a tensor that it is given.
+        spot: Where it was made.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    writes: bool
+    spot: Spot
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, each once."""
+        return list({id(t): t for t in tensors_in((self.args, self.kwargs))}.values())
+
+    def again(self, cast: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+        """Make the call on copies of its tensors, each of which ``cast`` has had in hand."""
+
+        def copy(tensor: Tensor) -> Tensor:
+            made = cast(tensor)
+            alone = made.detach().clone() if made is tensor else made.detach()
+            # not a leaf, which nothing may write to
+            return alone.requires_grad_().view_as(alone) if _follows(tensor, alone) else alone
+
+        def new(value: Any) -> Any:
+            return value.clone_state() if isinstance(value, torch.Generator) else value
+
+        # what has an out= cannot be differentiated, so it ran without gradients
+        with torch.set_grad_enabled(torch.is_grad_enabled() and "out" not in self.kwargs):
+            args, kwargs = map_tensors(copy, self.args), map_tensors(copy, self.kwargs)
+            return self.function(*map(new, args), **{name: new(value) for name, value in kwargs.items()})
+
+
+def _follows(tensor: Tensor, copy: Tensor) -> bool:
+    strided = copy.layout is torch.strided
+    return torch.is_grad_enabled() and tensor.requires_grad and copy.is_floating_point() and strided
+
+
+def failed_calls(trace: TracebackType | None) -> tuple[list[Call], Spot]:
+    """Find in a traceback which call failed. Nothing is run for it but functions of torch in its arguments.
+
+    Returns:
+        The calls that may be made again, the innermost first: of an operator, then those of custom operators whose kernels in
+        Python made it. And where the innermost line of somebody who uses torch is.
+    """
+    steps = []
+    while trace is not None:
+        steps.append(trace)
+        trace = trace.tb_next
+    while steps and _below_kernel(steps):
+        steps.pop()
+    calls: list[Call] = []
+    first = None
+    for index in range(len(steps) - 1, -1, -1):
+        outer = steps[index - 1] if index else None
+        if steps[index].tb_frame.f_code.co_name == "__call__" and _module(steps[index]) == "torch._ops":
+            call = (
+                _direct(steps, index) if outer is None or not _module(outer).startswith("castwise") else None
+            )
+            calls += [call] if call is not None and (first is None or "::" in call.name) else []
+        elif first is None and not _module(steps[index]).startswith((
+            "castwise",
+            "torch._ops",
+            "torch._library",
+        )):
+            call = _written(steps, index)
+            calls += [call] if call is not None else []
+        if first is None and is_shown(steps[index].tb_frame.f_code.co_filename):
+            first = index
+    return calls, Spot() if first is None else _spot(steps, first, {})
+
+
+def _direct(steps: list[TracebackType], index: int) -> Call | None:
+    """A call through ``torch.ops``, whose arguments its frame has."""
+    given = steps[index].tb_frame.f_locals
+    name, args, kwargs = _torch.operator_name(given.get("self")), given.get("args"), given.get("kwargs")
+    if not name or not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        return None
+    return _known(Call(name, given["self"], args, kwargs, writes(name), _spot(steps, index, {})))
+
+
+def _written(steps: list[TracebackType], index: int) -> Call | None:
+    """The call that a frame was making, by its line of code."""
+    node = node_of(steps[index])
+    if node is None:
+        return None
+    values = Values(steps[index].tb_frame)
+    try:
+        name, function, args, kwargs = values.call(node)
+    except Exception:  # not known, or not as it was when it ran
+        return None
+    spot = _spot(steps, index, values.texts)
+    return _known(Call(name, function, tuple(args), kwargs, writes(name) or "out" in kwargs, spot))
+
+
+def _spot(steps: list[TracebackType], index: int, texts: Mapping[int, str]) -> Spot:
+    """Where a frame was called from, or itself where it is a user's; with what its own code says for tensors."""
+    own = index
+    while own >= 0 and not is_shown(steps[own].tb_frame.f_code.co_filename):
+        own -= 1
+    if own < 0:
+        return Spot()
+    step = steps[own]
+    code, node = step.tb_frame.f_code, node_of(step)
+    if own != index or not texts:
+        texts = handed_on(node, step.tb_frame, steps[own + 1].tb_frame) if own + 1 < len(steps) else {}
+    line = Line(code.co_filename, step.tb_lineno, code.co_name)
+    return Spot(line, short(node), texts, functools.partial(maker_of, step))
+
+
+def _module(step: TracebackType) -> str:
+    return str(step.tb_frame.f_globals.get("__name__", ""))
+
+
+def _below_kernel(steps: list[TracebackType]) -> bool:
+    """Whether the last frames belong to an override kernel and to the operator that it calls with tensors that are cast."""
+    for step in reversed(steps):
+        if _module(step) == "castwise.core.casting.kernels":
+            return True
+        if not _module(step).startswith(("castwise", "torch._ops")):
+            return False
+    return False
+
+
+def _known(call: Call) -> Call | None:
+    """A call whose tensors hold values of their own: what ran inside of ``vmap`` maps over them by itself; None where none do."""
+    given = (*call.args, *call.kwargs.values())
+    if not call.name or _torch.in_transform() or any(isinstance(each, _CODE) for each in given):
+        return None
+    held = {id(t): _torch.without_transforms(t) for t in call.tensors}
+    if not _torch.plain_tensors(tensor for tensor, _ in held.values()):
+        return None
+    if all(tensor is held[id(tensor)][0] for tensor in call.tensors):
+        return call
+    args, kwargs = map_tensors(lambda t: held[id(t)][0], (call.args, call.kwargs))
+    texts = {id(tensor): call.spot.texts[key] for key, (tensor, _) in held.items() if key in call.spot.texts}
+    dims = [dims for _, dims in {id(tensor): (tensor, dims) for tensor, dims in held.values()}.values()]
+    levels = sorted({level for each in dims for level in each})
+    mapped = functools.partial(
+        _mapped, call.function, [[each.get(level) for each in dims] for level in levels]
+    )
+    return dataclasses.replace(
+        call, function=mapped, args=args, kwargs=kwargs, spot=dataclasses.replace(call.spot, texts=texts)
+    )
+
+
+def _mapped(function: Callable[..., Any], levels: list[list[int | None]], *args: Any, **kwargs: Any) -> Any:
+    """A call inside of ``vmap``; ``levels`` has of each, from the outside in, the dimensions that it maps over."""
+    tensors = list({id(t): t for t in tensors_in((args, kwargs))}.values())
+
+    def inner(*given: Tensor) -> Any:
+        replaced = dict(zip(map(id, tensors), given, strict=True))
+        new_args, new_kwargs = map_tensors(lambda t: replaced[id(t)], (args, kwargs))
+        return function(*new_args, **new_kwargs)
+
+    for dims in reversed(levels):
+        inner = torch.func.vmap(inner, in_dims=tuple(dims), randomness="different")
+    return inner(*tensors)
+
+
+def failed_in_backward(loss: Tensor, error: BaseException, seconds: float) -> list[Call]:
+    """The calls whose backward an error came from, with forward and backward made again.
+
+    None where they cannot be told in so many ``seconds``.
+    """
+    node = _torch.failed_node(loss, error, seconds)
+    calls = []
+    for op, given in _torch.forward_of(node) if node is not None else ():
+        if _torch.plain_tensors(tensors_in(given)):
+            name = _torch.operator_name(op)
+            calls.append(Call(name, functools.partial(_there_and_back, op), (), given, False, Spot()))
+    return calls
+
+
+def _there_and_back(op: Callable[..., Any], **given: Any) -> None:
+    made = [t for t in tensors_in(op(**given)) if t.requires_grad]
+    device = made[0].device.type
+    with torch.autocast(device, enabled=False):
+        inputs = [t for t in tensors_in(given) if t.requires_grad]
+        torch.autograd.grad(made, inputs, list(map(torch.zeros_like, made)), allow_unused=True)

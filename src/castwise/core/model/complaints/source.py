@@ -1,0 +1,139 @@
+"""Lines of code: which of them a user looks for, and what was running there when an error came."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import itertools
+import linecache
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+import torch
+
+_TORCH, _CASTWISE = str(Path(torch.__file__).parent), str(Path(__file__).parents[3])
+_WORKLOADS = str(Path(_CASTWISE) / "lab" / "workloads")
+_TESTING = str(Path(_TORCH) / "testing")
+_STDLIB = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of Python.
+
+    Attributes:
+        file: Its path.
+        number: From 1 on.
+        function: Whose line it is.
+    """
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        """``model.py, line 12, in forward``."""
+        return f"{Path(self.file).name}, line {self.number}, in {self.function}"
+
+    @property
+    def text(self) -> str:
+        """What is written there; empty where the file cannot be read."""
+        return linecache.getline(self.file, self.number).strip()
+
+
+def is_shown(file: str) -> bool:
+    """Whether a file is neither torch's, nor castwise's, nor Python's own: where a user looks for a line."""
+    if file.startswith((_WORKLOADS, _TESTING)):
+        return True
+    if file.startswith((_TORCH, _CASTWISE, "<frozen")):
+        return False
+    return not file.startswith(_STDLIB) or "-packages" in file
+
+
+@dataclass(frozen=True)
+class Spot:
+    """The line of somebody who uses torch that a call was made from.
+
+    Attributes:
+        line: The innermost one; None where there is none.
+        code: What is written there of what was running, on one line; empty where it cannot be read.
+        texts: What is written there for each tensor, by ``id``.
+        maker: Finds for a name of that function the assignment that gave it its value.
+    """
+
+    line: Line | None = None
+    code: str = ""
+    texts: Mapping[int, str] = field(default_factory=dict)
+    maker: Callable[[str], ast.Assign | None] = lambda name: None
+
+
+@lru_cache(maxsize=16)
+def _tree(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _tree_of(frame: FrameType) -> ast.Module | None:
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    return _tree("".join(lines)) if lines else None
+
+
+def _position(code: CodeType, index: int) -> tuple[int, int, int, int] | None:
+    line, last, start, end = next(itertools.islice(code.co_positions(), index // 2, None), (None,) * 4)
+    if line is None or last is None or start is None or end is None:
+        return None
+    return line, start, last, end
+
+
+def node_of(step: TracebackType) -> ast.AST | None:
+    """The expression that was running, or the statement where that writes: ``a += b``, ``a[i] = b``."""
+    at, tree = _position(step.tb_frame.f_code, step.tb_lasti), _tree_of(step.tb_frame)
+    if at is None or tree is None:
+        return None
+    near = None
+    for parent in ast.walk(tree):
+        for node in ast.iter_child_nodes(parent):
+            if (
+                not isinstance(node, ast.expr | ast.AugAssign)
+                or (node.end_lineno, node.end_col_offset) != at[2:]
+            ):
+                continue
+            if (node.lineno, node.col_offset) == at[:2]:
+                stored = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+                return parent if stored and isinstance(parent, ast.Assign) else node
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                near = near or node  # from Python 3.12 on a method's call begins at the method's name
+    return near
+
+
+def raised_by_hand(trace: TracebackType | None) -> bool:
+    """Whether the innermost line of a traceback is a ``raise`` or ``assert`` of somebody who uses torch."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not is_shown(trace.tb_frame.f_code.co_filename):
+        return False
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def short(node: ast.AST | None) -> str:
+    """What is written, on one line of at most 100 letters."""
+    text = ast.unparse(node) if node is not None else ""
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def maker_of(step: TracebackType, name: str) -> ast.Assign | None:
+    """The last assignment to a name above the line that was running, in the same function."""
+    tree, code = _tree_of(step.tb_frame), step.tb_frame.f_code
+    found: ast.Assign | None = None
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.Assign) and code.co_firstlineno <= node.lineno < step.tb_lineno:
+            for target in node.targets:
+                if isinstance(target, ast.Name) and target.id == name:
+                    found = max((found or node), node, key=lambda n: (n.lineno, n.col_offset))
+    return found

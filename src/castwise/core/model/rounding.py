@@ -1,0 +1,72 @@
+"""Inputs of a model that a plan rounds: whether distinct numbers in them become one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from castwise.core import _torch
+from castwise.core.casting.trees import tensors_in
+
+_LOOKS = 3
+_SAMPLE = 1 << 14
+
+
+class RoundedInputs:
+    """Looks at the inputs of a model's first calls, before they are rounded, and warns once.
+
+    Values are compared where they are one number per example, and elsewhere where the format is coarser than whole numbers:
+    timesteps, positions, raw counts. Features that lie close to each other say nothing. These calls wait for the device.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._looks = dtype, _LOOKS
+
+    def look(self, kind: str, inputs: Any) -> bool:
+        """Look at the inputs of a call of a model of a class called ``kind``.
+
+        Returns:
+            Whether to look again at the next call.
+
+        Warns:
+            UserWarning: Distinct values become equal.
+        """
+        self._looks -= 1
+        if _torch.in_transform() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return self._looks > 0
+        for tensor in tensors_in(inputs):
+            if type(tensor) is not Tensor or tensor.is_meta or tensor.layout is not torch.strided:
+                continue
+            if tensor.dtype not in (torch.float32, torch.float64):
+                continue
+            pair = _that_collapse(tensor.detach(), self._dtype)
+            if pair is not None:
+                name = str(self._dtype).removeprefix("torch.")
+                first, second = pair
+                warnings.warn(
+                    f"The plan rounds floating inputs of this {kind} to {name}, in which distinct values of an input of shape "
+                    f"{list(tensor.shape)} are equal: {first:.7g} and {second:.7g} become {float(tensor.new_tensor(first).to(self._dtype)):g}. "
+                    "Timesteps, positions and other numbers that count keep their values as integers, or under a plan whose operators "
+                    "cast for themselves, such as 'bf16-mixed' and 'bf16-master'.",
+                    stacklevel=3,
+                )
+                return False
+        return self._looks > 0
+
+
+def _that_collapse(values: Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
+    """Two distinct values that are equal in ``dtype``, if there are any that matter."""
+    flat = values.reshape(-1)[:_SAMPLE]
+    flat = flat[flat.to(dtype).isfinite()]  # what overflows is another matter
+    if values.dim() > 1 or values.numel() == 1:
+        flat = flat[flat.abs() >= 2 / torch.finfo(dtype).eps]
+    flat = flat.sort().values
+    low = flat.to(dtype)
+    same = ((low[1:] == low[:-1]) & (flat[1:] != flat[:-1])).nonzero()
+    if not len(same):
+        return None
+    index = int(same[0])
+    return float(flat[index]), float(flat[index + 1])

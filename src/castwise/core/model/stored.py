@@ -1,0 +1,122 @@
+"""In which formats the parameters of prepared models are stored, and which of them somebody has cast since."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from castwise.core import _torch
+from castwise.errors import StateError
+
+_stored: Any = WeakTensorKeyDictionary()
+_narrow: Any = WeakTensorKeyDictionary()
+"""Parameters that were stored in a wider dtype, and what somebody has cast them to."""
+
+
+def note_formats(model: nn.Module) -> None:
+    """A model has been prepared: as its parameters are stored now they are to stay."""
+    for parameter in model.parameters():
+        _stored[parameter] = parameter.dtype
+    _casts.begin()
+
+
+def note_format(parameter: Tensor) -> None:
+    """The plan stores a parameter of a prepared model otherwise from now on."""
+    if parameter in _stored:
+        _stored[parameter] = parameter.dtype
+
+
+def forget_formats(model: nn.Module) -> None:
+    """A model is prepared no longer."""
+    for parameter in model.parameters():
+        _stored.pop(parameter, None)
+    if not len(_stored):
+        _casts.end()
+
+
+def _follow_casts(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Around what ``model.half()`` and its like go through: warn where parameters come back to their dtype without their low bits."""
+    depth = 0
+
+    def applied(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            result = apply(module, *args, **kwargs)
+        finally:
+            depth -= 1
+        if not depth:
+            back = {}
+            for name, parameter in module.named_parameters():
+                stored, now = stored_format(parameter), parameter.dtype
+                if now is stored and parameter in _narrow:
+                    back[name] = _narrow.pop(parameter)
+                elif _is_narrower(now, stored):
+                    _narrow[parameter] = now
+            if back:
+                name, dtype = next(iter(back.items()))
+                warnings.warn(
+                    f"{len(back)} parameters of a prepared {type(module).__name__}, {name} among them, were cast to {dtype} and back, "
+                    "so that what this dtype cannot hold of them is lost. Leave casting to the plan; if this was not meant, load the "
+                    "weights from a checkpoint.",
+                    stacklevel=3,
+                )
+        return result
+
+    return applied
+
+
+_casts = _torch.Replacement(nn.Module, "_apply", _follow_casts)
+
+
+def _is_narrower(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    if dtype is stored or not (dtype.is_floating_point and stored.is_floating_point):
+        return False
+    return torch.finfo(dtype).bits < torch.finfo(stored).bits
+
+
+def stored_format(parameter: Tensor) -> Any:
+    """The dtype that a parameter was stored in when its model was prepared; its own where none was."""
+    return _stored.get(parameter, parameter.dtype)
+
+
+def is_cast(parameter: Tensor) -> bool:
+    """Whether somebody has cast a parameter since, as ``model.half()`` does."""
+    return stored_format(parameter) is not parameter.dtype
+
+
+def say_cast(name: str, parameter: Tensor) -> str:
+    """What was done to a parameter that :func:`is_cast`, and what to do."""
+    return (
+        f"{name} was stored in {stored_format(parameter)} when the model was prepared and is {parameter.dtype} now, as model.half(), "
+        "model.double() or model.to(dtype) makes it. Leave casting to the plan: cast the model back, or prepare it again after changing "
+        "its dtype: amp.close(), then amp.prepare(model, optimizer)."
+    )
+
+
+def refuse_cast(model: nn.Module) -> None:
+    """In front of a call of a model in training: see that nobody has cast what it trains.
+
+    Raises:
+        StateError: Somebody has.
+    """
+    for name, parameter in model.named_parameters():
+        if is_cast(parameter) and parameter.requires_grad:
+            raise StateError(f"forward of this {type(model).__name__}: {say_cast(name, parameter)}")
+
+
+def explain_cast(error: BaseException | None, model: nn.Module) -> None:
+    """Add to an operator's complaint that parameters of the model have been cast since it was prepared, if they have.
+
+    The hook that calls this cannot raise an error of its own (torch silences it), so the message on its way out is extended.
+    """
+    if not isinstance(error, RuntimeError) or not error.args or not isinstance(error.args[0], str):
+        return
+    for name, parameter in model.named_parameters():
+        if is_cast(parameter) and "castwise:" not in error.args[0]:
+            error.args = (f"{error.args[0]}\ncastwise: {say_cast(name, parameter)}", *error.args[1:])

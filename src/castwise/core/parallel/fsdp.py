@@ -1,0 +1,202 @@
+"""FSDP2: the plan as a policy of its shard groups, and whether the groups are as the plan wants them.
+
+FSDP2 keeps each parameter as an fp32 shard and gathers it in ``param_dtype``: the shards are the masters of a plan that
+stores parameters low. All parameters of a group are gathered in one dtype, so a region that stores its parameters in
+another format is a group of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch, masters
+from castwise.core.model.resolve import Resolution, resolve
+from castwise.core.model.stored import note_format
+from castwise.core.plans.formats import LOW_DTYPES
+from castwise.core.plans.plan import Plan
+from castwise.errors import StateError
+
+
+def _path_of(module: nn.Module, model: nn.Module) -> str:
+    for path, inner in model.named_modules():
+        if inner is module:
+            return str(path)
+    raise StateError(
+        f"mp_policy: this {type(module).__name__} is not part of the given {type(model).__name__}; give the model that it is "
+        "in, before either is wrapped"
+    )
+
+
+def _policy(stored: torch.dtype | None) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(
+        param_dtype=stored,
+        reduce_dtype=torch.float32,
+        output_dtype=None,
+        cast_forward_inputs=False,  # the plan's borders cast inputs
+    )
+
+
+def mp_policy(plan: Plan, module: nn.Module | None, model: nn.Module | None) -> Any:
+    """A ``MixedPrecisionPolicy`` for one shard group; see :meth:`castwise.Amp.mp_policy`."""
+    if module is None:
+        return _policy(plan.compute_dtype if plan.stores_low else None)
+    if model is None:
+        by_type = tuple(region for region in plan.regions if region.is_type)
+        return _policy(resolve(dataclasses.replace(plan, regions=by_type), module).stored_in(""))
+    return _policy(resolve(plan, model).stored_in(_path_of(module, model)))
+
+
+def _own_groups(resolution: Resolution, model: nn.Module) -> list[nn.Module]:
+    """The modules with parameters that are stored otherwise than those of the modules around them, innermost first."""
+    found = []
+    for path, module in model.named_modules():
+        if path and next(module.parameters(), None) is not None:
+            around = path.rpartition(".")[0]
+            if resolution.stored_in(path) is not resolution.stored_in(around):
+                found.append(module)
+    return found[::-1]
+
+
+def shard(
+    resolution: Resolution, model: nn.Module, blocks: Iterable[nn.Module], options: dict[str, Any]
+) -> None:
+    """``fully_shard`` on the regions that need groups of their own, on ``blocks``, and on the model."""
+    from torch.distributed.fsdp import fully_shard
+
+    paths = {module: path for path, module in model.named_modules()}
+    wanted = {*_own_groups(resolution, model), *blocks, model}
+    for module in wanted - paths.keys():
+        _path_of(module, model)
+    for module in reversed([module for module in paths if module in wanted]):  # children before their parents
+        fully_shard(module, mp_policy=_policy(resolution.stored_in(paths[module])), **options)
+
+
+def _sharded(
+    resolution: Resolution, model: nn.Module
+) -> Iterator[tuple[str, str, Tensor, Any, torch.dtype | None]]:
+    """Each parameter that FSDP2 manages: path of its group, name, itself, the group's policy, format by the plan."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for path, _, parameter, policy in _torch.fsdp_groups(model):
+        if parameter not in names:
+            raise StateError(
+                f"prepare: FSDP2 has gathered {path or type(model).__name__!r}, as the outermost module stays after a forward "
+                "without a backward; prepare a sharded model before its first forward, or call reshard() of that module first."
+            )
+        name = names[parameter]
+        yield path, name, parameter, policy, resolution.stored_in(name.rpartition(".")[0])
+
+
+def check_groups(resolution: Resolution, model: nn.Module) -> None:
+    """See that FSDP2 gathers every parameter in the format that the plan stores it in.
+
+    Raises:
+        StateError: It does not; names the parameter, the group and what to do.
+    """
+    for path, name, _, policy, want in _sharded(resolution, model):
+        got = None if policy.param_dtype is torch.float32 else policy.param_dtype
+        if got is not want:
+            said = [str(dtype or torch.float32).removeprefix("torch.") for dtype in (got, want)]
+            raise StateError(
+                f"prepare: FSDP2 gathers {name} in {said[0]}, in the group of {path or type(model).__name__!r}, but the plan "
+                f"{resolution.plan} has it in {said[1]}. Shard by the plan: amp.fully_shard(model, blocks=...), or "
+                "fully_shard(module, mp_policy=amp.mp_policy(module, model)) with a group of its own for each region that "
+                "stores parameters in another format."
+            )
+
+
+def check_shards(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
+    """See that shards keep the dtype that they had when the model ran for the first time, which FSDP2 counts on.
+
+    Raises:
+        StateError: One is to be stored otherwise.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, known in _torch.fsdp_knows(model).items():
+        wanted = dtypes.get(parameter, parameter.dtype)
+        if wanted is not known:
+            said = [str(dtype).removeprefix("torch.") for dtype in (known, wanted)]
+            raise StateError(
+                f"prepare: {names[parameter]} of this {type(model).__name__} was {said[0]} when FSDP2 ran it for the first time, "
+                f"and it is to be stored in {said[1]}, which FSDP2 would not notice. Prepare a sharded model before its first "
+                "forward, each one once."
+            )
+
+
+def shard_dtypes(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """The dtype that each shard is to be stored in.
+
+    FSDP2 keeps shards in fp32, which are masters enough, and gathers them low; so they stay as they are, and those of trained
+    parameters that arrived low become fp32. Under a plan without masters the shards themselves are low and the optimizer's
+    state follows.
+    """
+    plan = resolution.plan
+    found = {}
+    for _, name, parameter, _, dtype in _sharded(resolution, model):
+        found[parameter] = resolution.storage.get(name, parameter.dtype)
+        if dtype is not None and plan.keeps_masters:
+            becomes_master = parameter.requires_grad and parameter.dtype in LOW_DTYPES
+            found[parameter] = torch.float32 if becomes_master else parameter.dtype
+    return found
+
+
+# --- shards that are frozen at first --------------------------------------------------------------------------
+
+
+class _Frozen:
+    """Of a sharded model, what may come to be trained in other dtypes than FSDP2 and the plan count on."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._units = _torch.fsdp_units(model)
+        low = _torch.fsdp_groups(model) if plan.keeps_masters else ()
+        self._low = [weakref.ref(shard) for _, _, shard, _ in low if shard.dtype in LOW_DTYPES]
+        """Shards that arrived low and stay so as long as they are frozen; trained ones are masters, in fp32."""
+
+    def look(self) -> None:
+        units = [unit for reference in self._units if (unit := reference()) is not None]
+        low = [shard for reference in self._low if (shard := reference()) is not None and shard.requires_grad]
+        if low or any(map(_torch.is_unfrozen, units)):
+            own = set(map(id, low))
+            for unit in units:
+                _torch.look_again(unit, lambda shard: id(shard) in own and _widen(shard))
+            self._low = [ref for ref in self._low if (shard := ref()) is not None and id(shard) not in own]
+
+
+def _widen(shard: Tensor) -> bool:
+    masters.store(shard, torch.float32)
+    note_format(shard)
+    return True
+
+
+_frozen: weakref.WeakKeyDictionary[nn.Module, _Frozen] = weakref.WeakKeyDictionary()
+
+
+def _look(model: nn.Module, *_: Any) -> None:
+    """Hook before ``forward``; it holds nothing, so models still pickle and copy."""
+    known = _frozen.get(model)
+    if known is not None and not torch.compiler.is_compiling():
+        known.look()
+
+
+def follow_unfreezing(model: nn.Module, plan: Plan, log: Callable[[Callable[[], None]], object]) -> None:
+    """Have shards that are frozen when the model first runs train once they are unfrozen; ``log`` gets what ends it."""
+    if not _torch.fsdp_units(model):
+        return
+    alive = weakref.ref(model)
+
+    def end() -> None:
+        target = alive()
+        if target is not None:
+            _frozen.pop(target, None)
+            _torch.remove_hooks(target, _look)
+
+    log(end)
+    _frozen[model] = _Frozen(model, plan)
+    _torch.hook_first(model, _look)

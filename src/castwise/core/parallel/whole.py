@@ -1,0 +1,102 @@
+"""A model that is cut into DTensors, by FSDP2 or tensor parallelism: who holds it, and a whole copy of it on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.parallel.wrappers import ddp_of
+from castwise.core.ranks.group import ALONE, Ranks, first_line
+from castwise.core.ranks.pieces import is_dtensor
+from castwise.errors import WorkloadError
+
+_USE = "looking"
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether a model is under ``fully_shard``, or holds a DTensor."""
+    return any(map(_torch.is_fsdp, model.modules())) or any(map(is_dtensor, _tensors(model)))
+
+
+def ranks_of(model: nn.Module) -> Ranks:
+    """The processes that hold a model together: those of its DistributedDataParallel, or of its meshes; else this one alone.
+
+    Called on all of them: their messages go by a gloo group of their own.
+    """
+    ddp = ddp_of(model)
+    if ddp is not None:
+        return Ranks(ddp.process_group).duplicate(_USE)
+    if not is_cut(model):
+        return Ranks(ALONE)
+    meshes = {tuple(_mesh(shard).mesh.flatten().tolist()) for shard in _shards(model).values()}
+    return Ranks.among(meshes.pop(), _USE) if len(meshes) == 1 else Ranks().duplicate(_USE)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A DTensor's values, whole and detached, where its mesh computes; any other tensor detached. Collective over its mesh."""
+    tensor = tensor.detach()
+    if not is_dtensor(tensor):
+        return tensor
+    cut: Any = tensor.to(_mesh(tensor).device_type)
+    return cut.full_tensor()  # type: ignore[no-any-return]
+
+
+def whole_copy(model: nn.Module, call: str) -> nn.Module:
+    """A copy of a cut model that every rank has by itself: plain tensors of the whole, modules as they were before it was cut.
+
+    Hooks, buffers, modes and what requires a gradient are the model's, which is left as it is. Its ranks call it together;
+    each needs memory for all parameters, and twice the largest of them while they are gathered.
+
+    Raises:
+        WorkloadError: There is no room for it, or the model cannot be copied; on all ranks alike.
+    """
+    ranks, shards = ranks_of(model), _shards(model)
+    room = ranks.each(lambda: _make_room([*dict.fromkeys(shards.values())], call))
+    made: dict[Tensor, Tensor] = {}
+    with torch.no_grad():
+        for tensor in _tensors(model):
+            shard = shards.get(tensor)
+            if shard is not None and shard not in made:
+                values = room[shard].copy_(gathered(shard))
+                held = isinstance(tensor, nn.Parameter)
+                made[shard] = nn.Parameter(values, tensor.requires_grad) if held else values
+    of_form = {form: made[shard] for form, shard in shards.items() if shard in made}
+    return ranks.each(lambda: _torch.copy_without_shards(model, of_form))
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; of what FSDP2 has gathered the shards, which optimizers and masters know."""
+    shards = _torch.fsdp_shards(model)
+    return {name: shards.get(t, t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _make_room(shards: list[Tensor], call: str) -> dict[Tensor, Tensor]:
+    """Memory for each shard's whole; and, to be sure of it, for what gathering the largest takes."""
+    try:
+        room = {s: torch.empty(s.shape, dtype=s.dtype, device=_mesh(s).device_type) for s in shards}
+        largest = max(room.values(), key=lambda values: values.nbytes, default=None)
+        if largest is not None:
+            torch.empty(2 * largest.nbytes, dtype=torch.uint8, device=largest.device)
+    except (RuntimeError, MemoryError) as error:
+        size = sum(shard.numel() * shard.element_size() for shard in shards) / 2**30
+        raise WorkloadError(
+            f"{call}: the model is sharded, and every rank needs room for a whole copy of it, {size:.3g} GiB of parameters, which "
+            f"there is not ({first_line(error)}); give the ranks more memory, or take a smaller model of the same kind"
+        ) from error
+    return room
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _mesh(shard: Tensor) -> Any:
+    return shard.device_mesh  # type: ignore[attr-defined]
+
+
+def _shards(model: nn.Module) -> dict[Tensor, Tensor]:
+    """The DTensor behind each form in which the model holds what is cut."""
+    return {t: t for t in _tensors(model) if is_dtensor(t)} | _torch.fsdp_shards(model)

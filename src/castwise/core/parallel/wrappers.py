@@ -1,0 +1,131 @@
+"""DistributedDataParallel and FSDP, recognised.
+
+DistributedDataParallel wraps a model after it was prepared, and tells nobody. But a module that becomes another's child
+is announced by a public hook of torch, and that is where a prepared model learns of it. So it is with FSDP1.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from castwise.core import _torch
+from castwise.core.ranks.pieces import is_dtensor
+from castwise.errors import StateError
+
+_listeners: list[Callable[[DistributedDataParallel, nn.Module], None]] = []
+_fsdp1_listeners: list[Callable[[nn.Module], None]] = []
+_join_listeners: list[Callable[[DistributedDataParallel, int], None]] = []
+
+
+def _announce(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if name == "module" and child is not None and isinstance(parent, DistributedDataParallel):
+        for listener in _listeners:
+            listener(parent, child)
+    elif name == "_fsdp_wrapped_module" and child is not None and _torch.is_fsdp1(parent):
+        for look in _fsdp1_listeners:
+            look(child)
+
+
+def refuse_fsdp1(call: str, module: nn.Module) -> None:
+    """Refuse FSDP1, whose flat parameters and norms no plan knows, around or inside of a prepared model.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        f"{call}({type(module).__name__}): FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel) is not supported: it replaces "
+        "parameters by flat ones that a plan does not know, and norms would be those of one rank's part. Use FSDP2: "
+        "amp.fully_shard(model, blocks=...) before the optimizer is made and before prepare, or DistributedDataParallel after prepare."
+    )
+
+
+def on_join_end(listener: Callable[[DistributedDataParallel, int], None]) -> None:
+    """Call ``listener(ddp, rank)`` on all ranks whenever torch's ``Join`` has given them the weights of one of them."""
+    if not _join_listeners:
+        _torch.on_join_end(lambda ddp, rank: [told(ddp, rank) for told in _join_listeners])
+    if listener not in _join_listeners:
+        _join_listeners.append(listener)
+
+
+def on_fsdp1(listener: Callable[[nn.Module], None]) -> None:
+    """Call ``listener(module)`` whenever FSDP1 has taken a module in; for those who listen :func:`on_ddp` as well."""
+    if listener not in _fsdp1_listeners:
+        _fsdp1_listeners.append(listener)
+
+
+def on_ddp(listener: Callable[[DistributedDataParallel, nn.Module], None]) -> None:
+    """Call ``listener(ddp, module)`` whenever DistributedDataParallel takes a module in, before it shares weights.
+
+    Its process group is known by then.
+    """
+    if not _listeners:
+        register_module_module_registration_hook(_announce)
+    if listener not in _listeners:
+        _listeners.append(listener)
+
+
+def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose gradients a DistributedDataParallel averages.
+
+    Raises:
+        StateError: One of them is cut by tensor parallelism, which it cannot hold.
+    """
+    params = [p for name, p in module.named_parameters() if name not in ddp.parameters_to_ignore]
+    for name, parameter in module.named_parameters():
+        if is_dtensor(parameter) or _torch.was_dtensor(parameter):
+            raise StateError(
+                f"DistributedDataParallel({type(module).__name__}): {name} is a DTensor, which it cannot hold under a plan. "
+                "For data parallelism over tensor parallelism take fully_shard(model, mesh=...) with the mesh (dp, 1, tp): "
+                "its first two dimensions replicate over dp and shard over one rank, which is the same."
+            )
+    return params
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model and what is inside of it, as long as it is but a wrapper."""
+    while True:
+        yield model
+        inner = _torch.without_compiler(model)
+        if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+            inner = model.get_submodule("module")
+        if inner is model:
+            return
+        model = inner
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, DataParallel and ``torch.compile``, in any order."""
+    return [*_layers(model)][-1]
+
+
+def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel that a model is wrapped in, by ``torch.compile`` too; the innermost of several."""
+    found = None
+    for layer in _layers(model):
+        found = layer if isinstance(layer, DistributedDataParallel) else found
+    return found
+
+
+def inside_ddp(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, or the very same without it."""
+    ddp = ddp_of(model)
+    return model if ddp is None else ddp.get_submodule("module")
+
+
+def ddp_around(module: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel that holds a module already. Looks through all objects, so it takes some time."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    for thing in gc.get_objects():
+        # isinstance would ask proxies, which answer with warnings
+        inner = getattr(thing, "module", None) if issubclass(type(thing), DistributedDataParallel) else None
+        if inner is not None and any(child is module for child in inner.modules()):
+            found: DistributedDataParallel = thing
+            return found
+    return None

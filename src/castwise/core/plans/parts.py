@@ -1,0 +1,272 @@
+"""The parts of a plan: its regions, its loss scale, and what it keeps of where it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from castwise.core.plans.formats import Format, get_format
+from castwise.core.plans.text import LARGEST, close_matches, shown
+from castwise.errors import PlanError, UnknownNameError
+
+_REGION_FORMATS: Final = ("fp64", "fp32", "bf16", "fp16")
+_LONGEST_PATTERN: Final = 1_000
+_UNWRITTEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_MOST_STEPS: Final = 2**63 - 1
+"""What a device can count to."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a model with a format of its own.
+
+    Attributes:
+        pattern: Glob over module paths (``encoder.layers.*.norm``), or ``type:`` and a glob over the names of
+            a module's class and its bases (``type:BatchNorm*``).
+        compute: Format the region runs in, whatever surrounds it: fp64, fp32, bf16, fp16 (a dtype is taken
+            too), or None for the plan's.
+        params: Format its parameters are stored in, from the same choice, or None for the plan's.
+
+    Raises:
+        PlanError: A pattern that is empty, of more than 1,000 characters or not of printed ones, a format that a region cannot have, or neither format given.
+    """
+
+    pattern: str
+    compute: str | None = None
+    params: str | None = None
+
+    def __post_init__(self) -> None:
+        call = f"Region({shown(self.pattern)})"
+        if isinstance(self.pattern, str) and len(self.pattern) > _LONGEST_PATTERN:
+            raise PlanError(
+                f"{call}: the pattern has {len(self.pattern):,} characters. Allowed: {_LONGEST_PATTERN:,}; write '*' or '**' "
+                "for a part of it."
+            )
+        if not isinstance(self.pattern, str) or not self.glob:
+            fault = "is empty" if isinstance(self.pattern, str) else "is no text"
+            raise PlanError(
+                f"{call}: the pattern {fault}. Allowed: a glob over module paths such as 'encoder.*.norm', "
+                "or 'type:' and a glob over class names such as 'type:BatchNorm*'."
+            )
+        if _UNWRITTEN.search(self.pattern):
+            raise PlanError(
+                f"{call}: the pattern has a control character, such as NUL or the end of a line, or half a surrogate pair. "
+                "Allowed: the characters of module names, '*', '?' and '.'; '?' stands for any one but a dot."
+            )
+        for name in ("compute", "params"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, format_name(f"{call}: {name}", value, _REGION_FORMATS))
+        if self.compute is None and self.params is None:
+            raise PlanError(
+                f"{call}: neither compute nor params is given. Give at least one of them as one of "
+                f"{', '.join(_REGION_FORMATS)}."
+            )
+
+    @property
+    def is_type(self) -> bool:
+        """Whether the pattern is matched against class names instead of module paths."""
+        return self.pattern.startswith("type:")
+
+    @property
+    def glob(self) -> str:
+        """The pattern without its ``type:``."""
+        return self.pattern.removeprefix("type:")
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the loss is scaled to keep fp16 gradients out of underflow.
+
+    The defaults are those of ``torch.amp.GradScaler`` with one difference: a floor. torch lets the scale fall
+    to zero, where it stays and no step is taken ever again; at the floor castwise can say so instead.
+
+    Attributes:
+        init: First scale.
+        growth: Factor on the scale after ``interval`` steps with finite gradients, > 1.
+        backoff: Factor on the scale after a step with non-finite gradients, between 0 and 1.
+        interval: Steps with finite gradients before the scale grows.
+        hysteresis: Steps with non-finite gradients before the scale shrinks; 1 shrinks at once.
+        floor: Smallest scale, or None. With the default of 2**-14, overflow at the floor takes gradients
+            above 1e9 (65504 * 2**14), which no scale cures.
+        ceiling: Largest scale, or None.
+        dynamic: False keeps ``init`` throughout.
+
+    Raises:
+        PlanError: A number out of its range.
+    """
+
+    init: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    hysteresis: int = 1
+    floor: float | None = 2.0**-14
+    ceiling: float | None = None
+    dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("init", "growth", "backoff", "floor", "ceiling"):
+            value = getattr(self, name)
+            if value is None and name in ("floor", "ceiling"):
+                continue
+            number = _finite(value)
+            if number is None or number <= 0:
+                raise self._error(name)
+            # So that 2**16 and 65536.0 make one plan with one digest.
+            object.__setattr__(self, name, number)
+        for name in ("interval", "hysteresis"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_STEPS:
+                raise self._error(name)
+        for name, good in (
+            ("growth", self.growth > 1),
+            ("backoff", self.backoff < 1),
+            ("floor", self.floor is None or self.floor <= self.init),
+            ("ceiling", self.ceiling is None or self.ceiling >= self.init),
+            ("dynamic", isinstance(self.dynamic, bool)),
+        ):
+            if not good:
+                raise self._error(name)
+
+    def _error(self, name: str) -> PlanError:
+        allowed = {
+            "init": "a finite number > 0",
+            "growth": "a finite number > 1",
+            "backoff": "a number > 0 and < 1",
+            "interval": "a whole number of steps >= 1 and < 2**63",
+            "hysteresis": "a whole number of steps >= 1 and < 2**63",
+            "floor": f"None, or a number > 0 and at most init={shown(self.init)}",
+            "ceiling": f"None, or a finite number of at least init={shown(self.init)}",
+            "dynamic": "True, False",
+        }
+        return PlanError(
+            f"LossScale({name}={shown(getattr(self, name))}) is not allowed. Allowed: {allowed[name]}."
+        )
+
+
+class FrozenMapping(Mapping[str, Any]):
+    """A read-only, hashable mapping of JSON values; mappings and lists inside it are frozen too.
+
+    Raises:
+        PlanError: A key or a value that JSON cannot hold; it calls the mapping ``path``.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Any], path: str = "provenance") -> None:
+        for key in items:
+            if not isinstance(key, str):
+                raise PlanError(
+                    f"Plan: {path} has the key {shown(key)}, which JSON cannot hold. Allowed: strings."
+                )
+        self._items = {key: _freeze(value, f"{path}.{key}") for key, value in items.items()}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(to_json(self))
+
+
+def to_json(value: Any) -> Any:
+    """Turn a field of a plan into plain JSON values: mappings as dicts, tuples as lists."""
+    if isinstance(value, (Region, LossScale)):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_json(item) for key, item in value.items()}
+    return [to_json(item) for item in value] if isinstance(value, tuple) else value
+
+
+def from_mapping(cls: Any, values: object, what: str) -> Any:
+    """Make a dataclass (Plan, Region, LossScale) of a mapping, which errors call ``what``.
+
+    Raises:
+        UnknownNameError: A key that is no field.
+        PlanError: No mapping, a missing key, or a value that its field does not take.
+    """
+    fields = dataclasses.fields(cls)
+    names = [f.name for f in fields]
+    if not isinstance(values, Mapping):
+        raise PlanError(
+            f"{what} {shown(values)} is not a mapping. Allowed: one with the keys {', '.join(names)}."
+        )
+    for key in values:
+        if key not in names:
+            raise UnknownNameError(
+                f"{what} has no field {shown(key)}{close_matches(key, names)}. Allowed: {', '.join(names)}."
+            )
+    for f in fields:
+        if f.default is dataclasses.MISSING and f.name not in values:
+            raise PlanError(f"{what} {shown(dict(values))} has no {f.name}. Add it.")
+    return cls(**values)
+
+
+def one_of(call: str, value: object, allowed: tuple[str, ...]) -> str:
+    """Return ``value`` if it is one of the allowed names.
+
+    Raises:
+        PlanError: It is not; the sentence that every field of a fixed choice shares.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise PlanError(
+            f"{call}={shown(value)} is not allowed{close_matches(value, allowed)}. Allowed: {', '.join(allowed)}."
+        )
+    return value
+
+
+def format_name(call: str, value: object, allowed: tuple[str, ...]) -> str:
+    """Return the name of a format given by name or by dtype, if it is one of the allowed ones.
+
+    Raises:
+        PlanError: It is not.
+    """
+    if isinstance(value, (torch.dtype, Format, str)) and value not in allowed:
+        # one_of says it better: it knows the field and which formats it takes
+        with suppress(UnknownNameError):
+            value = get_format(value).name
+    return one_of(call, value, allowed)
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _freeze(value: Any, path: str) -> Any:
+    if isinstance(value, Mapping):
+        return FrozenMapping(value, path)
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(item, f"{path}[{index}]") for index, item in enumerate(value))
+    if (
+        value is None
+        or isinstance(value, (str, bool))
+        or (isinstance(value, int) and abs(value) < LARGEST)
+        or (isinstance(value, float) and math.isfinite(value))
+    ):
+        return value
+    raise PlanError(
+        f"Plan: {path}={shown(value)} is nothing that JSON can hold. Allowed: strings, finite numbers of up to "
+        "1,000 digits, True, False, None, and lists and mappings of them. Write anything else as a string."
+    )

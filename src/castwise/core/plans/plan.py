@@ -1,0 +1,488 @@
+"""Plan: the whole precision decision of a training run as one frozen value.
+
+A plan is plain data. It is hashable, prints as one line that :meth:`Plan.parse` reads back, round-trips
+through JSON and has a digest that is the same in every process. What it says is carried out elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+import torch
+
+from castwise.core.plans.formats import FORMATS, LOW, get_format
+from castwise.core.plans.line import read_line, write_line
+from castwise.core.plans.parts import (
+    FrozenMapping,
+    LossScale,
+    Region,
+    format_name,
+    from_mapping,
+    one_of,
+    to_json,
+)
+from castwise.core.plans.rules import BASES, check_rule
+from castwise.core.plans.text import DEEPEST, close_matches, nested_deeper, read_json, shown
+from castwise.core.schemas import PLAN_VERSION
+from castwise.errors import PlanError, UnknownNameError
+
+__all__ = ["PRESETS", "LossScale", "Plan", "Region", "as_plan"]
+
+_LONGEST: Final = 1 << 24
+"""Bytes of a file: far more than any plan has, far less than memory."""
+_FP32_MODES: Final = ("as_is", "ieee", "tf32", "bf16")
+_COMPILE_MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""torch.compile's own, and their names."""
+
+
+def _choice(default: str, *allowed: str) -> Any:
+    return field(default=default, metadata={"allowed": allowed})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The whole precision decision of a training run.
+
+    Two plans that decide the same are equal, hash alike and have one digest, whoever measured them:
+    ``provenance`` takes no part in that and is not printed.
+
+    Attributes:
+        compute: What ``lower`` operators run in: fp32, bf16 or fp16 (a dtype is taken too).
+        params: How the model stores its parameters: ``fp32``, or ``compute`` for the compute format. Where operators
+            are not cast, that casts the model's floating inputs too.
+        master: ``fp32``: the optimizer works on fp32 copies of the parameters that are stored low. ``none``:
+            it works on them directly.
+        regions: Parts with formats of their own; the last that matches a module wins. A list, or a mapping
+            from pattern to compute format or to Region's fields, is taken too.
+        rules: Base table of operator rules, one of `castwise.core.plans.rules.BASES`; ``none`` casts no operator.
+        ops: Pairs of operator and rule on top of the base table, sorted. A list or a mapping is taken too.
+            That the operators exist is checked where the plan is carried out, because the libraries of custom
+            ones may be imported after the plan is made.
+        fp32_matmul: What fp32 matrix products may use inside: ``as_is`` (the process's setting), ``ieee``,
+            ``tf32``, ``bf16``.
+        fp32_conv: The same for convolutions.
+        memory_format: ``as_is`` or ``channels_last``.
+        optimizer: ``as_given`` or ``fused``.
+        compile: ``as_given``, or a mode of ``torch.compile`` to compile a prepared model in: ``default``,
+            ``reduce-overhead``, ``max-autotune``, ``max-autotune-no-cudagraphs``.
+        host_memory: ``as_given``, or ``keep``: while the plan is live the process keeps the memory that tensors on the host give
+            back, instead of asking the system for it anew; glibc only.
+        output: Format of a prepared model's floating outputs: ``fp32`` or ``as_is``.
+        loss_scale: How the loss is scaled, or None. Any compute format may have one; a mapping is taken too.
+        provenance: Who measured the plan, on what, with which result: any mapping of JSON values.
+
+    Raises:
+        UnknownNameError: A rule, or a key of a mapping, that does not exist.
+        PlanError: A value that its field does not take, or fields that contradict one another.
+    """
+
+    compute: str = field(default="bf16", metadata={"formats": ("fp32", *LOW)})
+    params: str = _choice("fp32", "fp32", "compute")
+    master: str = _choice("fp32", "fp32", "none")
+    regions: tuple[Region, ...] = ()
+    rules: str = _choice("native", *BASES)
+    ops: tuple[tuple[str, str], ...] = ()
+    fp32_matmul: str = _choice("as_is", *_FP32_MODES)
+    fp32_conv: str = _choice("as_is", *_FP32_MODES)
+    memory_format: str = _choice("as_is", "as_is", "channels_last")
+    optimizer: str = _choice("as_given", "as_given", "fused")
+    compile: str = field(
+        default="as_given", metadata={"allowed": ("as_given", *_COMPILE_MODES), "later": True}
+    )
+    host_memory: str = field(default="as_given", metadata={"allowed": ("as_given", "keep"), "later": True})
+    output: str = _choice("fp32", "fp32", "as_is")
+    loss_scale: LossScale | None = None
+    provenance: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        """Validate every field, and bring equivalent ways of writing it into one."""
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if "formats" in f.metadata:
+                value = format_name(f"Plan: {f.name}", value, f.metadata["formats"])
+            elif "allowed" in f.metadata:
+                value = one_of(f"Plan: {f.name}", value, f.metadata["allowed"])
+            elif f.name == "regions":
+                value = _regions(value)
+            elif f.name == "ops":
+                value = _ops(value)
+            elif f.name == "loss_scale" and not (value is None or isinstance(value, LossScale)):
+                value = from_mapping(LossScale, value, "Plan: loss_scale")
+            elif f.name == "provenance" and value is not None:
+                if not isinstance(value, Mapping):
+                    raise PlanError(
+                        f"Plan: provenance={shown(value)} is not allowed. Allowed: None, a mapping."
+                    )
+                if nested_deeper(value, DEEPEST - 1):
+                    raise PlanError(
+                        f"Plan: provenance is nested more than {DEEPEST - 1} deep. Write what lies deeper as a string."
+                    )
+                value = FrozenMapping(value)
+            object.__setattr__(self, f.name, value)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse fields that contradict one another, where one of them would silently mean nothing."""
+        low_regions = [region for region in self.regions if region.params in LOW]
+        if self.master == "none" and not (self.stores_low or low_regions):
+            raise PlanError(
+                f"Plan: master='none' with compute={self.compute!r} and params={self.params!r}: no parameter "
+                "is stored low, so there is no fp32 copy to leave out. Use master='fp32', which keeps "
+                "nothing twice here, or params='compute' with compute bf16 or fp16."
+            )
+        if self.ops and self.formats.isdisjoint(LOW):
+            raise PlanError(
+                f"Plan: ops={shown(self.ops)} with compute='fp32': operators are cast only where something "
+                "computes in bf16 or fp16. Use compute='bf16' or 'fp16', or leave ops out."
+            )
+        if self.compute in LOW and not (self.autocasts or self.stores_low or self.regions):
+            raise PlanError(
+                f"Plan: compute={self.compute!r} with params='fp32', rules='none' and no ops: nothing would "
+                f"run in {self.compute}. Use rules native, cuda or apex, or params='compute', or "
+                "compute='fp32'."
+            )
+
+    # --- what a plan amounts to -----------------------------------------------------------------------------
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The compute format as a torch dtype."""
+        return FORMATS[self.compute].dtype
+
+    @property
+    def stores_low(self) -> bool:
+        """Whether the model's parameters are stored in bf16 or fp16 (outside regions that say otherwise)."""
+        return self.params == "compute" and self.compute in LOW
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the optimizer keeps fp32 masters of parameters stored low, in the model or in a region."""
+        return self.master == "fp32" and (
+            self.stores_low or any(region.params in LOW for region in self.regions)
+        )
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether operators are cast by rule in the plan's own compute format."""
+        return self.compute in LOW and (self.rules != "none" or bool(self.ops))
+
+    @property
+    def formats(self) -> frozenset[str]:
+        """Names of the formats that something computes in: the plan's and its regions'."""
+        return frozenset({self.compute, *(region.compute for region in self.regions if region.compute)})
+
+    def summary(self) -> str:
+        """Say the plan in a sentence, for reports and messages."""
+        parts = [f"computes in {self.compute}"]
+        if self.autocasts:
+            whose = {"native": "torch.autocast's", "cuda": "CUDA's", "apex": "Apex O1's", "none": "no"}[
+                self.rules
+            ]
+            parts = [f"autocasts to {self.compute} by {whose} rules"]
+        if self.ops:
+            parts[0] += f" and {len(self.ops)} of its own for operators"
+        if self.stores_low:
+            masters = "fp32 masters" if self.keeps_masters else "no masters"
+            parts.append(f"stores parameters in {self.compute} with {masters}")
+        else:
+            parts.append("stores parameters in fp32")
+        if self.regions:
+            parts.append(f"sets {len(self.regions)} region{'s' * (len(self.regions) > 1)} apart")
+        fp32_modes = {"products": self.fp32_matmul, "convolutions": self.fp32_conv}
+        parts += [f"runs fp32 {what} in {mode}" for what, mode in fp32_modes.items() if mode != "as_is"]
+        if self.memory_format != "as_is":
+            parts.append(f"lays tensors out as {self.memory_format}")
+        if self.optimizer == "fused":
+            parts.append("fuses the optimizer")
+        if self.compile != "as_given":
+            parts.append("compiles the model" + (f" ({self.compile})" if self.compile != "default" else ""))
+        if self.host_memory == "keep":
+            parts.append("keeps freed host memory")
+        if self.output == "as_is":
+            parts.append("returns outputs as they come")
+        if self.loss_scale is not None:
+            verb = "from" if self.loss_scale.dynamic else "always by"
+            parts.append(f"scales the loss {verb} {self.loss_scale.init:g}")
+        return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+    # --- names and text -------------------------------------------------------------------------------------
+
+    @classmethod
+    def preset(cls, name: str) -> Plan:
+        """Look a preset up by name, see `PRESETS`.
+
+        Raises:
+            UnknownNameError: No such preset.
+        """
+        try:
+            return PRESETS[name]
+        except (KeyError, TypeError):
+            raise UnknownNameError(
+                f"Plan.preset({shown(name)}): no such preset{close_matches(name, PRESETS)}. Allowed: "
+                f"{', '.join(PRESETS)}. Any other plan is named by the path of its plan.json."
+            ) from None
+
+    def __str__(self) -> str:
+        """Write the plan as one line that :meth:`parse` reads back, as `castwise.core.plans.line` describes."""
+        return write_line(_values(self), _preset_values(), to_json(LossScale()))
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read a plan back from its one-line form.
+
+        Args:
+            text: A preset name and any number of ``+field=value``, such as ``bf16-mixed+ops.exp=fp32``,
+                ``fp16-mixed+loss_scale.interval=1000``, ``bf16-mixed+regions.encoder.*.norm=fp32`` or
+                ``bf16-true+regions.type:BatchNorm*=params:fp32``; `castwise.core.plans.line` has the grammar.
+                ``bf16`` and ``fp16`` in place of the preset mean autocasting to them.
+
+        Returns:
+            The plan, without provenance.
+
+        Raises:
+            UnknownNameError: No such preset or field.
+            PlanError: A malformed line or a value that its field does not take.
+        """
+        if not isinstance(text, str):
+            raise PlanError(
+                f"Plan.parse({shown(text)}): not text. Give a preset name or what str(plan) gives."
+            )
+        name = text.strip().partition("+")[0]
+        base = cls.preset(f"{name}-mixed" if name in LOW else name)
+        return cls._from_values(
+            f"Plan.parse({shown(text)})", read_line(text, _values(base), to_json(LossScale()))
+        )
+
+    # --- JSON -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, in hex, of the plan's canonical JSON without provenance: the same in every process."""
+        decided = _values(self)
+        for f in dataclasses.fields(self):
+            if f.metadata.get("later") and decided[f.name] == f.default:
+                del decided[f.name]  # records of plans from before there was such a field still name them
+        canonical = json.dumps(decided, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Write the plan as JSON text, provenance included, by version 1 of `castwise.schemas.schema("plan")`."""
+        values = {"version": PLAN_VERSION, **_values(self), "provenance": to_json(self.provenance)}
+        return json.dumps(values, indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan from JSON text; fields that it leaves out keep their defaults.
+
+        Args:
+            text: A JSON object with a plan's fields.
+
+        Returns:
+            The plan, provenance included.
+
+        Raises:
+            UnknownNameError: A key that no plan, region or loss scale has.
+            PlanError: Malformed JSON, or a value that its field does not take.
+        """
+        return cls._from_json("Plan.from_json", text)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file as JSON, provenance included.
+
+        Args:
+            path: The file; it is replaced if it exists.
+        """
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a JSON file.
+
+        Args:
+            path: A file that :meth:`save` or a hand wrote.
+
+        Returns:
+            The plan, provenance included.
+
+        Raises:
+            UnknownNameError: A key that no plan, region or loss scale has.
+            PlanError: A file that cannot be read, malformed JSON, or a value that its field does not take.
+        """
+        call = f"Plan.load({shown(os.fsdecode(path))})"
+        try:
+            text = _read(path)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise PlanError(
+                f"{call}: cannot read it: {why}. Give the path of a file that plan.save(path) wrote."
+            ) from None
+        return cls._from_json(call, text)
+
+    @classmethod
+    def _from_json(cls, call: str, text: str) -> Plan:
+        if not isinstance(text, str):
+            raise PlanError(f"{call}: {shown(text)} is no text. Give what plan.to_json() returns.")
+        try:
+            values = read_json(text)
+        except ValueError as error:
+            raise PlanError(
+                f"{call}: {error}. Mend it there, or write the plan anew with plan.save(path)."
+            ) from None
+        if isinstance(values, Mapping) and "version" in values:
+            values = dict(values)
+            version = values.pop("version")
+            if type(version) is not int or version != PLAN_VERSION:
+                raise PlanError(
+                    f"{call}: version={shown(version)} is not allowed. Allowed: {PLAN_VERSION}. Update castwise if a newer one "
+                    "wrote the plan, or leave version out."
+                )
+        return cls._from_values(call, values)
+
+    @classmethod
+    def _from_values(cls, call: str, values: object) -> Plan:
+        try:
+            return cast("Plan", from_mapping(cls, values, "a plan"))
+        except PlanError as error:
+            raise type(error)(f"{call}: {error}") from None
+
+
+def _read(path: str | os.PathLike[str]) -> str:
+    with open(path, "rb") as file:  # which raises ValueError for a path that no file can have
+        data = file.read(_LONGEST + 1)
+    if len(data) > _LONGEST:
+        raise ValueError(f"it has more than {_LONGEST:,} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8 text") from None
+
+
+def _values(plan: Plan) -> dict[str, Any]:
+    """List what a plan decides as JSON values: every field but provenance."""
+    return {f.name: to_json(getattr(plan, f.name)) for f in dataclasses.fields(plan) if f.compare}
+
+
+@cache
+def _preset_values() -> dict[str, dict[str, Any]]:
+    return {name: _values(plan) for name, plan in PRESETS.items()}
+
+
+def _regions(value: object) -> tuple[Region, ...]:
+    if isinstance(value, Mapping):
+        value = [
+            {"pattern": pattern, **item} if isinstance(item, Mapping) else Region(pattern, compute=item)
+            for pattern, item in value.items()
+        ]
+    if not isinstance(value, (list, tuple)):
+        raise PlanError(
+            f"Plan: regions={shown(value)} is not allowed. Allowed: a sequence of Region, or a mapping by pattern."
+        )
+    return tuple(
+        item if isinstance(item, Region) else from_mapping(Region, item, "Plan: a region") for item in value
+    )
+
+
+def _ops(value: object) -> tuple[tuple[str, str], ...]:
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if not isinstance(value, (list, tuple)):
+        raise PlanError(
+            f"Plan: ops={shown(value)} is not allowed. Allowed: pairs of operator and rule, or a mapping."
+        )
+    rules: dict[str, str] = {}
+    for pair in value:
+        if not isinstance(pair, (list, tuple)) or [type(part) for part in pair] != [str, str]:
+            raise PlanError(
+                f"Plan: ops has {shown(pair)}, which is not allowed. Allowed: pairs such as ('exp', 'fp32')."
+            )
+        op, rule = pair[0].removeprefix("aten::"), pair[1]
+        check_rule(op, rule)
+        if rules.setdefault(op, rule) != rule:
+            raise PlanError(
+                f"Plan: ops gives {op!r} two rules, {rules[op]!r} and {rule!r}. Keep one of them."
+            )
+    return tuple(sorted(rules.items()))
+
+
+def _presets() -> Iterator[tuple[str, Plan]]:
+    batch_norm = (Region("type:_BatchNorm", params="fp32"),)
+    scales = {"bf16": None, "fp16": LossScale()}
+    yield "fp32", Plan(compute="fp32")
+    yield "tf32", Plan(compute="fp32", fp32_matmul="tf32", fp32_conv="tf32")
+    for low, scale in scales.items():
+        yield f"{low}-mixed", Plan(compute=low, loss_scale=scale)
+    for low, scale in scales.items():
+        yield f"{low}-master", Plan(compute=low, params="compute", regions=batch_norm, loss_scale=scale)
+    for low in scales:
+        yield f"{low}-true", Plan(compute=low, params="compute", master="none", rules="none")
+    apex_scale = LossScale(ceiling=2.0**24)
+    half = Plan(compute="fp16", params="compute", rules="none")
+    yield "O0", Plan(compute="fp32")
+    yield "O1", Plan(compute="fp16", rules="apex", loss_scale=apex_scale)
+    yield "O2", dataclasses.replace(half, regions=batch_norm, loss_scale=apex_scale)
+    yield "O3", dataclasses.replace(half, master="none")
+    yield "naive", dataclasses.replace(half, loss_scale=LossScale(interval=1000, hysteresis=2))
+
+
+PRESETS: Final[Mapping[str, Plan]] = MappingProxyType(dict(_presets()))
+"""Every preset by name. ``O0`` is ``fp32`` and ``O3`` is ``fp16-true`` under Apex's names."""
+
+
+_AUTOCASTING_TO: Final = {torch.float32: "fp32", torch.bfloat16: "bf16-mixed", torch.float16: "fp16-mixed"}
+
+
+def with_rule(plan: Plan, op: str, rule: str) -> Plan:
+    """A plan that has a rule for an operator, in the place of the one that it may have had.
+
+    Raises:
+        PlanError: A rule that could never work.
+    """
+    ops = {name.removeprefix("aten::"): given for name, given in plan.ops}
+    return dataclasses.replace(plan, ops=tuple({**ops, op: rule}.items()))
+
+
+def as_plan(value: Plan | str | os.PathLike[str] | torch.dtype) -> Plan:
+    """Make a plan of whatever a user may name one by.
+
+    Args:
+        value: A plan, a preset name or other text for `Plan.parse`, the path of a plan.json, or a format to
+            autocast to, by name or dtype (``bf16`` and ``torch.bfloat16`` mean ``bf16-mixed``).
+
+    Returns:
+        The plan.
+
+    Raises:
+        UnknownNameError: No such preset, and no file of that name.
+        PlanError: A value that names no plan, or a file that holds none.
+    """
+    if isinstance(value, Plan):
+        return value
+    if isinstance(value, os.PathLike):
+        return Plan.load(value)
+    if isinstance(value, torch.dtype):
+        preset = _AUTOCASTING_TO.get(value)
+        if preset is None:
+            raise PlanError(
+                f"as_plan({shown(value)}): no plan computes in it. Allowed: "
+                f"{', '.join(map(str, _AUTOCASTING_TO))}."
+            )
+        return PRESETS[preset]
+    if not isinstance(value, str):
+        raise PlanError(
+            f"as_plan({shown(value)}): {type(value).__name__} names no plan. Allowed: a Plan, a preset name "
+            f"({', '.join(PRESETS)}), the path of a plan.json, or a dtype."
+        )
+    if value in ("float32", "bfloat16", "float16"):
+        return as_plan(get_format(value).dtype)
+    name = value.strip().partition("+")[0]
+    is_path = value.endswith(".json") or os.sep in name or os.path.isfile(value)
+    return Plan.load(value) if is_path and name not in (*PRESETS, *LOW) else Plan.parse(value)

@@ -1,0 +1,344 @@
+"""What each operator does with its inputs: base tables with a reason per row, and overrides on top of them.
+
+Operators carry ATen's base names without the overload (``exp``, ``layer_norm``), an in-place name with its
+underscore (``exp_``), or ``namespace::name`` for custom operators. A rule holds for every overload.
+
+An operator without a row is not touched: its inputs pass as they are and, where it is made of other operators
+(``einsum`` calls ``bmm``), those follow rows of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Final, cast, get_args
+
+import torch
+
+from castwise.core import _torch
+from castwise.core.plans import tables
+from castwise.core.plans.tables import Rule
+from castwise.core.plans.text import close_matches
+from castwise.errors import PlanError, UnknownNameError
+
+__all__ = [
+    "BASES",
+    "DEVICE_TYPES",
+    "RULES",
+    "UNFUSED",
+    "Row",
+    "Rule",
+    "advice",
+    "base_table",
+    "check_rule",
+    "describe",
+    "meetings",
+    "operator_overloads",
+    "overrides",
+    "stored_low",
+]
+
+RULES: Final[tuple[Rule, ...]] = get_args(Rule)
+"""``lower``: floating inputs are cast to the compute format. ``fp32``: cast to fp32. ``widest``: cast to the
+widest floating format among them (fp16 with bf16 gives fp32). ``as_is``: no cast, neither here nor in the
+operators that this one is made of. ``unfused``: cast to the compute format and run as separate operators instead of
+one kernel, for those in `UNFUSED`. ``banned``: calling it is an error; that another operator's kernel calls it is none."""
+
+UNFUSED: Final = ("scaled_dot_product_attention",)
+"""Operators that the rule ``unfused`` knows the parts of."""
+
+BASES: Final = ("native", "cuda", "apex", "none")
+"""``native``: what torch.autocast does on the device at hand. ``cuda``: what it does on CUDA, on any device.
+``apex``: the lists of Apex's opt level O1. ``none``: no operator is cast."""
+
+DEVICE_TYPES: Final = tuple(_torch.AUTOCAST_KEYS)
+
+_OPERATOR_NAME: Final = re.compile(r"(?:[A-Za-z_]\w*::)?[A-Za-z_]\w*", re.ASCII)
+_UNLISTED: Final = "torch.autocast casts it on this device and the plan's table does not"
+_CHOSEN: Final = "the plan says so"
+_WHOLE: Final = "the in-place operator that its kernel calls is banned for callers, not for it"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The rule of one operator.
+
+    Attributes:
+        op: ATen base name, in-place name or ``namespace::name``.
+        rule: One of `RULES`.
+        reason: Why, in a clause.
+        only_low: ``banned`` raises only when a floating input is bf16 or fp16, as Apex does, and ``lower`` casts
+            only then; otherwise always. ``widest`` casts only where the first input is no low one: norms take a low
+            input beside wide weights by themselves.
+        opaque: The rule also holds inside an operator that is made of others, as in torch.autocast. False
+            only in `overrides`, for an operator that the device's native list casts and CUDA's table does not
+            list: it gets no cast of its own, and its parts are looked up one by one, as on CUDA.
+        message: What the error of a ban says instead of castwise's own words; for rules that another library made.
+    """
+
+    op: str
+    rule: Rule
+    reason: str
+    only_low: bool = False
+    opaque: bool = True
+    message: str = ""
+
+
+@cache
+def base_table(base: str, device_type: str) -> Mapping[str, Row]:
+    """Look up the rows of one base table, for the operators that the installed torch has.
+
+    Args:
+        base: One of `BASES`.
+        device_type: One of `DEVICE_TYPES`; what ``native`` means depends on it.
+
+    Returns:
+        Operator name to row. Operators without a row are not touched.
+
+    Raises:
+        UnknownNameError: No such base or device type.
+    """
+    call = f"base_table({base!r}, {device_type!r})"
+    _check_name(call, "base table", base, BASES)
+    _check_name(call, "device type", device_type, DEVICE_TYPES)
+    if base == "none":
+        table: dict[str, Row] = {}
+    elif base == "native" and device_type == "cpu":
+        table = _rows(tables.CPU)
+    elif base == "native" and device_type == "mps":
+        table = _rows(tables.CUDA)
+        table = {op: row for op, row in table.items() if op not in tables.MPS_LACKS}
+        table |= _rows(tables.MPS_DIFFERS)
+    else:
+        table = _rows(tables.APEX if base == "apex" else tables.CUDA)
+        if device_type != "cuda":
+            table = {op: row for op, row in table.items() if op not in tables.CUDA_ONLY}
+        if device_type != "cuda" and base != "native":
+            table |= _rows(tables.RNN_STAND_INS)
+    # One table serves several versions of torch: operators and their autocast kernels come and go between them.
+    if base in ("native", "cuda"):
+        there = _torch.autocast_registrations("cuda")
+        missing = {op for op in tables.CUDA_SINCE_2_12 if f"aten::{op}" not in there}
+        table = {op: row for op, row in table.items() if op not in missing}
+    return _there(table)
+
+
+def describe(base: str, device_type: str) -> tuple[Row, ...]:
+    """List the rows of a base table, as :func:`base_table` gives them, in reading order: by rule, then by name.
+
+    Raises:
+        UnknownNameError: No such base or device type.
+    """
+    rows = base_table(base, device_type).values()
+    return tuple(sorted(rows, key=lambda row: (RULES.index(row.rule), row.op)))
+
+
+def check_rule(op: str, rule: str) -> None:
+    """Refuse an override that could never work, without looking the operator up.
+
+    Raises:
+        UnknownNameError: No such rule.
+        PlanError: A name that no operator can have, a cast into an operator that writes in place, or ``unfused`` for an
+            operator whose parts are not known.
+    """
+    call = f"ops=({op!r}, {rule!r})"
+    _check_name(call, "rule", rule, RULES)
+    if not _OPERATOR_NAME.fullmatch(op):
+        raise PlanError(
+            f"{call}: {op!r} is not an operator name. Allowed: an ATen base name without overload (exp, "
+            "layer_norm), an in-place name (exp_), or namespace::name."
+        )
+    if rule == "unfused" and op.removeprefix("aten::") not in UNFUSED:
+        raise PlanError(
+            f"{call}: its parts are not known. Allowed for unfused: {', '.join(UNFUSED)}. For {op!r} use lower, fp32, widest "
+            "or as_is."
+        )
+    if _is_in_place(op) and rule not in ("as_is", "banned"):
+        raise PlanError(
+            f"{call}: an in-place operator keeps its tensor's format, so the cast would be lost. Allowed: "
+            f"as_is, banned. Give the rule to {op[:-1]!r} and call that instead."
+        )
+
+
+def advice(op: str) -> str:
+    """What a plan may say of an operator in place of a ban, in words; :func:`check_rule` accepts all of it."""
+    if _is_in_place(op):
+        return (
+            f"Call {op[:-1]!r} instead, which leaves its input as it is, or give the plan "
+            f'ops=(("{op}", "as_is"),) to round the result into the tensor that is there.'
+        )
+    return f'To run it as an fp32 island give the plan ops=(("{op}", "fp32"),); other rules: lower, widest, as_is.'
+
+
+def operator_overloads(name: str) -> tuple[_torch.OpOverload, ...]:
+    """Find the overloads that a rule for an operator governs.
+
+    Returns:
+        For a plain name every overload on tensors that writes to none of its arguments; for an in-place name
+        the overloads that write to their first.
+
+    Raises:
+        UnknownNameError: The installed torch has no such operator.
+        PlanError: The operator has no such overload: all of them write to their arguments, or none takes
+            tensors.
+    """
+    # Custom operators come and go with their libraries, ATen's stay.
+    return _aten_overloads(name) if _split(name)[0] == "aten" else _overloads(name)
+
+
+def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Mapping[str, Row]:
+    """Find the rows on which a plan differs from what torch.autocast does by itself on a device.
+
+    Args:
+        base: One of `BASES`.
+        ops: Pairs of operator and rule that replace rows of the base table; a later pair wins.
+        device_type: One of `DEVICE_TYPES`.
+
+    Returns:
+        Operator name to row, empty where native autocast already does all that is asked. Empty for ``none``
+        without ``ops`` too, where the caller runs without autocast; with ``ops``, ``none`` turns every row of
+        the native table off.
+
+    Raises:
+        UnknownNameError: No such base, device type, rule or operator.
+        PlanError: An override that could never work, see `check_rule`.
+    """
+    return _overrides(base, tuple((op, rule) for op, rule in ops), device_type)
+
+
+@cache
+def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) -> Mapping[str, Row]:
+    native = base_table("native", device_type)
+    table = dict(base_table(base, device_type))
+    if base == "none" and not ops:
+        return MappingProxyType(table)
+    for op in native.keys() - table.keys():
+        # Apex patches Python functions, so what an operator calls inside is out of its reach; on CUDA the
+        # parts of an operator without a row are looked up one by one.
+        table[op] = Row(op, "as_is", _UNLISTED, opaque=base != "cuda")
+    for name, rule in ops:
+        check_rule(name, rule)
+        operator_overloads(name)
+        op = name.removeprefix("aten::")
+        table[op] = Row(op, cast("Rule", rule), _CHOSEN)
+    for op, used in tables.USE_IN_PLACE.items():
+        if any(table[name].rule == "banned" for name in used if name in table):
+            table.setdefault(op, Row(op, "as_is", _WHOLE))
+    return MappingProxyType({op: row for op, row in sorted(table.items()) if _differs(row, native.get(op))})
+
+
+_MEETS: Final = "it refuses a wide table beside low tensors"
+
+
+@cache
+def meetings(device_type: str) -> Mapping[str, Row]:
+    """Rows by which operators that refuse a wide tensor beside a low one take both low, and no other is cast.
+
+    Factorisations and solvers, which have no low kernels or wrong ones, take and give fp32.
+    """
+    native = base_table("native", device_type)
+    table = {op: Row(op, "as_is", _UNLISTED) for op, row in native.items() if row.rule != "widest"}
+    low = [op for op, row in native.items() if row.rule == "lower"]
+    table |= {op: Row(op, "lower", _MEETS, only_low=True) for op in (*low, *tables.REFUSES.split())}
+    table |= {op: row for op, row in _rows(tables.STORED_LOW).items() if row.rule == "fp32"}
+    table["cdist"] = Row("cdist", "widest", _MEETS)  # which has no low kernel on CPUs
+    return _there(table)
+
+
+@cache
+def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
+    """Rows beside a base table for operators that it leaves alone, where parameters are stored low.
+
+    Tables are made for weights in fp32. Low ones meet wide inputs, which some operators refuse: they take both in the
+    wider format, as if the weights were stored in it. Others have no low kernels or wrong ones. Nothing else is cast.
+    """
+    table = base_table(base, device_type)
+    rows = _rows(tables.STORED_LOW)
+    listed = {op for op, row in table.items() if row.rule != "as_is"}
+    return _there({op: row for op, row in rows.items() if op not in listed})
+
+
+def _there(table: Mapping[str, Row]) -> Mapping[str, Row]:
+    """The rows of operators that the installed torch has."""
+    return MappingProxyType({op: row for op, row in table.items() if _packet(op) is not None})
+
+
+def _differs(row: Row, native: Row | None) -> bool:
+    if native is not None:
+        return (row.rule, row.only_low) != (native.rule, native.only_low)
+    # Without a native row an operator gets no cast anyway, but the parts it is made of may. Tables list those alone.
+    listed = row.rule != "as_is" or row.reason != _CHOSEN
+    return listed or any(
+        _torch.is_dispatched(op) and _torch.is_composite(op) for op in operator_overloads(row.op)
+    )
+
+
+def _rows(groups: Iterable[tables.Group]) -> dict[str, Row]:
+    table: dict[str, Row] = {}
+    for group in groups:
+        for op in group.ops.split():
+            assert op not in table, f"two rows for {op}"
+            table[op] = Row(op, group.rule, group.reason, group.only_low)
+    return table
+
+
+def _split(op: str) -> tuple[str, str]:
+    namespace, _, base = op.rpartition("::")
+    return namespace or "aten", base
+
+
+def _packet(op: str) -> Any:
+    """The overloads of an operator; None where the installed torch has none."""
+    namespace, base = _split(op)
+    return getattr(getattr(torch.ops, namespace), base, None)
+
+
+def _is_in_place(op: str) -> bool:
+    return op.endswith("_") and not op.endswith("__")
+
+
+def _overloads(name: str) -> tuple[_torch.OpOverload, ...]:
+    packet = _packet(name)
+    if packet is None:
+        raise UnknownNameError(_unknown(name))
+    wanted = "in_place" if _is_in_place(name) else "functional"
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    found = tuple(overload for overload in overloads if _torch.overload_kind(overload) == wanted)
+    if not found:
+        raise PlanError(
+            f"operator {name!r}: every overload of it writes to its arguments or takes no tensor, so no rule "
+            "can hold for it. Give the rule to the operator that computes the value."
+        )
+    return found
+
+
+_aten_overloads = cache(_overloads)
+
+
+def _unknown(name: str) -> str:
+    """Say what to do about an operator that the installed torch does not have."""
+    namespace, base = _split(name)
+    start = f"operator {name!r}: not registered in torch {torch.__version__}"
+    if namespace == "aten" and base in tables.FUNCTIONS:
+        return f"{start}. torch.nn.functional.{base} runs as {tables.FUNCTIONS[base]}: name that instead."
+    known = sorted({_split(op)[1].partition(".")[0] for op in _torch.operator_names(namespace)})
+    start += close_matches(base, known)
+    if namespace == "aten":
+        return (
+            f"{start}. Allowed: an ATen base name such as exp or layer_norm, an in-place name such as exp_, "
+            "or namespace::name of a custom operator whose library is imported."
+        )
+    have = (
+        f"{namespace!r} has {', '.join(known[:8])}" if known else f"nothing is registered under {namespace!r}"
+    )
+    return f"{start}; {have}. Import the library that registers it first."
+
+
+def _check_name(call: str, what: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UnknownNameError(
+            f"{call}: no such {what} {value!r}{close_matches(value, allowed)}. Allowed: {', '.join(allowed)}."
+        )

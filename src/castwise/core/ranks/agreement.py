@@ -1,0 +1,455 @@
+"""What the ranks of a session agree on: whether gradients are finite, and global norms.
+
+Each is one all-reduce of one number over all ranks of the session (``Amp(group=...)``, by default all), and where
+gradients are clipped both travel in the same message. No group of a mesh is used: a parameter's contribution to the
+norm is divided by the number of ranks that hold the same piece of it, so that the plain sum over all ranks counts each
+parameter once, whatever mesh it lies on.
+
+Gradients that DistributedDataParallel has averaged over all ranks agree already and nothing is sent for them. Those of a backward
+inside its ``no_sync()`` are each rank's own, as in local SGD: ranks that step by them skip together, or their loss scales would
+part for good, and clip each by its own norm.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from castwise.core import _torch, masters
+from castwise.core.ranks.group import ALONE, Ranks, running
+from castwise.core.ranks.pieces import Pieces, is_dtensor
+from castwise.core.ranks.text import named
+from castwise.core.ranks.waiting import Waiting
+from castwise.core.scaler import GradScaler, Window
+from castwise.core.scaler.result import peek
+from castwise.errors import StateError
+
+_SUMMED = 0.5
+"""A flag that is not zero, and finds nothing: gradients somewhere are supposed to be a sum over ranks."""
+_FURTHER = 0.25
+"""The same: the gradients of one more named loss have been computed, and this is no step yet."""
+_NOT = object()
+"""In the place of the group of ranks that step: this rank does not."""
+
+
+def _no_world() -> None:
+    """In the place of a weak reference, to nothing."""
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class Agreement:
+    """What the ranks of a group, as :class:`Ranks` takes it, agree on about the parameters that one session trains."""
+
+    def __init__(self, group: Any = None, params: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        self.group = group
+        self.pieces = Pieces()
+        self.window: Window | None = None
+        self._params = params
+        self._averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._can_differ: bool | None = None
+        self._world: Callable[[], Any] = _no_world
+        """The process group of all when that was decided."""
+        self._seen: list[bool] | None = None
+        """Which parameters were trained when several ranks found that they cannot differ."""
+        self._steps: Any = None
+        """The group of those that step, where some ranks of the session have no optimizer; ALONE where this one is the only."""
+        self._flags_wait = False
+        self._averaging: list[weakref.ref[Any]] = []
+        """The DistributedDataParallels that average."""
+        self._is_local = False
+        """Whether the last backward left this rank's own gradients, which are not averaged as yet."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those of now: a session may be made before its process group."""
+        return Ranks(self.group)
+
+    def forget(self) -> None:
+        """The session is closed: all is decided anew."""
+        self._can_differ = self._steps = None
+
+    def look_again(self) -> None:
+        """Something was prepared or declared, on this rank at least.
+
+        That ranks can differ stays decided: it is right whatever this rank trains, and others need not hear of it.
+        """
+        if self._can_differ is False:
+            self._can_differ, self._seen = (None if self._seen is None else False), []
+
+    def note_averaged(self, params: Iterable[Tensor], ddp: Any) -> None:
+        """Take note that a DistributedDataParallel, which is being made, will average the gradients of these parameters."""
+        members = frozenset(dist.get_process_group_ranks(ddp.process_group))
+        for parameter in params:
+            if (
+                parameter.requires_grad
+            ):  # it reduces what is trained when it is made, and nothing that is unfrozen later
+                self._averaged[parameter] = weakref.ref(ddp), members, weakref.ref(dist.group.WORLD)
+        self._averaging = [*(one for one in self._averaging if one() not in (None, ddp)), weakref.ref(ddp)]
+        if self.group is not ALONE and members.issuperset(self._members()):
+            self._can_differ = None  # all ranks of the session are here, and decide again at the next step
+
+    def forget_averaged(self, params: Iterable[Tensor]) -> None:
+        """Undo :meth:`note_averaged`, or nothing."""
+        for parameter in params:
+            self._averaged.pop(parameter, None)
+        self._can_differ = None
+
+    def note_backward(self) -> None:
+        """A backward begins."""
+        if self._averaging:
+            self._is_local = any(
+                (ddp := one()) is not None and not ddp.require_backward_grad_sync for one in self._averaging
+            )
+
+    def _members(self) -> list[int]:
+        """The session's ranks, by their numbers among all."""
+        return dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group)
+
+    def settle_who_steps(self, here: bool) -> None:
+        """Leave ranks that step no optimizer out of what is agreed at each step. A collective of the session's ranks.
+
+        ``here``: whether this one steps any. Stages without parameters, or frozen ones, may have none.
+        """
+        ranks = self.ranks
+        steps = [at for at, steps_there in enumerate(ranks.meet(here)) if steps_there]
+        self._can_differ = None
+        self._note_world()
+        if len(steps) in (0, ranks.size):
+            self._steps = None
+        else:
+            some = ranks.some(steps, "steps").group
+            self._steps = some if ranks.rank in steps else _NOT
+
+    def check_even(self, call: str) -> None:
+        """See that ranks make the same steps: torch's Join has them end at different ones, and who has ended answers nobody.
+
+        Raises:
+            StateError: On every rank in its first step.
+        """
+        by: Callable[[], Any] = next(iter(self._averaged.values()), (_no_world,))[0]
+        if _torch.is_in_join(by()):
+            raise StateError(
+                f"{call}: DistributedDataParallel is in torch's Join, where ranks end at different steps; {call} has them "
+                "talk at each. Give all ranks the same number of batches (DistributedSampler does), or leave it out"
+            )
+
+    def _is_averaged(self, parameter: Tensor, members: Iterable[int]) -> bool:
+        by, over, world = self._averaged.get(parameter, (_no_world, frozenset(), _no_world))
+        # the reducer is what it makes last: its construction can fail
+        return over.issuperset(members) and world() is dist.group.WORLD and hasattr(by(), "reducer")
+
+    def can_differ(self) -> bool:
+        """Whether ranks can find different gradients on some parameters, and so must be asked.
+
+        They can with several ranks, unless DistributedDataParallel has averaged, over all of them, all that any of them trains.
+        They decide it together, at the first step and at the first after something has changed; a rank that trains nothing
+        takes part.
+
+        Raises:
+            StateError: This rank had no optimizer when the others settled who steps.
+        """
+        if not self._is_same_world():  # processes have met, or parted, or met anew
+            self.forget()
+            self._note_world()
+        known = self._can_differ
+        if known is not None and self._is_local:
+            return True
+        if known or (known is False and (self._seen is None or self._seen == self._are_trained())):
+            return known
+        ranks = self._who_steps()
+        if ranks.size == 1:
+            self._can_differ, self._seen = False, None
+            return False
+        members = self._members()
+        here = any(
+            not self._is_averaged(p, members) or self.pieces.group_of(p) is not None
+            for p in map(masters.model_param_of, self._params())
+            if p.requires_grad
+        )
+        if known is None or here:
+            self._can_differ = any(ranks.meet(here))
+        self._seen = self._are_trained()
+        return bool(self._can_differ)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether :meth:`can_differ` is still to be asked for the first time, or anew."""
+        return self._can_differ is None
+
+    def as_decided(self) -> bool:
+        """:meth:`can_differ` without a look at what is trained by now."""
+        decided = self._can_differ if self._is_same_world() else None
+        return self.can_differ() if decided is None else decided or self._is_local
+
+    def _is_same_world(self) -> bool:
+        """Whether the process group of all is that in which ranks have decided."""
+        return self._world() is dist.group.WORLD if running() else self._world is _no_world
+
+    def _note_world(self) -> None:
+        self._world = weakref.ref(dist.group.WORLD) if running() else _no_world
+
+    def _who_steps(self) -> Ranks:
+        if self._steps is _NOT:
+            raise StateError(
+                "step: this rank had no optimizer when amp.pipeline(schedule) was called, so that the other ranks step without it. "
+                "Prepare the optimizers of all stages before amp.pipeline"
+            )
+        return self.ranks if self._steps is None else Ranks(self._steps)
+
+    def _are_trained(self) -> list[bool]:
+        """By parameter, whether it is trained now: asked at each step where ranks have agreed that they cannot differ."""
+        return [*map(_requires_grad, self._params())]
+
+    def _reduce(self, number: Tensor, how: Any) -> None:
+        """The message of a step, over the ranks that step."""
+        group = self.group if self._steps is None else self._steps
+        with Waiting(group) as waiting:
+            dist.all_reduce(number, how, group=group)
+            waiting.on_device(number)
+
+    def agree(self, flag: Tensor) -> Tensor:
+        """Make a non-finite flag (0-dim fp32) the largest over all ranks, in place.
+
+        Nothing is sent where all must see the same, or where it travels with the norm.
+        """
+        if not self._flags_wait and self.can_differ():
+            summed, further = self._summed(), self.window is not None and self.window.in_backward
+            if (summed or further) and flag.is_cpu:
+                flag.clamp_(min=_FURTHER if further else _SUMMED)
+            elif summed:
+                flag.fill_(1.0)
+            self._reduce(flag, dist.ReduceOp.MAX)
+            value = peek(flag)
+            if value == _SUMMED:
+                self._compare(summed)
+            elif value == _FURTHER and not further:
+                raise StateError(
+                    "step: another rank computes the gradients of one more named loss meanwhile, and this rank has not called backward "
+                    "for it. Call amp.backward(loss, name) on all ranks, of a loss times 0 where there is no batch for it"
+                )
+            elif value is None and summed:
+                raise self._unknown([self.ranks.rank])
+            if value is not None and value < 1.0:
+                flag.zero_()
+        return flag
+
+    def _summed(self) -> list[Optimizer]:
+        """Those of this rank's optimizers whose gradients are supposed to be a sum over ranks; told once."""
+        if self.window is None or not self.window.summed:
+            return []
+        summed = [*self.window.summed]
+        self.window.summed.clear()
+        return summed
+
+    def _compare(self, summed: Sequence[Optimizer]) -> None:
+        """See that gradients which are supposed to be a sum over ranks are those of a rank that had a backward. A collective.
+
+        Raises:
+            StateError: On all ranks.
+        """
+        window = self.window
+        held = window.optimizers if window is not None else []
+        norms = [_norm_here(optimizer) for optimizer in held]
+        supposed = {at for at, optimizer in enumerate(held) if any(optimizer is one for one in summed)}
+        scale = None if window is None else (window.scaler.current.name, window.scaler.current.numbers())
+        heard = self._who_steps().meet((norms, supposed, scale))
+        apart = [
+            place
+            for place, (_, doubtful, own) in enumerate(heard)
+            if doubtful and not any(own == other for _, known, other in heard if not known)
+        ]
+        if apart and not all(doubtful for _, doubtful, _ in heard):
+            raise StateError(
+                f"step: {named(apart)} had no backward since the last step, and has taken the windows of other optimizers for one, so "
+                "that loss scales would part. Where optimizers are stepped in changing turns, let each rank call amp.backward(loss) "
+                "for each, of a loss times 0 where it has no batch, or give each optimizer an Amp of its own"
+            )
+        wrong = [
+            place
+            for place, (own, doubtful, _) in enumerate(heard)
+            for at in doubtful
+            if not any(
+                at < len(other) and at not in known and math.isclose(own[at], other[at], rel_tol=1e-4)
+                for other, known, _ in heard
+            )
+        ]
+        if wrong:
+            raise self._unknown(wrong)
+
+    @staticmethod
+    def _unknown(places: Sequence[int]) -> StateError:
+        return StateError(
+            f"step: {named(sorted({*places}))} had no backward since the last step, and gradients that no other rank has, so that "
+            "nobody can tell whether the loss scale is in them. Let each rank call amp.backward(loss), of a loss times 0 where it has "
+            "no batch, or clear the gradients; where they are set or summed by hand, call amp.unscale_(optimizer) on all ranks before"
+        )
+
+    def clip(self, params: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip by the norm over whole parameters; returns it."""
+        joined = self.ranks.size > 1 and not self._is_local
+        if self.can_differ() if joined else any(is_dtensor(masters.model_param_of(p)) for p in params):
+            norm = self.norm(params, norm_type, joined=joined)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+        _clip_by(norm, params, max_norm)
+        return norm
+
+    def decide(self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer]) -> None:
+        """Unscale, and have these optimizers of all ranks step or skip together, by one message however many they are here."""
+        if self._unscale(window, optimizers):
+            scaler.set_flag(optimizers, self.agree(scaler.joint_flag(optimizers)))
+        else:
+            scaler.decide_together(optimizers)
+
+    def decide_and_clip(
+        self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer], max_norm: float
+    ) -> Tensor:
+        """Unscale, agree on the flag and on the norm, in one message, and clip; returns the norm."""
+        if self._is_local and scaler.works and not scaler.is_enabled():
+            self.decide(scaler, window, optimizers)
+            return self.clip(_params_of(optimizers), max_norm)
+        if not scaler.is_enabled():
+            norm = self.clip(_params_of(optimizers), max_norm)
+            window.note_norm(optimizers, norm)
+            return norm
+        late = any(scaler.is_unscaled(optimizer) for optimizer in optimizers)
+        differ, params = self._unscale(window, optimizers), _params_of(optimizers)
+        flag = scaler.joint_flag(optimizers) if differ else None
+        if flag is not None and self._is_local:
+            scaler.set_flag(optimizers, self.agree(flag))
+        elif flag is not None:
+            norm = self.norm(params, joined=True, flag=flag)
+            scaler.set_flag(optimizers, flag)
+            _clip_by(norm, params, max_norm)
+            return norm
+        else:
+            scaler.decide_together(optimizers)
+        norm = self.clip(params, max_norm)
+        if late:  # gradients may have changed since they were looked at
+            window.note_norm(optimizers, norm)
+        return norm
+
+    def _unscale(self, window: Window, optimizers: Iterable[Optimizer]) -> bool:
+        """Unscale, and say whether ranks can differ, so that what was found here is still to be agreed on."""
+        differ = self._flags_wait = window.scaler.works and self.can_differ()
+        try:
+            for optimizer in optimizers:
+                window.unscale_(optimizer)
+        finally:
+            self._flags_wait = False
+        return differ
+
+    def norm(
+        self,
+        params: Sequence[Tensor],
+        norm_type: float = 2.0,
+        *,
+        joined: bool,
+        flag: Tensor | None = None,
+        compared: bool = False,
+    ) -> Tensor:
+        """Norm of the gradients over whole parameters, each counted once, with a flag in the same number.
+
+        Args:
+            params: Those whose gradients are meant, of a model or of its optimizer; those without one are passed over.
+            norm_type: 2, any other positive power, or infinity.
+            joined: Ask all ranks, as :meth:`can_differ` says. They must all do.
+            flag: 0-dim fp32, 1 where a gradient on this rank is not finite. It becomes 1, in place, where that is so on
+                any rank, or where the norm is not finite; the norm is then infinite or NaN.
+            compared: Gradients that are supposed to be sums over ranks have been compared.
+
+        Returns:
+            0-dim fp32, equal on all ranks. What all ranks hold whole counts with its mean over ranks.
+
+        Raises:
+            StateError: With a flag, on all ranks: gradients of which nobody can tell whether they hold the loss scale.
+        """
+        infinite = math.isinf(norm_type)
+        world = self.ranks.size if joined else 1
+        by_count: dict[int, list[Tensor]] = {}
+        for parameter in params:
+            grad = local_grad(parameter)
+            if grad is not None and grad.numel():
+                grad = grad if grad.dtype is torch.float32 else grad.float()
+                by_count.setdefault(self.pieces.count(parameter) if joined else world, []).append(grad)
+        parts = []
+        for count, grads in by_count.items():
+            size = nn.utils.get_total_norm(grads, norm_type)
+            parts.append(size if infinite else size**norm_type * (count / world))
+        home = parts[0].device if parts else (flag.device if flag is not None else torch.device("cpu"))
+        part = torch.zeros((), device=home)
+        if parts:
+            each = torch.stack([one.to(home) for one in parts]) if len(parts) > 1 else parts[0]
+            part = each.amax() if infinite else each.sum()
+        if joined:
+            summed = self._summed()
+            if (
+                flag is not None
+            ):  # one number is half as slow to send as two: an infinite norm says it as well
+                found = flag.to(home) > 0
+                if summed:
+                    part = torch.full_like(part, -math.inf if home.type == "cpu" else math.inf)
+                part = torch.where(found, math.inf, part)
+            self._reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+            if flag is not None and not compared:
+                value = peek(part)
+                if value is not None and not value >= 0.0:
+                    self._compare(summed)
+                    return self.norm(params, norm_type, joined=joined, flag=flag, compared=True)
+                if value is None and summed:
+                    raise self._unknown([self.ranks.rank])
+        if flag is not None:
+            flag.copy_(~torch.isfinite(part))  # fused kernels look for exactly 1
+        return part if infinite else part ** (1.0 / norm_type)
+
+
+def local_grad(parameter: Tensor) -> Tensor | None:
+    """What this rank holds of a parameter's gradient, in the same memory; values of a sparse one.
+
+    A DTensor gradient that is a partial sum, as tensor parallelism leaves for what every rank holds, is summed first, in
+    place of the partial one.
+    """
+    grad = parameter.grad
+    if grad is None:
+        return None
+    if is_dtensor(grad):
+        sharded: Any = grad
+        if any(placement.is_partial() for placement in sharded.placements):
+            owner: Any = masters.model_param_of(parameter)
+            sharded = sharded.redistribute(sharded.device_mesh, owner.placements)
+            parameter.grad = sharded
+        return _torch.local_tensor(sharded)
+    return _torch.dense_values(grad)
+
+
+def _norm_here(optimizer: Optimizer) -> float:
+    grads = [grad for p in _params_of((optimizer,)) if (grad := local_grad(p)) is not None]
+    return float(nn.utils.get_total_norm([grad.float() for grad in grads]))
+
+
+def _params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _clip_by(norm: Tensor, params: Iterable[Tensor], max_norm: float) -> None:
+    """Scale gradients in place, cut ones too, so that their norm becomes ``max_norm`` at most."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in params:
+        grad = local_grad(parameter)
+        if grad is not None:
+            by_device.setdefault(grad.device, []).append(grad)
+    norm = norm.nan_to_num(0.0, 0.0)  # what is not finite stays to be seen
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for device, grads in by_device.items():
+        _torch.multiply_each(grads, factor.to(device))

@@ -1,0 +1,128 @@
+"""Which parameters are cut, and into how many pieces that lie on different ranks.
+
+A DTensor says so itself. What cannot be seen is declared once: a weight cut by hand (``mark``), and a module that is
+one stage of a pipeline, whose every parameter lies on the ranks of that stage alone (``mark_stage``). Whatever is
+neither is held whole by every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from castwise.core import masters
+from castwise.core.ranks.group import running
+from castwise.errors import StateError
+
+
+def summed(tensor: Any) -> Any:
+    """A DTensor whose ranks hold addends with the sum in their place, any other tensor as it is. Collective over its mesh then."""
+    if not is_dtensor(tensor) or not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, without importing that."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+class Pieces:
+    """What has been declared, and what DTensors say."""
+
+    def __init__(self) -> None:
+        self._cuts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """By hand: the group whose ranks hold the pieces, and the dimension where it is known."""
+        self._stages: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._meshes: dict[int, Any] = {}
+
+    def mark(self, parameter: Tensor, group: Any, dim: int | None = None) -> None:
+        """Declare a parameter as this rank's piece.
+
+        Args:
+            parameter: The model's own parameter.
+            group: The ranks that hold the other pieces; None for all.
+            dim: Along which dimension the whole was cut, in the order of ranks; needed by checkpoints alone.
+
+        Raises:
+            StateError: torch.distributed is not initialised, or it is a DTensor over these ranks, which says itself how
+                it is cut; one that FSDP2 made of a piece over other ranks is declared as the piece was.
+        """
+        if not running():
+            raise StateError(
+                "mark_sharded: torch.distributed is not initialised; call init_process_group first"
+            )
+        group = group if group is not None else dist.group.WORLD
+        if is_dtensor(parameter):
+            mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+            ranks = dist.get_process_group_ranks(group)
+            if any(dist.get_process_group_ranks(mesh.get_group(at)) == ranks for at in range(mesh.ndim)):
+                raise StateError(
+                    "mark_sharded: this parameter is a DTensor over the same ranks, which says itself how it is cut; leave the "
+                    "call out"
+                )
+        self._cuts[parameter] = group, dim
+
+    def mark_stage(self, module: nn.Module, group: Any) -> None:
+        """Declare a module as one of the stages that the ranks of ``group`` hold."""
+        for parameter in module.parameters():
+            self._stages[parameter] = group
+
+    def group_of(self, parameter: Tensor) -> Any:
+        """The ranks that hold the pieces of a parameter that was declared; None of any other."""
+        return self._cuts.get(parameter, (None, None))[0]
+
+    def is_part(self, parameter: Tensor) -> bool:
+        """Whether it was declared to be cut, or to be of a stage, so that other ranks hold something else in its place."""
+        parameter = masters.model_param_of(parameter)
+        return self.group_of(parameter) is not None or parameter in self._stages
+
+    def piece(self, parameter: Tensor) -> tuple[int, int] | None:
+        """Which piece of how many this rank holds of a parameter that :meth:`as_whole` cannot make whole, else None."""
+        group, dim = self._cuts.get(parameter, (None, None))
+        if group is None or (dim is not None and not is_dtensor(parameter)):
+            return None
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    def as_whole(self, parameter: Tensor, values: Tensor) -> Tensor:
+        """This rank's values of a cut parameter as a DTensor of the whole, in the same memory.
+
+        Args:
+            parameter: The model's parameter, or its master.
+            values: Of the parameter's shape: itself, its gradient, its optimizer's state.
+
+        Returns:
+            ``values`` themselves unless the parameter was declared with the dimension along which it was cut, and is not cut
+            further by FSDP2; pieces are taken to be of equal size.
+        """
+        parameter = masters.model_param_of(parameter)
+        group, dim = self._cuts.get(parameter, (None, None))
+        if dim is None or values.shape != parameter.shape or is_dtensor(parameter):
+            return values
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        if id(group) not in self._meshes:
+            self._meshes[id(group)] = DeviceMesh.from_group(group, parameter.device.type)
+        return DTensor.from_local(values.detach(), self._meshes[id(group)], [Shard(dim)], run_check=False)
+
+    def count(self, parameter: Tensor) -> int:
+        """On how many ranks lie different pieces of the parameter, or other parameters in its place.
+
+        A pipeline of 4 stages whose weights are cut in 2 by tensor parallelism gives 8, 1 is a parameter that every
+        rank holds whole.
+        """
+        parameter = masters.model_param_of(parameter)
+        groups = [self.group_of(parameter), self._stages.get(parameter)]
+        sizes = [dist.get_world_size(group) for group in groups if group is not None]
+        if is_dtensor(parameter):
+            cut: Any = parameter
+            by_dim = zip(cut.device_mesh.shape, cut.placements, strict=True)
+            sizes += [size for size, placement in by_dim if not placement.is_replicate()]
+        return math.prod(sizes)

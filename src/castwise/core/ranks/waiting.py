@@ -1,0 +1,182 @@
+"""A rank that waits for others says within seconds which of them has not come, long before torch.distributed's own timeout.
+
+One thread of the process looks at what it waits for. Only a rank that has waited for a second writes into the store of the
+process group, so that others can tell it from one that has not come; a step costs a mark when it begins to wait and one when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from castwise.core import _torch
+from castwise.core.ranks.text import named
+from castwise.errors import is_users
+
+POSTED_AFTER_S = 1.0
+"""When a rank that waits says so to the others."""
+SAID_AFTER_S = 5.0
+"""When it says so to the user."""
+_TICK_S = 0.25
+_ALIVE_S = 1.0
+"""In what time a rank that waits has written again."""
+_MOST_RANKS = 1024
+"""In larger groups nobody asks, since each question goes to one process."""
+
+_waits: dict[int, Waiting] = {}
+_process = 0
+"""Whose thread looks: a child that was forked has none."""
+_registry: dict[Any, Any] = {}
+"""Python's, of warnings that were shown."""
+
+
+class Waiting:
+    """A block that ends when all ranks of a group have come to it, or an event of a device that then comes.
+
+    An error that ends it gets a note of who had not come, where that was said.
+
+    Args:
+        group: The process group; None for all ranks.
+    """
+
+    __slots__ = ("_beats", "_event", "_first", "_group", "_said", "_since", "_thread")
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._beats = 0
+        self._first: dict[int, bytes] | None = None
+        self._said = ""
+        self._event: torch.Event | None = None
+
+    def __enter__(self) -> Self:
+        self._thread, self._since = threading.get_ident(), time.monotonic()
+        _waits[id(self)] = self
+        if _process != os.getpid():
+            _start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._event is None:
+            self._end()
+        if error is not None and self._said:
+            error.add_note(self._said)
+
+    def on_device(self, tensor: Tensor) -> None:
+        """Inside the block: a device's collective was only queued, so the wait lasts until ``tensor`` is there."""
+        if not tensor.is_cpu:
+            self._event = torch.Event(tensor.device)
+            self._event.record()
+
+    def _end(self) -> None:
+        _waits.pop(id(self), None)
+        if self._beats:
+            with contextlib.suppress(Exception):  # the store is gone with the process that keeps it
+                _torch.default_store().set(self._key(dist.get_rank()), "")
+
+    # --- on the thread that looks -----------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Do what is due: end, tell the other ranks, tell the user."""
+        if self._event is not None and self._event.query():
+            self._end()
+            return
+        waited = time.monotonic() - self._since
+        if waited < POSTED_AFTER_S:
+            return
+        name, frame = _call_of(None if self._event is not None else self._thread)
+        self._beats += 1
+        if id(self) in _waits:
+            _torch.default_store().set(self._key(dist.get_rank()), f"{self._beats} {name}{_place(frame)}")
+        if self._said or waited < SAID_AFTER_S - _ALIVE_S:
+            return
+        if self._first is None:
+            self._first = self._posts()
+        elif waited >= SAID_AFTER_S:
+            self._say(name, frame)
+
+    def _members(self) -> list[int]:
+        return dist.get_process_group_ranks(dist.group.WORLD if self._group is None else self._group)
+
+    def _key(self, rank: int) -> str:
+        return f"castwise/waits/{','.join(map(str, self._members()))}/{rank}"
+
+    def _posts(self) -> dict[int, bytes]:
+        """What other ranks of the group have written."""
+        store, found = _torch.default_store(), {}
+        members = self._members()
+        for rank in members if len(members) <= _MOST_RANKS else ():
+            if rank != dist.get_rank() and store.check([self._key(rank)]):
+                found[rank] = store.get(self._key(rank))
+        return found
+
+    def _say(self, name: str, frame: FrameType | None) -> None:
+        first, now, me = self._first or {}, self._posts(), dist.get_rank()
+        elsewhere: dict[int, str] = {}
+        missing = []
+        for rank in self._members():
+            post = now.get(rank, b"")
+            if rank == me:
+                continue
+            if post == first.get(rank, b""):  # nothing, or left there by a process that has ended
+                missing.append(rank)
+            elif (call := post.decode().partition(" ")[2]).partition(" ")[0] != name:
+                elsewhere[rank] = call
+        if not missing and not elsewhere:
+            return  # all are here, and what they send takes long
+        who = (
+            f"{named(missing)}, which {'have' if len(missing) > 1 else 'has'} not made this call"
+            if missing
+            else ""
+        )
+        others = "; ".join(f"rank {rank} waits in {call}" for rank, call in [*elsewhere.items()][:4])
+        self._said = (
+            f"{name}: rank {me} has waited {SAID_AFTER_S:g} s for {'; '.join(filter(None, (who, others)))}. All ranks of a session make "
+            "the same calls: look there for an error, a shorter loop, a call left out, or work that takes long. Ranks that train apart "
+            "take Amp(plan, group=...)"
+        )
+        file, line = (__file__, 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        try:
+            warnings.warn_explicit(self._said, UserWarning, file, line, registry=_registry)
+        except UserWarning:  # where warnings are errors; on this thread one would end it
+            print(f"castwise: {self._said}", file=sys.stderr, flush=True)
+
+
+def _start() -> None:
+    global _process
+    _process = os.getpid()
+    threading.Thread(target=_look_at_all, name="castwise-waits", daemon=True).start()
+
+
+def _look_at_all() -> None:
+    while True:
+        time.sleep(_TICK_S)
+        for waiting in list(_waits.values()):
+            with contextlib.suppress(
+                Exception
+            ):  # of a store or group that has gone: who waits for it hears that itself
+                waiting.look()
+
+
+def _call_of(thread: int | None) -> tuple[str, FrameType | None]:
+    """What a thread has called of castwise, and the user's line that called it; of none a step."""
+    name, frame = "step", None if thread is None else sys._current_frames().get(thread)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__", "").startswith("castwise."):
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return ("step" if name.startswith("_") else name), frame
+
+
+def _place(frame: FrameType | None) -> str:
+    return "" if frame is None else f" ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno})"

@@ -1,0 +1,581 @@
+"""``castwise.GradScaler``: torch's, and what its users ask for beyond it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from castwise.core import _torch
+from castwise.core.plans.formats import LOW_DTYPES
+from castwise.core.plans.plan import LossScale
+from castwise.core.scaler import gradients
+from castwise.core.scaler.closure import step_or_restore
+from castwise.core.scaler.losses import DEFAULT, LossState
+from castwise.core.scaler.outcomes import Outcomes, stuck_error
+from castwise.core.scaler.result import StepResult, peek, read_on_host
+from castwise.core.scaler.state import ScalePolicy, ScaleState, next_state, update_on_device
+from castwise.core.scaler.verdicts import Verdicts
+from castwise.errors import PlanError, StateError
+
+STEPPED = StepResult(None)
+"""What became of a step that the host knows to have been made."""
+_Outputs = TypeVar("_Outputs", bound=torch.Tensor | Iterable[torch.Tensor])
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class GradScaler(Verdicts):
+    """A loss scaler that by default cannot be told from ``torch.amp.GradScaler``, and can do more.
+
+    Beyond torch: hysteresis, a floor and a ceiling; a scale per named loss; agreement between ranks on non-finite
+    gradients; closures; the outcome of a step (:meth:`result_of`, :attr:`previous_skipped`) without waiting for the
+    device; an error that names parameters when the scale is at its floor and gradients still overflow. A loss in a
+    low format is scaled in fp32 whatever its shape (torch scales a 1-d fp16 loss in fp16, to infinity).
+
+    What torch does otherwise at the defaults, too: after ``patience`` it raises, where torch's skips for ever; and the
+    ranks of all meshes that gradients lie on as DTensors skip together, where torch's asks those of the first gradient's.
+
+    Args:
+        device: Device type of the gradients.
+        init_scale: First scale.
+        growth_factor: Factor after ``growth_interval`` updates with finite gradients, > 1.
+        backoff_factor: Factor after an update with non-finite gradients, < 1.
+        growth_interval: As said.
+        enabled: False passes everything through.
+        hysteresis: Overflows before the scale shrinks; counted until it grows.
+        floor: Smallest scale, or None as in torch.
+        ceiling: Largest scale, or None as in torch.
+        dynamic: False keeps the scale; steps with non-finite gradients are still skipped.
+        reduce: Called with each 0-dim fp32 flag, to make it the largest over all ranks that act together: in place,
+            or by returning it.
+        process_group: Instead of ``reduce``, a process group whose ranks agree by an all-reduce. With neither, the ranks
+            of DTensor gradients' meshes do.
+        allow_fp16_grads: Unscale fp16 gradients too, where parameters are stored in fp16 without masters.
+        patience: Windows in a row with non-finite gradients, the last at the floor, before
+            :class:`~castwise.errors.LossScaleError`. Without a floor, at the smallest normal fp32 number; a scale
+            that is not dynamic is always at its floor.
+
+    Raises:
+        PlanError: Limits that contradict each other or ``init_scale``.
+        LossScaleError: From :meth:`step`, at the floor.
+        StateError: From :meth:`scale`, when losses with different scales would meet in one gradient.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        hysteresis: int = 1,
+        floor: float | None = None,
+        ceiling: float | None = None,
+        dynamic: bool = True,
+        reduce: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+        process_group: Any = None,
+        allow_fp16_grads: bool = False,
+        patience: int = 10,
+    ) -> None:
+        limits = ScalePolicy(hysteresis=hysteresis, floor=floor, ceiling=ceiling, dynamic=dynamic)
+        if limits.bounded(init_scale) != init_scale:
+            raise PlanError(
+                f"GradScaler(init_scale={init_scale!r}, floor={floor!r}, ceiling={ceiling!r}) is not allowed: the first scale "
+                "must lie between floor and ceiling"
+            )
+        if patience < 1:
+            raise PlanError(
+                f"GradScaler(patience={patience!r}) is not allowed. Allowed: a whole number >= 1."
+            )
+        if reduce is not None and process_group is not None:
+            raise PlanError("GradScaler: give reduce or process_group, not both; either makes ranks agree")
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled,
+            limits=limits, reduce=reduce, process_group=process_group, allow_fp16_grads=allow_fp16_grads,
+        )  # fmt: skip
+        # Torch's kernel does the update, up to bounds, unless overflows are counted or nothing moves at all.
+        self._by_torch = dynamic and hysteresis == 1
+        self._overridden = type(self).unscale_ is not torch.amp.GradScaler.unscale_
+        self.param_names: Callable[[], Mapping[int, str]] | None = None
+        # Whether a window that updates by itself was stepped in, so that the scale is what the update will make of it.
+        self.is_over: Callable[[], bool] | None = None
+        # Whether somebody asked for a scale since the last step, who may divide by it.
+        self.asked = False
+        # What was found in gradients of such a window that were cleared without a step.
+        self.left_out: Callable[[], list[torch.Tensor]] = list
+        # Losses of which such a window's true gradients were returned and not set as yet, and what was found in them.
+        self.returned: Callable[[], list[tuple[str, torch.Tensor]]] = list
+        # The inverse scale last used, and what it is the inverse of where the host knows that.
+        self._inverse: tuple[float | None, torch.Tensor | None] = (None, None)
+        self._outcomes = Outcomes(eager=floor is not None)
+        self._patience = patience
+
+    @classmethod
+    def from_loss_scale(cls, loss_scale: LossScale, device: str = "cuda", **extras: Any) -> GradScaler:
+        """A scaler by a plan's :class:`~castwise.LossScale`; ``extras`` as in the constructor."""
+        return cls(
+            device,
+            loss_scale.init,
+            loss_scale.growth,
+            loss_scale.backoff,
+            loss_scale.interval,
+            hysteresis=loss_scale.hysteresis,
+            floor=loss_scale.floor,
+            ceiling=loss_scale.ceiling,
+            dynamic=loss_scale.dynamic,
+            **extras,
+        )
+
+    # --- scales -------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> ScalePolicy:
+        """The constants by which the scale moves."""
+        return dataclasses.replace(
+            self._limits,
+            growth=self.get_growth_factor(),
+            backoff=self.get_backoff_factor(),
+            interval=self.get_growth_interval(),
+        )
+
+    def get_scale(self, name: str = DEFAULT) -> float:
+        """The scale of a loss; 1.0 when disabled. Synchronises with the device."""
+        self.asked = True
+        return self._state_now()(name).scale if self.scales else 1.0
+
+    def _state_now(self) -> Callable[[str], ScaleState]:
+        over = self.is_over is not None and (self.is_over() or self.left_out() or self.returned())
+        return self.state_after_update if over else self._state_of
+
+    def next_state(self, found_inf: bool, name: str = DEFAULT) -> ScaleState:
+        """What the state of a loss would be after an update with this outcome. Changes nothing; synchronises."""
+        return next_state(self._state_of(name), found_inf, self.policy)
+
+    def state_after_update(self, name: str = DEFAULT) -> ScaleState:
+        """What the state of a loss will be after :meth:`update`, by the steps so far. Changes nothing; synchronises."""
+        state = self._state_of(name)
+        if any(bool(flag > 0) for of, flag in self.returned() if of == name):
+            state = next_state(state, True, self.policy)
+        flag = self._outcome(self.left_out()).get(name)
+        if flag is None or (self.is_over is not None and not self.is_over() and not bool(flag > 0)):
+            return state
+        return next_state(state, bool(flag > 0), self.policy)
+
+    def _outcome(self, left_out: Iterable[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
+        """The losses whose scales :meth:`update` will move, and whether one of their gradients was not finite."""
+        found = [*self._found(), *left_out]
+        if not found:
+            return {}
+        name, flag = self.current.name, gradients.largest(found, self.scale_tensor().device)
+        if not self._flags:
+            return {name: flag}
+        # What no loss overflowed in by itself happened at the window's scale: bringing gradients to it, adding.
+        known = gradients.largest([*self._flags.values()], flag.device)
+        own = self._flags[name].to(flag.device)
+        return {**self._flags, name: torch.maximum(own, (flag > known).float())}
+
+    def scale(self, outputs: _Outputs, name: str = DEFAULT) -> _Outputs:
+        """Multiply a loss, or several, by the scale of ``name``.
+
+        Args:
+            outputs: Tensor of any shape, or an iterable of them; low formats are scaled in fp32.
+            name: Whose scale. Gradients of losses with different names must not meet: use :meth:`backward` there.
+
+        Returns:
+            The same structure, scaled.
+
+        Raises:
+            StateError: Another loss has been scaled since the last update.
+        """
+        if not self.scales:
+            return outputs
+        if self.opened_by != name:
+            if self.opened_by is None and name == self.current.name:
+                self.opened_by = name
+            else:
+                self._open_window(name, outputs)
+        scale = self.current.scale
+        if scale is not None and isinstance(outputs, torch.Tensor):
+            wide: Any = outputs.float() if outputs.dim() and outputs.dtype in LOW_DTYPES else outputs
+            return wide * scale.to(wide.device, non_blocking=True)  # type: ignore[no-any-return]
+        return super().scale(gradients.lift_low(outputs))  # type: ignore[no-any-return]
+
+    def _open_window(self, name: str, outputs: Any) -> None:
+        if self.opened_by is not None:
+            way = (
+                "scaler.backward(loss, name, params=...) or Amp.backward(loss, name), which keep them apart, or call update()"
+                if self.is_over is None
+                else "amp.backward(loss, name), which keeps them apart, or call amp.step(optimizer)"
+            )
+            raise StateError(
+                f"scale(loss, {name!r}): the loss {self.opened_by!r} was scaled in this window, and gradients of losses with "
+                f"different scales must not be added up. Use {way} in between."
+            )
+        self.open_for(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        name: str = DEFAULT,
+        *,
+        params: Callable[[], Iterable[torch.Tensor]] | Iterable[torch.Tensor],
+        **kwargs: Any,
+    ) -> None:
+        """Scale a loss and compute its gradients, keeping those of differently scaled losses apart.
+
+        The first loss of a window costs nothing extra. For any further one the gradients there are set aside, its
+        own are checked, brought to the window's scale in their own dtype and added.
+
+        Args:
+            loss: Scalar.
+            name: Whose scale.
+            params: Parameters that this or an earlier loss of the window reaches, or a function that gives them.
+            kwargs: As in ``Tensor.backward``.
+        """
+        base = self.opened_by
+        if base is None or self.is_first(name):
+            scaled = self.scale(loss, name)
+            if kwargs:
+                scaled.backward(**kwargs)
+            else:
+                torch.autograd.backward(scaled)  # which takes a list of losses, as scale does
+            return
+        everything = list(params() if callable(params) else params)
+        aside = gradients.set_aside(everything)
+        try:
+            if base not in self._flags:
+                self._flags[base] = self._flag_of_base([grad for _, grad in aside])
+            self._loss(name, loss.device)
+            base_scale, own_scale = self._scale_of(base), self._scale_of(name)
+            (gradients.lift_low(loss) * own_scale.to(loss.device, non_blocking=True)).backward(**kwargs)
+            fresh = [parameter.grad for parameter in everything if parameter.grad is not None]
+            factor = None if name == base else (base_scale.double() / own_scale.double()).float()
+            flag = self._agreed(gradients.check_and_multiply(fresh, factor, own_scale.device))
+            self._flags[name] = torch.maximum(self._flags[name], flag) if name in self._flags else flag
+        finally:
+            gradients.add_up(aside)
+
+    def _flag_of_base(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """What is known of the loss that was alone in the window so far, from gradients and from steps made."""
+        home = self.scale_tensor().device
+        now = self._agreed(gradients.check_and_multiply(grads, None, home))
+        return gradients.largest([now, *self._found()], home)
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def step_or_skip(self, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the optimizer's step unless a flag of ``state`` is set, and take note."""
+        skip = False
+        for flag in state["found_inf_per_device"].values():
+            skip = skip or flag.item() != 0.0
+        self._outcomes.skips[id(optimizer)] = skip
+        return None if skip else optimizer.step(*args, **kwargs)
+
+    def step(
+        self, optimizer: Optimizer, *args: Any, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Unscale where that was not done, then step, or skip where a gradient is not finite.
+
+        Args:
+            optimizer: Its gradients belong to this window.
+            args: For ``optimizer.step``; a function as the first is taken as ``closure``.
+            closure: Evaluates the loss: clears gradients, computes the loss, calls ``scaler.scale(loss).backward()``
+                and returns the loss. Gradients are unscaled and checked at each evaluation; at the first that is
+                not finite, parameters and state go back to what they were, and the step counts as skipped.
+                Gradients that were computed in this window before (as SAM does) are unscaled first.
+            kwargs: For ``optimizer.step``.
+
+        Returns:
+            What ``optimizer.step`` returned, None when it was skipped.
+
+        Raises:
+            LossScaleError: Gradients have been non-finite ``patience`` times in a row with the scale at its floor.
+        """
+        if closure is None and args and callable(args[0]):
+            closure, args = args[0], args[1:]
+        if not self.scales:
+            return optimizer.step(*(() if closure is None else (closure,)), *args, **kwargs)
+        if closure is not None:
+            value = self._step_with_closure(optimizer, closure, args, kwargs)
+        elif args or kwargs or self._overridden or _torch.takes_flag(optimizer):
+            first = not optimizer.state
+            value = super().step(optimizer, *args, **kwargs)
+            if first:
+                gradients.forget_unwritten(optimizer, self._found((optimizer,)))
+        else:
+            value = self._plain_step(optimizer)
+        key, outcomes = id(optimizer), self._outcomes
+        outcomes.last_stepped = key
+        skipped = outcomes.skips.get(key)
+        if skipped is None:  # a fused kernel decided
+            skipped = read_on_host(self.optimizer_states[key]["found_inf_per_device"].values())
+        self.note_outcome(optimizer, skipped)
+        return value
+
+    def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
+        """Take note of a step that somebody else makes; None where a fused kernel decides.
+
+        Raises:
+            LossScaleError: As for :meth:`step`.
+        """
+        if skipped is not None:
+            self._outcomes.skips[id(optimizer)] = skipped
+        if skipped is not False:
+            streak = self._streak(optimizer, *(self._flags or (self.current.name,)))
+            if streak + bool(skipped) >= self._patience:
+                self._refuse_to_go_on(optimizer)
+
+    def _streak(self, optimizer: Optimizer, *names: str) -> int:
+        """How many windows in a row this optimizer was skipped in, or one of these losses overflowed in."""
+        streaks = self._outcomes.streaks
+        keys: tuple[int | str, ...] = (id(optimizer), *names)
+        return max(streaks.get(key, 0) for key in keys) if streaks else 0
+
+    def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        """:meth:`step`, and what became of it."""
+        self.step(optimizer, closure=closure)
+        if not self.works or self._outcomes.skips.get(id(optimizer)) is False:
+            return STEPPED
+        return self.result_of(optimizer)
+
+    def _plain_step(self, optimizer: Optimizer) -> Any:
+        """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
+        self.check_scaled("step")
+        state = self.optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            state["found_inf_per_device"] = self._unscaled(optimizer)
+            state["stage"] = OptState.UNSCALED
+        elif state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if not state["found_inf_per_device"]:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        value = self.step_or_skip(optimizer, state)
+        state["stage"] = OptState.STEPPED
+        return value
+
+    def _unscaled(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
+        """Divide the optimizer's gradients by the window's scale; returns flags."""
+        scale = self.check_scaled("step")
+        value = peek(scale)
+        of, inverse = self._inverse
+        if value is None or value != of or inverse is None:
+            inverse = gradients.inverse(scale)
+            self._inverse = value, inverse
+        found = gradients.number(0.0, scale.device)
+        return self.unscale_grads(optimizer, inverse, found, allow_fp16=False)
+
+    def _step_with_closure(
+        self, optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        state = self.optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if self.opened_by is not None and state["stage"] is OptState.READY:
+            self._unscaled(optimizer)
+
+        def look() -> Iterable[torch.Tensor]:
+            state["found_inf_per_device"] = self._unscaled(optimizer)
+            return self._found((optimizer,))
+
+        value, skipped = step_or_restore(optimizer, closure, look, args, kwargs)
+        self._outcomes.skips[id(optimizer)] = skipped
+        state["stage"] = OptState.STEPPED
+        return value
+
+    def _refuse_to_go_on(self, optimizer: Optimizer) -> None:
+        """Raise if a scale that overflows again and again cannot shrink any more."""
+        found = self.joint_flag((optimizer,))
+        limits = self._limits
+        floor = _TINY if limits.floor is None else limits.bounded(limits.floor)
+        stuck = [
+            name
+            for name, flag in (self._flags or {self.current.name: found}).items()
+            if bool(flag > 0) and (not limits.dynamic or self._state_of(name).scale <= floor)
+        ]
+        if not stuck:
+            return
+        raise stuck_error(
+            optimizer,
+            self._streak(optimizer, *stuck) + 1,
+            self.non_finite_params(optimizer),
+            loss=stuck[0],
+            scale=self._state_of(stuck[0]).scale,
+            floor=floor if limits.dynamic else None,
+        )
+
+    def non_finite_params(self, optimizer: Optimizer) -> list[str]:
+        """Names of the parameters whose gradients hold an infinity or a NaN now. Synchronises with the device."""
+        names = self.param_names() if self.param_names is not None else {}
+        return gradients.non_finite_params(optimizer, names)
+
+    # --- outcomes -----------------------------------------------------------------------------------------
+
+    def result_of(self, *optimizers: Optimizer, grad_norm: torch.Tensor | None = None) -> StepResult:
+        """What became of the last steps of these optimizers, in this window or the one before.
+
+        Raises:
+            StateError: An optimizer that was not stepped in either.
+        """
+        if not self.works:
+            return StepResult(None, grad_norm=grad_norm)
+        results = [self._outcomes.result(self.optimizer_states, id(optimizer)) for optimizer in optimizers]
+        return StepResult.join(results, grad_norm)
+
+    @property
+    def last_result(self) -> StepResult | None:
+        """What became of the last step of any optimizer; None before the first or when disabled."""
+        key = self._outcomes.last_stepped
+        return None if key is None else self._outcomes.result(self.optimizer_states, key)
+
+    @property
+    def previous_skipped(self) -> bool | None:
+        """Whether a step was skipped in the window that the last :meth:`update` closed; None before the first.
+
+        Costs no synchronisation while the device is at most one step behind: outcomes are sent to the host from the
+        first time that somebody asks.
+        """
+        return self._outcomes.previous_skipped
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Move every scale used in this window by its own outcome, and open the next window.
+
+        Args:
+            new_scale: Set the scale of the loss that opened the window instead, or of the default loss.
+        """
+        if not self.scales:
+            return
+        states, flags = self.optimizer_states, self._flags
+        losses: Mapping[str, torch.Tensor | None] = {self.current.name: None}
+        if new_scale is not None:
+            if self.opened_by is None:
+                self.open_for(DEFAULT)
+            super().update(new_scale)
+            self._clamp()
+            self._move({name: flag for name, flag in flags.items() if name != self.opened_by})
+        elif self._by_torch and not flags and len(states) < 2:
+            self._update_alone(states)
+            if self._limits.ceiling is not None or [*self._outcomes.skips.values()] != [False]:
+                self._clamp()  # it may have moved towards a limit
+        else:
+            # Not torch's own: it adds the flags of several optimizers into the first, which a result may still hold.
+            self.check_scaled("update")
+            outcome = self._outcome()
+            if not outcome:
+                raise AssertionError("No inf checks were recorded prior to update.")
+            self._move(outcome)
+            self.start_states()
+            losses = outcome if flags else losses
+        self.opened_by = None
+        if flags:
+            self._flags = {}
+        self._outcomes.close(states, losses, restart=new_scale is not None)
+
+    def note_dropped(self, dropped: Mapping[int, Mapping[torch.device, torch.Tensor]], stepped: bool) -> None:
+        """Take note of gradients that were unscaled and then cleared, and move the scale if they were not finite.
+
+        That is an overflow, though no step was skipped for it; finite ones change nothing.
+
+        Args:
+            dropped: By an optimizer's ``id``, the flags of its gradients.
+            stepped: :meth:`update` comes anyway, for steps that were made in this window.
+        """
+        for key, flags in dropped.items():
+            bad = read_on_host(flags.values())
+            if bad is not None:
+                self._outcomes.skips.setdefault(key, bad)
+            self.add_flags(key, flags)
+        if not stepped:
+            self._hold_back(self._outcome())
+            self.update()
+
+    def note_left(self, returned: dict[str, torch.Tensor]) -> None:
+        """Move the scales of losses whose gradients were computed, were not finite, and were never set on parameters."""
+        self._hold_back(returned)
+        if self._limits.dynamic:
+            self._move(returned)
+
+    def _hold_back(self, outcome: Mapping[str, torch.Tensor]) -> None:
+        """Where gradients were finite, take back what the update that follows adds to the counter of such steps."""
+        for name, flag in outcome.items():
+            tracker = self._loss(name, flag.device).growth_tracker
+            assert tracker is not None
+            if self._limits.dynamic:
+                tracker.sub_((flag.to(tracker.device) == 0).to(tracker.dtype))
+
+    def _update_alone(self, states: dict[int, dict[str, Any]]) -> None:
+        """Torch's update, without the questions that do not arise for one optimizer on the scale's device."""
+        scale, tracker = self.current.scale, self.current.growth_tracker
+        for state in states.values():
+            flags = state["found_inf_per_device"]
+            if len(flags) == 1 and scale is not None and tracker is not None and scale.device in flags:
+                _torch.update_scale(
+                    scale,
+                    tracker,
+                    flags[scale.device],
+                    self.get_growth_factor(),
+                    self.get_backoff_factor(),
+                    self.get_growth_interval(),
+                )
+                self.start_states()
+                return
+        super().update()
+
+    def _clamp(self) -> None:
+        floor, ceiling = self._limits.floor, self._limits.ceiling
+        if floor is not None or ceiling is not None:
+            assert self.current.scale is not None
+            self.current.scale.clamp_(floor, ceiling)
+
+    def _move(self, flags: dict[str, torch.Tensor]) -> None:
+        policy = self.policy
+        for name, flag in flags.items():
+            scale = self._scale_of(name)
+            loss = self._losses[name]
+            assert loss.growth_tracker is not None
+            flag = flag.to(scale.device, non_blocking=True)
+            update_on_device(scale, loss.growth_tracker, loss.hysteresis_tracker, flag, policy)
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's state, with further keys where hysteresis or further losses are in use. Synchronises."""
+        if not self.scales:
+            return {}
+        state_of = self._state_now()
+        losses = {name: state_of(name).saved() for name in self._losses}
+        first = losses.pop(DEFAULT)
+        if self._limits.hysteresis == 1:
+            del first["hysteresis_tracker"]
+        return {**super().state_dict(), **first, **({"losses": losses} if losses else {})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or of torch's scaler. Scales outside of floor and ceiling are moved to them."""
+        if self.scales:
+            super().load_state_dict(state_dict)
+            self._take(state_dict)
+            self.opened_by, self._flags = None, {}
+            self._outcomes.streaks.clear()
+            if self.is_over is not None:
+                self.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        losses = {name: LossState(name, loss.numbers()) for name, loss in self._losses.items()}
+        state.update(
+            _losses=losses, current=losses[DEFAULT], param_names=None, admit=None, is_over=None, left_out=list, returned=list, opened_by=None, _flags={},
+            _inverse=(None, None), _outcomes=Outcomes(eager=self._limits.floor is not None),
+        )  # fmt: skip
+        if self.admit is not None:  # a session's, whose ranks it asks
+            state["_reduce"] = None
+        return state
+
+
+# Only scale() may be traced into a graph; the rest is between graphs.
+for _name in ("backward", "step", "update", "result_of", "decide_together", "step_or_skip", "_open_window"):
+    _torch.never_trace(getattr(GradScaler, _name))

@@ -1,0 +1,166 @@
+"""What became of the steps of each window so far, known to the host without waiting for the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from castwise.core.plans.text import some
+from castwise.core.scaler.result import StepResult
+from castwise.errors import LossScaleError, StateError
+
+_SAMPLE_PERIOD = 17
+"""Where nobody asks for outcomes, how many windows pass between two whose outcome is sent to the host; a prime number, so
+that optimizers and losses that take turns are all met."""
+
+
+@dataclass(slots=True, eq=False)
+class WindowOutcomes:
+    """What became of the steps of one window (of :class:`castwise.core.scaler.Window`), by the optimizers' ``id``.
+
+    Attributes:
+        states: Torch's record of each optimizer, with its non-finite flags per device.
+        skips: What the host knows.
+        results: What has been asked for.
+    """
+
+    states: dict[int, dict[str, Any]]
+    skips: dict[int, bool]
+    results: dict[int, StepResult]
+
+    def flags(self, key: int) -> list[torch.Tensor]:
+        """An optimizer's non-finite flags, one per device: 0-dim fp32."""
+        return list(self.states[key]["found_inf_per_device"].values())
+
+
+class Outcomes:
+    """The window that is open, the one before, and how many were skipped in a row.
+
+    Skips in a row are counted for each optimizer, by its ``id``, and for each loss, by its name: one that is sound hides no
+    other with which it takes turns.
+
+    On a CPU, and where an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For
+    a fused optimizer on an accelerator it is copied in the background and read when it has arrived, so that nothing
+    waits. Copies cost some microseconds, so they are made only where somebody looks: an ``eager`` owner, who has a
+    floor to watch, or after :attr:`previous_skipped` was read; else now and then.
+    """
+
+    def __init__(self, eager: bool) -> None:
+        self.skips: dict[int, bool] = {}
+        self.results: dict[int, StepResult] = {}
+        self.last_stepped: int | None = None
+        self.streaks: dict[int | str, int] = {}
+        self._last = WindowOutcomes({}, {}, {})
+        self._previous: StepResult | bool | None = None
+        self._on_their_way: deque[tuple[tuple[int | str, ...], StepResult]] = deque(maxlen=64)
+        self._eager = eager
+        self._windows = 0
+
+    def close(
+        self,
+        states: dict[int, dict[str, Any]],
+        losses: Mapping[str, torch.Tensor | None],
+        *,
+        restart: bool,
+    ) -> None:
+        """End the window of these optimizers and losses.
+
+        ``losses``: the flag of each, None for one that was alone. ``restart``: the scale was set by hand, so count skips in a
+        row anew.
+        """
+        last = self._last = WindowOutcomes(states, self.skips, self.results)
+        self.skips, self.results = {}, {}
+        if len(last.skips) == len(states):
+            self._previous = skipped = True in last.skips.values()
+            if skipped or self.streaks:
+                for key, outcome in last.skips.items():
+                    self._count(key, outcome)
+                for name, flag in losses.items():
+                    self._count(name, skipped if flag is None else bool(flag > 0))
+        else:
+            self._follow(last, losses)
+        if restart:
+            self.streaks.clear()
+
+    def _count(self, key: int | str, skipped: bool) -> None:
+        if skipped:
+            self.streaks[key] = self.streaks.get(key, 0) + 1
+        else:
+            self.streaks.pop(key, None)
+
+    def _follow(self, last: WindowOutcomes, losses: Mapping[str, torch.Tensor | None]) -> None:
+        """Take in what has arrived from the device meanwhile, and see to it that this window's outcome will."""
+        arriving = self._on_their_way
+        while arriving and arriving[0][1].known:
+            keys, result = arriving.popleft()
+            for key in keys:
+                self._count(key, result.skipped)
+        self._windows += 1
+        alone = len(last.states) == len(losses) == 1
+        if alone and last.results:
+            (result,) = last.results.values()  # sent when somebody asked for it
+            send = True
+        else:
+            send = self._eager or self._windows % _SAMPLE_PERIOD == 0
+            result = StepResult([flag for key in last.states for flag in last.flags(key)] or None, send=send)
+        self._previous = result
+        if not send:
+            return
+        if alone:
+            arriving.append(((*last.states, *losses), result))
+            return
+        arriving.extend(((key,), StepResult(last.flags(key) or None)) for key in last.states)
+        arriving.extend(
+            ((name,), result if flag is None else StepResult([flag])) for name, flag in losses.items()
+        )
+
+    @property
+    def previous_skipped(self) -> bool | None:
+        """Whether the last closed window skipped a step; None before the first."""
+        self._eager = True
+        previous = self._previous
+        return previous.skipped if isinstance(previous, StepResult) else previous
+
+    def result(self, states: dict[int, dict[str, Any]], key: int) -> StepResult:
+        """What became of the last step of an optimizer, by its ``id``.
+
+        ``states`` are torch's records of the open window.
+
+        Raises:
+            StateError: An optimizer that was stepped neither in this window nor in the one before.
+        """
+        window = WindowOutcomes(states, self.skips, self.results) if key in states else self._last
+        if key not in window.states:
+            raise StateError(
+                "result_of(optimizer): this optimizer was not stepped in this window or the one before"
+            )
+        if key not in window.results:
+            flags = window.flags(key) or None
+            window.results[key] = StepResult(flags, skipped=window.skips.get(key))
+        return window.results[key]
+
+
+def stuck_error(
+    optimizer: Optimizer, times: int, names: list[str], *, loss: str, scale: float, floor: float | None
+) -> LossScaleError:
+    """The error for a scale that cannot shrink although gradients overflow again and again.
+
+    ``names`` are the parameters that were not finite at the last of so many ``times``; without a ``floor`` the
+    scale is static.
+    """
+    whose = "the loss scale is" if loss == "loss" else f"the loss {loss!r} has its scale"
+    if floor is None:
+        where, cure = f"static, {scale:g}", "Use a dynamic loss scale, or a smaller one; else"
+    else:
+        where, cure = f"at its floor, {floor:g}", "No smaller scale would cure this"
+    return LossScaleError(
+        f"step({type(optimizer).__name__}): gradients were not finite {times} times in a row, and {whose} {where}; "
+        f"first affected: {some(names) or 'none any more'}. {cure}: look for NaN or huge values in the "
+        "data and the loss, lower the learning rate, use a bf16 plan, or keep these modules in fp32 with "
+        "Region(path, compute='fp32')."
+    )

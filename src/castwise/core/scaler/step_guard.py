@@ -1,0 +1,199 @@
+"""The scaler of a plan without a loss scale: it multiplies nothing, and keeps what is not finite from the weights."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from castwise.core import _torch
+from castwise.core.plans.text import some
+from castwise.core.scaler import gradients
+from castwise.core.scaler.closure import step_or_restore
+from castwise.core.scaler.grad_scaler import STEPPED, GradScaler
+from castwise.core.scaler.result import StepResult, read_on_host, view_on_host
+from castwise.errors import NonFiniteError
+
+
+def hand_over(optimizer: Any, flag: torch.Tensor) -> None:
+    """Give a flag to an optimizer's fused kernels for its next step, as torch's GradScaler does."""
+    optimizer.grad_scale, optimizer.found_inf = None, flag
+
+
+def take_back(optimizer: Any) -> None:
+    """Undo :func:`hand_over`."""
+    vars(optimizer).pop("grad_scale", None)
+    vars(optimizer).pop("found_inf", None)
+
+
+_Found = tuple[dict[torch.device, torch.Tensor], ctypes.c_float | None]
+"""Whether gradients are not finite: a flag per device, and where there is one in the host's memory, that memory."""
+
+
+class StepGuard(GradScaler):
+    """A scale of one that never moves, under the same calls, so that a session need not ask whether there is a scale.
+
+    Gradients are looked at once, by the kernel that unscales them elsewhere, which writes nothing where the factor is
+    one. On a CPU the host reads the answer; a fused optimizer on an accelerator takes it on the device; any other
+    optimizer there makes the host wait for it, as it does under a loss scale.
+
+    Args:
+        device: Device type of the gradients.
+        refuse: Raise at the first gradient that is not finite, instead of skipping the step.
+        patience: Skipped steps in a row of one optimizer before :class:`NonFiniteError`.
+        reduce: As in :class:`GradScaler`.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        refuse: bool,
+        patience: int,
+        reduce: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+    ) -> None:
+        super().__init__(device, 1.0, dynamic=False, reduce=reduce, allow_fp16_grads=True, patience=patience)
+        self.scales = False
+        self._refuse = refuse
+        self._clean: _Found | None = None  # zero, and nobody else's
+        self._start()
+
+    def _start(self) -> None:
+        self._streaks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._on_their_way: deque[tuple[weakref.ref[Optimizer], StepResult]] = deque(maxlen=64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_clean": None, "_streaks": None, "_on_their_way": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer's gradients before somebody clips them, which may hide an infinity."""
+        state = self.optimizer_states[id(optimizer)]
+        state["found_inf_per_device"], state["stage"] = self.look(optimizer), OptState.UNSCALED
+
+    def _unscale_others(
+        self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        grads = gradients.held(optimizer)
+        if any(hasattr(grad, "placements") for grad in grads):  # partial sums, which torch's operator adds up
+            return super()._unscale_others(optimizer, inverse, flag, allow_fp16)
+        return {flag.device: gradients.are_finite(grads, flag.device)}
+
+    def look(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
+        """Whether gradients of an optimizer are not finite, as all ranks that act together see it; a flag per device."""
+        return self._look(optimizer)[0]
+
+    def _look(self, optimizer: Optimizer) -> _Found:
+        one = self.current.scale
+        if one is None:
+            one = self.scale_tensor()
+        found, self._clean = self._clean, None
+        if found is None:
+            flag = gradients.number(0.0, one.device)
+            found = {one.device: flag}, view_on_host(flag)
+        (flag,) = found[0].values()
+        if not gradients.unscale_plain(optimizer, one, flag, allow_fp16=True):
+            return self.unscale_grads(optimizer, one, flag, allow_fp16=False), None
+        agreed = self._agreed(flag)
+        return found if agreed is flag else ({one.device: agreed}, None)
+
+    def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        """Step, or skip where a gradient is not finite; what became of it.
+
+        Raises:
+            NonFiniteError: It was not, for the ``patience``-th time in a row, or must never be; nothing has changed.
+        """
+        if closure is not None:
+            return self._take_with_closure(optimizer, closure)
+        state = self.optimizer_states.pop(id(optimizer), None)
+        found = flags, value = (
+            self._look(optimizer) if state is None else (state["found_inf_per_device"], None)
+        )
+        skipped = read_on_host(flags.values()) if value is None else value.value != 0.0
+        if skipped is None:
+            if _torch.takes_flag(optimizer) and not self._refuse:
+                return self._take_on_device(optimizer, flags)
+            skipped = any(flag.item() for flag in flags.values())
+        if skipped:
+            self.note_outcome(optimizer, True)
+            return StepResult(list(flags.values()), skipped=True)
+        if state is None and len(flags) == 1:
+            self._clean = found
+        if self._streaks:
+            self.note_outcome(optimizer, False)
+        optimizer.step()
+        return STEPPED
+
+    def _take_on_device(self, optimizer: Optimizer, flags: dict[torch.device, torch.Tensor]) -> StepResult:
+        """Let a fused kernel decide; the host hears of it when it is ready anyway."""
+        while self._on_their_way and self._on_their_way[0][1].known:
+            reference, result = self._on_their_way.popleft()
+            earlier = reference()
+            if earlier is not None and (result.skipped or self._streaks):
+                self.note_outcome(earlier, result.skipped)
+        hand_over(optimizer, gradients.largest([*flags.values()], self.scale_tensor().device))
+        first = not optimizer.state
+        try:
+            optimizer.step()
+        finally:
+            take_back(optimizer)
+        if first:
+            gradients.forget_unwritten(optimizer, flags.values())
+        result = StepResult(list(flags.values()))
+        self._on_their_way.append((weakref.ref(optimizer), result))
+        return result
+
+    def _take_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> StepResult:
+        flags: dict[torch.device, torch.Tensor] = {}
+
+        def look() -> Iterable[torch.Tensor]:
+            flags.update(self.look(optimizer))
+            return flags.values()
+
+        _, skipped = step_or_restore(optimizer, closure, look, (), {})
+        self.optimizer_states.pop(id(optimizer), None)
+        self.note_outcome(optimizer, skipped)
+        return StepResult(list(flags.values()), skipped=skipped)
+
+    def note_given_up(self, optimizer: Optimizer) -> None:
+        """Take note of gradients that were not finite and that somebody cleared without a step, as of a skipped one."""
+        self._streaks[optimizer] = self._streaks.get(optimizer, 0) + 1
+
+    def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
+        """Take note of a step, so that it is an error when too many in a row were skipped; None where that is not known yet.
+
+        Raises:
+            NonFiniteError: It is, or one alone is.
+        """
+        if skipped is False:
+            self._streaks.pop(optimizer, None)
+        if not skipped:
+            return
+        times = self._streaks[optimizer] = self._streaks.get(optimizer, 0) + 1
+        if not self._refuse and times < self._patience:
+            return
+        names = self.non_finite_params(optimizer)
+        whose = (
+            f"those of {some(names)}"
+            if names
+            else "those of another rank, or cleared since, or finite ones whose norm is not"
+        )
+        cause = (
+            "nonfinite='raise' allows none"
+            if self._refuse
+            else f"{times} steps in a row were skipped for that, which is what patience={self._patience} allows"
+        )
+        raise NonFiniteError(
+            f"step({type(optimizer).__name__}): gradients are not finite: {whose}; {cause}. Weights and optimizer are as they "
+            "were before. Look for NaN or huge values in the data and the loss, lower the learning rate, clip "
+            "(amp.step(optimizer, max_norm=...)), or keep these modules in fp32 with Region(path, compute='fp32')."
+        )

@@ -1,0 +1,263 @@
+"""Steps that somebody else makes: of a session's optimizers, and of strangers that hold its parameters."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from castwise.core import _torch
+from castwise.core.scaler import gradients
+from castwise.core.scaler.result import StepResult, read_on_host
+from castwise.core.scaler.step_guard import StepGuard, hand_over, take_back
+from castwise.core.scaler.window import Window
+from castwise.errors import StateError
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Log = Callable[[Callable[[], object]], object]
+
+_scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictionary()
+"""By optimizer, the window whose loss scale its gradients may hold."""
+
+
+class Watch:
+    """Keeps steps that do not come from a window from gradients that hold its scale, or are not finite.
+
+    On gradients that are still scaled such a step raises, and so it does where no loss was ever scaled. Where a gradient is not finite the step sees none:
+    torch's optimizers pass over parameters without one.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._stepping = window.stepping
+        self._looked_after: set[int] = set()
+        """Optimizers with a hook behind the step, put on when it is needed."""
+        self._around: dict[int, weakref.ref[Optimizer]] = {}
+        """By optimizer inside another one that was prepared, that other one."""
+
+    def check_alone(self, optimizer: Optimizer) -> None:
+        """See that no other window scales an optimizer's gradients.
+
+        Raises:
+            StateError: One does.
+        """
+        other = _scaling.get(optimizer)
+        if self._window.scales and other is not None and other is not self._window:
+            raise StateError(
+                f"prepare: this {type(optimizer).__name__} is already prepared by another Amp with a loss scale, and one optimizer "
+                "cannot step by two scales. Prepare both models by one Amp, or close() the other first"
+            )
+
+    def follow(self, optimizer: Optimizer, log: _Log) -> None:
+        """Look after steps of one of the window's optimizers.
+
+        ``log`` gets what ends it, before it begins. Gradients that are still scaled come to a scale of one then, as
+        whoever goes on without castwise reads them.
+        """
+        self._follow(optimizer, log)
+        for base in inside(optimizer):
+            if _torch.has_step_hooks(base):
+                self._around[id(base)] = weakref.ref(optimizer)
+                log(functools.partial(self._leave, id(base)))
+                self._follow(base, log)
+
+    def _leave(self, key: int) -> None:
+        self._around.pop(key, None)
+
+    def _follow(self, optimizer: Optimizer, log: _Log) -> None:
+        alive, key = weakref.ref(optimizer), id(optimizer)
+
+        def end() -> None:
+            target = alive()
+            if target is not None:
+                _torch.remove_hooks(target, self._before_step, self._after_step)
+            self._looked_after.discard(key)
+            if target is not None and self._window.scales:
+                _scaling.pop(target, None)
+                self._window.let_go(target)
+
+        log(end)
+        if self._window.scales:
+            _scaling[optimizer] = self._window
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _owner(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer that was prepared: this one, or that around it."""
+        around = self._around.get(id(optimizer), lambda: None)()
+        return optimizer if around is None else around
+
+    def refuse_strangers(self, log: _Log) -> None:
+        """See that no optimizer from elsewhere steps on gradients that hold the loss scale.
+
+        ``log`` gets what ends it, before it begins, and brings gradients that nobody stepped on to a scale of one.
+        """
+        alive, known = weakref.ref(self._window), self._around
+
+        def look(optimizer: Optimizer) -> None:
+            window = alive()
+            if window is None or window.stepping or id(optimizer) in known:
+                return
+            if window.scales_strange(optimizer):
+                raise StateError(
+                    f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, which came from amp.backward, and "
+                    "this optimizer was not prepared, so that its update would be too large by the scale. Call "
+                    "amp.prepare(model, optimizer) with it before training, then amp.step(optimizer)"
+                )
+
+        def end() -> None:
+            _torch.forget_every_step(look)
+            self._window.let_go()
+
+        log(end)
+        _torch.watch_every_step(look)
+
+    def see_clearing(self, log: _Log) -> None:
+        """Hear of each ``zero_grad``, whoever calls it, which ends what the window knows of gradients.
+
+        ``log`` gets what ends it, before it begins.
+        """
+
+        def look(by: Any) -> None:
+            window = alive()
+            if window is not None:
+                window.cleared(by)
+
+        def end(_: object = None) -> None:
+            _torch.clearing.remove(look)
+
+        alive = weakref.ref(self._window, end)
+        log(end)
+        _torch.clearing.add(look)
+
+    # --- hooks around a step ----------------------------------------------------------------------------------
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
+        owner = self._owner(optimizer)
+        if id(owner) in self._stepping:
+            return None
+        self._unhide(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._guard(owner, optimizer)
+            return None
+
+        def evaluate() -> Any:
+            value = closure()
+            self._guard(owner, optimizer)
+            return value
+
+        if len(args) > 1:
+            return (args[0], evaluate, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluate}
+
+    def _guard(self, optimizer: Optimizer, by: Optimizer) -> None:
+        """Look at the gradients of a prepared optimizer that steps ``by`` itself, or by one inside it."""
+        window, scaler, key, unscaled = self._window, self._window.scaler, id(optimizer), False
+        if window.scales:
+            if window.is_scaled(optimizer) and gradients.move(optimizer):
+                if window.were_replaced(optimizer):
+                    raise StateError(
+                        f"{type(by).__name__}.step(): its gradients replaced those that amp.backward left, which had the loss "
+                        "scale in them, and no zero_grad() came in between: what is made of scaled gradients is too large by the "
+                        "scale. Call amp.unscale_(optimizer) right after amp.backward(loss), before whatever replaces them, then "
+                        "amp.step(optimizer). Where they are gradients of your own, call optimizer.zero_grad() before you set them"
+                    )
+                raise StateError(
+                    f"{type(by).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
+                    "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
+                )
+            if window.were_cleared(optimizer):
+                raise StateError(
+                    f"{type(by).__name__}.step(): its gradients are as large as those that zero_grad() has cleared since the last step, "
+                    "and point where these pointed, which had the loss scale in them: what is made of copies of scaled gradients is too "
+                    "large by the scale. Call amp.unscale_(optimizer) after each amp.backward(loss) and before gradients are copied, or "
+                    "compute them by amp.grad(loss, params), which returns them without the scale. Gradients that are right "
+                    "nevertheless are stepped once they are cleared and set again"
+                )
+            if not window.used and gradients.move(optimizer):
+                if not _torch.called_by_a_scaler():
+                    raise StateError(
+                        f"{type(by).__name__}.step(): the plan has a loss scale, and no loss was ever scaled, so that small "
+                        "gradients are lost: whoever calls backward here knows nothing of the plan. In a loop of your own call "
+                        "amp.backward(loss), then amp.step(optimizer); for Accelerate and the Trainer of transformers use "
+                        "castwise.integrations.huggingface; where losses are scaled elsewhere, a plan with +loss_scale=none"
+                    )
+                window.used = True
+            scaler.asked = False
+            scaler.scale_tensor()
+            # gradients from amp.grad have been through the scale too, which is to fall where they are not finite
+            unscaled = key in scaler.optimizer_states or window.differentiated
+            scaler.note_unscaled(optimizer)
+            flags = scaler.optimizer_states[key]["found_inf_per_device"]
+            if unscaled:
+                scaler.optimizer_states[key]["stage"] = OptState.STEPPED
+                window.settled, window.stepped = False, True
+            else:
+                scaler.forget(optimizer)
+        elif isinstance(scaler, StepGuard):
+            unscaled, flags = True, scaler.look(optimizer)
+            scaler.forget(optimizer)
+        else:
+            return
+        window.no_look_at_step(optimizer)
+        bad = read_on_host(flags.values())
+        if bad is None and not _torch.takes_flag(by):
+            bad = any(flag.item() for flag in flags.values())
+        window.skips += bool(bad)
+        if bad:
+            window.buffers.put_back()
+        if bad is not None:
+            window.buffers.end_window(optimizer)
+        if unscaled:
+            scaler.note_outcome(optimizer, bad)
+        if bad is None:
+            hand_over(by, gradients.largest([*flags.values()], scaler.scale_tensor().device))
+            self._look_after(by)
+            window.count(StepResult(list(flags.values()), send=False))
+            window.buffers.end_window(optimizer)
+        elif bad:
+            params = [p for group in by.param_groups for p in group["params"] if p.grad is not None]
+            window.hidden[id(by)] = [(parameter, parameter.grad) for parameter in params]
+            window.settled = False
+            self._look_after(by)
+            for parameter in params:
+                parameter.grad = None
+
+    def _look_after(self, optimizer: Optimizer) -> None:
+        """Put things back when the step that is about to be made has ended."""
+        if id(optimizer) not in self._looked_after:
+            optimizer.register_step_post_hook(self._after_step)
+            self._looked_after.add(id(optimizer))
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if id(self._owner(optimizer)) not in self._stepping:
+            self._unhide(optimizer)
+            take_back(optimizer)
+
+    def _unhide(self, optimizer: Optimizer) -> None:
+        for parameter, grad in self._window.hidden.pop(id(optimizer), ()):
+            if parameter.grad is None:
+                parameter.grad = grad
+
+
+def inside(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that an optimizer keeps, at any depth, and that update parameters of its own: SAM's, for example."""
+    own, found = set(map(id, gradients.stored(optimizer))), [optimizer]
+    for outer in found:
+        found += [
+            each
+            for each in vars(outer).values()
+            if isinstance(each, Optimizer)
+            and all(each is not known for known in found)
+            and not own.isdisjoint(map(id, gradients.stored(each)))
+        ]
+    return found[1:]
+
+
+_torch.never_trace(Watch._before_step)

@@ -1,0 +1,1007 @@
+"""The session; see the package."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise.core import _torch, masters
+from castwise.core.casting import autocast, default_device_type, frames
+from castwise.core.casting.backward import mark_boundary
+from castwise.core.model import borders
+from castwise.core.model.arrival import check_widen
+from castwise.core.model.resolve import Resolution, resolve
+from castwise.core.model.stored import forget_formats, note_formats
+from castwise.core.parallel import fsdp, wrappers
+from castwise.core.plans.formats import LOW_DTYPES
+from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.plans.text import shown
+from castwise.core.ranks import Agreement, Ranks
+from castwise.core.ranks.plans import check_same_plan
+from castwise.core.scaler import Buffers, GradScaler, StepResult, Watch, Window, gradients
+from castwise.core.session import process, scaled, storage
+from castwise.core.session.apply import apply, apply_late
+from castwise.core.session.canary import check_torch
+from castwise.core.session.checks import (
+    check_apart,
+    check_arrival,
+    check_change,
+    check_group,
+    check_in_backward,
+    check_late,
+    check_masters,
+    check_model,
+    check_norm,
+    check_optimizer,
+    check_uncompiled,
+    watch_formats,
+)
+from castwise.core.session.dropped import DroppedUpdates
+from castwise.core.session.guard import give_late_masters, scaler_for
+from castwise.core.session.members import Members
+from castwise.core.session.scaled import check_loss
+from castwise.core.session.summary import say_restored, summarise
+from castwise.core.session.undo import UndoLog
+from castwise.core.session.wrapping import Wrapping
+from castwise.errors import CheckpointError, PlanError, StateError
+
+_prepared: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
+_M = TypeVar("_M", bound=nn.Module)
+_O = TypeVar("_O", bound=Optimizer)
+
+
+class _Prepare(NamedTuple):
+    """A call of :meth:`Amp.prepare`, to be made again; it holds nothing."""
+
+    model: weakref.ref[nn.Module]
+    optimizers: tuple[weakref.ref[Optimizer], ...]
+    how: _HowPrepared
+
+
+class _HowPrepared(TypedDict, total=False):
+    """The options of :meth:`Amp.prepare`, for its overloads."""
+
+    methods: Sequence[str]
+    inference: bool
+    part: bool
+    widen: bool | str
+
+
+class Amp(masters.OfThisProcess):
+    """A precision plan, applied to models and optimizers of any training loop.
+
+    Args:
+        plan: A :class:`~castwise.Plan`, a preset name, or the path of a plan file.
+        device: Where the model runs, as torch takes it; by default the accelerator at hand, else the CPU.
+        group: Process group whose ranks act together: they have one plan, and agree on skipping a step and on norms
+            where their gradients can differ. By default all ranks; ``castwise.ranks.ALONE`` is this process by itself.
+        nonfinite: What becomes of a step whose gradients hold an infinity or a NaN, under every plan. ``"skip"``: it is
+            passed over, and counted. ``"raise"``: it is an error before anything has changed, at once under a plan
+            without a loss scale, and under one with a scale when no smaller one is left to try. ``"allow"``: nobody
+            looks; not for plans with a loss scale, which finds its size by skipping.
+        patience: Skipped steps in a row before an error names the parameters; under a dynamic loss scale those count
+            that its floor ends.
+
+    Used as a context manager, or closed with :meth:`close`, it leaves models, operators and process-wide settings
+    as it found them.
+
+    Raises:
+        PlanError: A plan that does not exist or cannot be.
+        DeviceError: A device that is not there or lacks a format of the plan.
+    """
+
+    scaler: GradScaler
+    """The plan's loss scale; under a plan without one a scaler that multiplies nothing and guards the steps."""
+
+    def __init__(
+        self,
+        plan: Plan | str | os.PathLike[str] | torch.dtype,
+        *,
+        device: torch.device | str | None = None,
+        group: Any = None,
+        nonfinite: str = "skip",
+        patience: int = 10,
+    ) -> None:
+        check_torch()
+        check_group(group)
+        self._members = members = Members()
+        self._agreement = Agreement(group, members.updated)
+        self._wrapping = Wrapping(members, self._agreement)
+        self._buffers = Buffers()
+        chosen = as_plan(plan)
+        self.device_type = process.device_type_of(device) if device is not None else default_device_type()
+        process.check_device(chosen, self.device_type)
+        self._guard = nonfinite, patience
+        self._prepares: list[_Prepare] = []
+        self._collected = weakref.finalize(self, int)
+        self._begin(chosen)
+        self._listeners: list[Callable[[Sequence[Optimizer], StepResult], object]] = []
+        self._on_loss: list[Callable[[torch.Tensor, str], object]] = []
+        self._undo = UndoLog()
+
+    def _begin(self, plan: Plan) -> None:
+        """All that a plan decides before anything is prepared by it."""
+        members = self._members
+        self.plan = plan
+        self.scaler = scaler_for(plan, self.device_type, self._agreement.agree, *self._guard)
+        self.scaler.param_names = members.names
+        self.scaler.admit = functools.partial(give_late_masters, plan)
+        # what lives in a session does not hold it
+        self._window = Window(self.scaler, lambda: members.optimizers, members.strays, self._buffers)
+        self._window.ranks_differ, self._agreement.window = self._agreement.can_differ, self._window
+        self._watch = Watch(self._window)
+        self._claim = process.Claim(plan, self.device_type)
+        self._collected.detach()  # of the claim before
+        self._collected = weakref.finalize(self, self._claim.close_collected)
+        self._collected.atexit = False
+        self._dropped = DroppedUpdates()
+        self._met = False
+        self._block: autocast | None = None
+        self._root: borders.Border | None = None
+
+    @staticmethod
+    def of(model: nn.Module) -> Amp | None:
+        """The session that has prepared a model, or None. It lives as long as the model does."""
+        return _prepared.get(_torch.without_compiler(model))
+
+    # --- preparing ----------------------------------------------------------------------------------------
+
+    @overload
+    def prepare(self, model: _M, **how: Unpack[_HowPrepared]) -> _M: ...
+    @overload
+    def prepare(self, model: _M, optimizer: _O, /, **how: Unpack[_HowPrepared]) -> tuple[_M, _O]: ...
+    @overload
+    def prepare(
+        self, model: _M, first: _O, second: Optimizer, /, *others: Optimizer, **how: Unpack[_HowPrepared]
+    ) -> tuple[Any, ...]: ...
+    def prepare(
+        self,
+        model: nn.Module,
+        *optimizers: Optimizer,
+        methods: Sequence[str] = (),
+        inference: bool = False,
+        part: bool = False,
+        widen: bool | str = False,
+    ) -> Any:
+        """Make a model run by the plan, and optimizers update it by the plan.
+
+        Works in place, by hooks: the same objects come back, and references to parameters stay good. Prepare before
+        ``torch.compile`` and before DistributedDataParallel, after FSDP2's ``fully_shard`` and tensor parallelism's
+        ``parallelize_module``; of a pipeline prepare each stage. Under a plan that compiles this compiles the model, in place. Where torch.distributed is initialised, all ranks make
+        the first call with an optimizer (or ``part=True``) together, and their plans are compared.
+
+        Args:
+            model: In any state of training, on its device.
+            optimizers: Those that update it. Several models are prepared by several calls, each with the optimizers
+                that update it; one that updates several models is given with each. One that is made later is given then, with the
+                model again, unless the plan stores parameters low.
+            methods: Methods other than ``forward`` that are called from outside, to run by the plan too.
+            inference: Cast weights once instead of at every call, and keep no masters: for a model that is not
+                trained any more. Norm layers keep their weights.
+            part: The model is one stage of a pipeline: regions of the plan that match nothing in it are those of other
+                stages. :meth:`pipeline` sees to it that each matches somewhere.
+            widen: Of a model that arrives in bf16 or fp16, store in fp32 what the plan does not store low: True for trained
+                parameters and the buffers beside them, ``"all"`` for frozen parameters too. Exact and in place, so that
+                optimizers stay good; their state follows. ``close`` stores it as it was again, rounded.
+
+        Returns:
+            ``model`` alone where no optimizer was given, else ``(model, *optimizers)``.
+
+        Raises:
+            PatternError: A region of the plan that does not fit the model.
+            PlanError: Trained parameters that arrive low under a plan that stores them in fp32, without ``widen``; a
+                ``widen`` that is none, or has nothing to do under the plan; ranks with different plans.
+            StateError: A wrong order of wrapping, or something prepared twice.
+        """
+        check_widen("prepare", widen)
+        how: _HowPrepared = {"methods": methods, "inference": inference, "part": part, "widen": widen}
+        self._prepare(model, optimizers, how, wrapped=False)
+        return (model, *optimizers) if optimizers else model
+
+    def _prepare(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        how: _HowPrepared,
+        *,
+        wrapped: bool,
+        kept: storage.Kept | None = None,
+    ) -> None:
+        methods, inference, part, widen = how["methods"], how["inference"], how["part"], how["widen"]
+        if kept is not None and not self.plan.stores_low:
+            widen = widen or kept.trains(model)  # masters have been fp32, which the parameters become
+        late = [optimizer for optimizer in optimizers if not self._members.holds(optimizer)]
+        if late and not (inference or self.plan.stores_low) and self._has(model):
+            self._join(_torch.without_compiler(model), late, part)
+            self._note_prepared(_torch.without_compiler(model), late, how)
+            return
+        # A stage of a pipeline may have no optimizer.
+        meets = not inference and bool(optimizers or part) and self._will_meet
+        with self._together(meets):
+            target = check_model(model, self.device_type, wrapped=wrapped)
+            check_uncompiled(model, self.plan)
+            check_uncompiled(target, self.plan)
+            owner = _prepared.get(target)
+            if owner is not None:
+                raise StateError(
+                    f"prepare: this {type(target).__name__} is already prepared, by "
+                    f"{'this Amp' if owner is self else repr(owner)}; close() that Amp first (castwise.Amp.of(model) finds it)"
+                )
+            if inference and optimizers:
+                raise StateError(
+                    "prepare(inference=True) takes no optimizer: weights are cast once and have no masters"
+                )
+            for optimizer in optimizers:
+                check_optimizer(optimizer, target, self.plan)
+                self._watch.check_alone(optimizer)
+            if not inference:
+                check_in_backward(target, optimizers, self.plan)
+            check_masters(target, optimizers, self._members)
+            if self.scaler.is_enabled():
+                check_apart(target, [*self._members.optimizers, *optimizers])
+            borders.check_methods(target, methods)
+            resolution = self.resolve(target, part=part, inference=inference, widen=widen)
+            check_arrival(target, resolution, widen, again=kept is not None)
+            fsdp.check_groups(resolution, target)
+            dtypes = storage.dtypes_of(resolution, target)
+            fsdp.check_shards(target, dtypes)
+            storage.check_range(target, dtypes)
+        arrived = storage.low_dtypes(target)
+        with self._undo.transaction() as log, self._together(meets):
+            if not self._claim.held:
+                log.callback(self._claim.close)
+                self._claim.take()
+            root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
+            if self.scaler.works and not inference:
+                copies = self._buffers.follow(target)
+                root.watch(target, copies.begin, copies.take, copies.forget_unused)
+            if not self._members.models:
+                if self.scaler.is_enabled():
+                    self._watch.refuse_strangers(log.callback)
+                self._watch.see_clearing(log.callback)
+                scaled.watch(log.callback)
+            self._take_in(optimizers, log)
+            log.on(target, self._members.remove)
+            self._members.add(target, root)
+            log.on(target, _prepared.pop, None)
+            _prepared[target] = self
+            log.on(target, self._members.arrived.pop, None)
+            self._members.arrived[target] = arrived
+            wrappers.on_ddp(_meet_ddp)
+            wrappers.on_fsdp1(_meet_fsdp1)
+            wrappers.on_join_end(_end_join)
+            self._wrapping.note(target, resolution.plan)
+            log.on(self, setattr, "_root", self._root)
+            self._root = self._root or root
+            log.on(target, forget_formats)
+            note_formats(target)
+        if inference or not self.plan.keeps_masters:
+            storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
+        trained = None if inference else next((p for p in target.parameters() if p.requires_grad), None)
+        root.first = None if trained is None else (weakref.ref(trained), trained.dtype)
+        self._met = self._met or meets
+        self._note_prepared(target, optimizers, how)
+
+    @property
+    def _will_meet(self) -> bool:
+        """Whether ranks have to come together: at the first model of each that is trained, whatever some have prepared before."""
+        return not self._met and self._agreement.ranks.size > 1
+
+    @contextlib.contextmanager
+    def _together(self, meets: bool) -> Iterator[None]:
+        """Where ranks meet: all of them have one plan and get through the block, or all raise, and none waits for another."""
+        try:
+            yield
+        except Exception as error:
+            if meets:
+                check_same_plan(self.plan, self._agreement.ranks, error)
+            raise
+        if meets:
+            check_same_plan(self.plan, self._agreement.ranks)
+
+    def _note_prepared(self, model: nn.Module, optimizers: Sequence[Optimizer], how: _HowPrepared) -> None:
+        self._prepares.append(_Prepare(weakref.ref(model), tuple(map(weakref.ref, optimizers)), how))
+
+    def change(self, plan: Plan | str | os.PathLike[str] | torch.dtype) -> None:
+        """Go on under another plan: what was prepared is prepared by it, between two steps of a training.
+
+        Weights, optimizer state and, where both plans have the same rule for it, the loss scale stay; gradients are better cleared
+        before. The session's ``scaler`` is another one afterwards. Where it fails all is as it was. All ranks call it together.
+
+        Args:
+            plan: As for the session itself.
+
+        Raises:
+            PlanError: A plan that does not exist or does not fit the model; see :meth:`prepare`.
+            DeviceError: The device cannot run it.
+            StateError: A model that has run compiled; or, where one of the plans stores parameters low, one that is cut into
+                shards or in DistributedDataParallel.
+        """
+        chosen = as_plan(plan)
+        process.check_device(chosen, self.device_type)
+        for model in self._members.models:
+            check_change(model, self.plan, chosen)
+        before, state, skips = self.plan, self.state_dict(), self.skipped_steps
+        calls = [*self._prepares]
+        kept = storage.Kept.of(self._members.arrived.values(), self._members.optimizers)
+        try:
+            self._prepare_again(chosen, calls, kept)
+        except BaseException as error:
+            try:
+                self._prepare_again(before, calls, kept)
+            except BaseException as other:
+                error.add_note(f"Going back to the plan {before} failed as well: {other!r}")
+            raise
+        finally:
+            kept.settle()
+            if self._members.models:
+                if self.plan.loss_scale == before.loss_scale:
+                    self.load_state_dict(state)
+                self._window.skips = skips
+
+    def _prepare_again(self, plan: Plan, calls: Sequence[_Prepare], kept: storage.Kept) -> None:
+        self.close()
+        self._begin(plan)
+        kept.put_back()
+        for call in calls:
+            model, optimizers = (
+                call.model(),
+                [alive for ref in call.optimizers if (alive := ref()) is not None],
+            )
+            if model is not None:
+                ddp = wrappers.ddp_around(model)
+                self._prepare(model, optimizers, call.how, wrapped=ddp is not None, kept=kept)
+                if ddp is not None:
+                    _meet_ddp(ddp, ddp.get_submodule("module"))
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether this session has prepared an optimizer, this very object, and has not been closed since."""
+        return self._members.holds(optimizer)
+
+    def _has(self, model: Any) -> bool:
+        return isinstance(model, nn.Module) and Amp.of(model) is self
+
+    def _join(self, model: nn.Module, optimizers: Sequence[Optimizer], part: bool) -> None:
+        """Take in optimizers that were made after their model was prepared."""
+        meets = self._will_meet
+        with self._together(meets):
+            for optimizer in optimizers:
+                check_optimizer(optimizer, model, self.plan)
+                self._watch.check_alone(optimizer)
+            check_late(model, optimizers, self.resolve(model, part=part))
+            if self.scaler.is_enabled():
+                check_apart(model, [*self._members.optimizers, *optimizers])
+        with self._undo.transaction() as log, self._together(meets):
+            apply_late(model, optimizers, self.plan, log)
+            self._take_in(optimizers, log)
+        self._met = self._met or meets
+
+    def _take_in(self, optimizers: Sequence[Optimizer], log: UndoLog) -> None:
+        for optimizer in optimizers:
+            if not self._members.holds(optimizer):
+                log.on(optimizer, self._members.remove_optimizer)
+                self._members.add_optimizer(optimizer)
+                if _torch.has_step_hooks(optimizer):
+                    self._watch.follow(optimizer, log.callback)
+                    watch_formats(optimizer, self.plan, self._members.names, log.callback)
+                    if not self.plan.keeps_masters:
+                        log.on(optimizer, _torch.remove_hooks, masters.forget_loaded)
+                        optimizer.register_load_state_dict_post_hook(masters.forget_loaded)
+                    if self.plan.master == "none":
+                        self._dropped.follow(optimizer, log.callback)
+
+    def resolve(
+        self, model: nn.Module, *, part: bool = False, inference: bool = False, widen: bool | str = False
+    ) -> Resolution:
+        """What the plan makes of a model, without changing it: ``print(amp.resolve(model))``.
+
+        Args:
+            model: In any state.
+            part: As for :meth:`prepare`.
+            inference: As for :meth:`prepare`.
+            widen: As for :meth:`prepare`.
+
+        Returns:
+            The format of each module, the dtype of each tensor that changes, and the borders.
+
+        Raises:
+            PatternError: A region of the plan that does not fit the model.
+        """
+        check_widen("resolve", widen)
+        return resolve(self.plan, model, self.device_type, part=part, inference=inference, widen=widen)
+
+    def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> autocast:
+        """The plan's casting as a block, for code outside a prepared module: a loss, a function.
+
+        Args:
+            enabled: False for an fp32 island.
+            cache_enabled: As in :class:`castwise.autocast`.
+        """
+        if enabled and cache_enabled is None:
+            if self._block is None:
+                self._block = autocast(self.plan, device_type=self.device_type)
+            return self._block
+        return autocast(self.plan, enabled=enabled, cache_enabled=cache_enabled, device_type=self.device_type)
+
+    # --- losses -------------------------------------------------------------------------------------------
+
+    def scale(self, loss: torch.Tensor, name: str = "loss") -> torch.Tensor:
+        """Multiply a loss by its scale, for a ``backward()`` of one's own. Opens the next window after a step.
+
+        Args:
+            loss: Scalar, any floating dtype; low formats are scaled in fp32.
+            name: Whose scale.
+
+        Returns:
+            The scaled loss; the loss itself under a plan without a loss scale.
+
+        Raises:
+            PlanError: A loss that is no tensor, or complex.
+            StateError: A loss that has been scaled already.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise PlanError(
+                f"scale: the loss is a {type(loss).__name__}; a tensor is needed. Add several losses up, or scale each by itself."
+            )
+        check_loss("scale", loss)
+        self._window.buffers.backwards += 1
+        self._agreement.note_backward()
+        self._window.open(name)
+        self._wrapping.narrow()
+        for look in self._on_loss:
+            look(loss, name)
+        lent = self._window.lend(self.scaler.scale(loss, name))
+        if self.scaler.is_enabled():
+            scaled.note(lent)
+        return lent
+
+    def get_scale(self, name: str = "loss") -> float:
+        """The scale of the next loss of that name, 1.0 under a plan without one. Changes nothing; waits for the device."""
+        return self.scaler.get_scale(name)
+
+    def backward(self, loss: torch.Tensor, name: str = "loss", **kwargs: Any) -> None:
+        """Compute scaled gradients of a loss and add them to ``.grad``.
+
+        Args:
+            loss: Scalar of any floating dtype.
+            name: Losses with different names have scales of their own and may share parameters.
+            kwargs: ``retain_graph``, ``create_graph``, ``inputs`` as in ``Tensor.backward``.
+
+        Raises:
+            PlanError: A loss that is no real scalar tensor.
+            StateError: A loss that has been scaled already.
+            RuntimeError: A loss that has no graph.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise PlanError(
+                f"backward: the loss is a {type(loss).__name__}; a scalar tensor is needed. "
+                + (
+                    "Add its losses up, or give each by itself: amp.backward(losses['one'], name='one')."
+                    if isinstance(loss, Mapping)
+                    else "Leave .item() out."
+                )
+            )
+        if loss.numel() != 1:
+            raise PlanError(
+                f"backward: the loss has shape {list(loss.shape)}; a scalar is needed. Reduce it with .mean() or .sum()."
+            )
+        if torch.is_autocast_enabled(
+            self.device_type
+        ):  # formulas run in the formats that forward has left them
+            with torch.autocast(self.device_type, enabled=False):
+                return self.backward(loss, name, **kwargs)
+        check_loss("backward", loss)
+        window, scaler = self._window, self.scaler
+        window.buffers.backwards += 1
+        self._agreement.note_backward()
+        scales = window.scales
+        if scales or not window.settled:
+            window.open(name)
+        for look in self._on_loss:
+            look(loss, name)
+        root = self._root
+        if root is not None and root.follow_backward:
+            loss = mark_boundary(loss, root.frame)
+        self._wrapping.narrow()
+        window.in_backward = scales
+        scaled.running += 1
+        try:
+            if kwargs or not scaler.is_first(name):
+                scaler.backward(loss, name, params=self._members.parameters, **kwargs)
+            else:
+                _torch.backward_of_scalar(scaler.scale(loss, name))
+        except RuntimeError as error:
+            borders.explain(error, self._members.models, loss)
+            raise
+        finally:
+            scaled.running -= 1
+            window.in_backward = False
+            if scales:
+                window.fed()
+
+    def grad(
+        self,
+        loss: torch.Tensor,
+        inputs: torch.Tensor | Sequence[torch.Tensor],
+        create_graph: bool = False,
+        *,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """Unscaled gradients of a loss with respect to ``inputs``, computed through a scale: for penalties.
+
+        Args:
+            loss: Scalar.
+            inputs: What to differentiate by.
+            create_graph: Keep the graph of the gradients, for a penalty on them.
+            name: The loss whose scale is used: that which the penalty goes into, so that an overflow here makes this scale
+                fall. None: the smallest of all losses' scales.
+            kwargs: As in ``torch.autograd.grad``.
+
+        Returns:
+            One gradient per input, its dtype fp32 at least.
+
+        Raises:
+            PlanError: A loss that is complex.
+            StateError: A loss that has been scaled already.
+        """
+        if torch.is_autocast_enabled(self.device_type):
+            with torch.autocast(self.device_type, enabled=False):
+                return self.grad(loss, inputs, create_graph, name=name, **kwargs)
+        check_loss("grad", loss)
+        if self._root is not None and self._root.follow_backward:
+            loss = mark_boundary(loss, self._root.frame)
+        if not self.scaler.is_enabled():
+            grads = torch.autograd.grad(loss, inputs, create_graph=create_graph, **kwargs)
+            return tuple(map(_in_fp32, grads))
+        self._window.open(name or self.scaler.current.name, idle=True)
+        self._window.differentiated = True
+        scale = self.scaler.scale_for_grad(name)
+        grads = torch.autograd.grad(loss.float() * scale, inputs, create_graph=create_graph, **kwargs)
+        inverse = gradients.inverse(scale)
+        unscaled = tuple(g if g is None else _in_fp32(g) * inverse for g in grads)
+        if not create_graph:
+            self._window.note_returned(inputs, unscaled, name)
+        return unscaled
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's gradients by their scale, in place; done by :meth:`step` where it was not before.
+
+        Call it before anything changes gradients; the step looks once more whether they are finite.
+
+        Raises:
+            StateError: They were changed before.
+        """
+        self._window.unscale_(optimizer, by_hand=True)
+
+    def clip_grad_norm_(
+        self,
+        optimizer_or_params: Optimizer | Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+    ) -> torch.Tensor:
+        """Clip by the global norm, after unscaling.
+
+        Args:
+            optimizer_or_params: An optimizer, or parameters whose gradients are unscaled already.
+            max_norm: Largest norm.
+            norm_type: As in ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns:
+            The norm before clipping, a 0-dim tensor on the gradients' device.
+
+        Raises:
+            PlanError: A ``max_norm`` that is no norm.
+        """
+        check_norm("clip_grad_norm_", max_norm)
+        params, optimizers = self._unscaled(optimizer_or_params, look=self.scaler.is_enabled())
+        norm = self._agreement.clip(params, max_norm, norm_type)
+        if optimizers:
+            self._window.note_norm(optimizers, norm, by_hand=True)
+        return norm
+
+    def clip_grad_value_(
+        self, optimizer_or_params: Optimizer | Iterable[torch.Tensor] | torch.Tensor, clip_value: float
+    ) -> None:
+        """Clip every element to ``[-clip_value, clip_value]``, after unscaling.
+
+        Raises:
+            PlanError: A ``clip_value`` that is no number, NaN or below zero.
+        """
+        check_norm("clip_grad_value_", clip_value, "clip_value")
+        params, _ = self._unscaled(optimizer_or_params, look=True)
+        nn.utils.clip_grad_value_(params, clip_value)
+
+    def _unscaled(
+        self, of: Optimizer | Iterable[torch.Tensor] | torch.Tensor, look: bool
+    ) -> tuple[list[torch.Tensor], list[Optimizer]]:
+        """Parameters, with gradients that are unscaled if ``look``, and the optimizers that hold them."""
+        if isinstance(of, Optimizer):
+            params, optimizers = [p for group in of.param_groups for p in group["params"]], [of]
+        else:
+            params = [of] if isinstance(of, torch.Tensor) else list(of)
+            wanted = {id(masters.model_param_of(parameter)) for parameter in params}
+            optimizers = [
+                optimizer
+                for optimizer in self._members.optimizers
+                if not wanted.isdisjoint(map(id, gradients.stored(optimizer)))
+            ]
+        if look:
+            for optimizer in optimizers:
+                self._window.unscale_(optimizer, by_hand=True)
+        return params, optimizers
+
+    def step(
+        self, *optimizers: Optimizer, max_norm: float | None = None, closure: Callable[[], Any] | None = None
+    ) -> StepResult:
+        """Unscale, agree, clip, then step, or skip where a gradient is not finite.
+
+        Args:
+            optimizers: Those to step; several decide together, and clip by their joint norm.
+            max_norm: Clip the gradients to this global norm first.
+            closure: For optimizers that evaluate the loss themselves (LBFGS): clears gradients, computes the loss,
+                calls :meth:`backward` and returns the loss. Gradients are unscaled and checked at each evaluation.
+
+        Returns:
+            What became of it: whether it was skipped, and the norm before clipping.
+
+        Raises:
+            StateError: An optimizer that was not prepared or has no gradients, or gradients that were changed while they were
+                scaled, or that a step was made by already.
+            NonFiniteError: Gradients are not finite under ``nonfinite="raise"``, or ``patience`` times in a row.
+            LossScaleError: The same under a loss scale that cannot shrink any more.
+            PlanError: A ``max_norm`` that is no norm.
+        """
+        if not optimizers:
+            raise StateError("step() was given no optimizer; call amp.step(optimizer)")
+        if max_norm is not None:
+            check_norm("step", max_norm)
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise PlanError(
+                    f"step({shown(optimizer)}): a {type(optimizer).__name__} is no optimizer. Allowed: the optimizers that were prepared, "
+                    "one after the other; the largest norm has a name: amp.step(optimizer, max_norm=1.0)"
+                )
+            if not self._members.holds(optimizer):
+                raise StateError(
+                    f"step({type(optimizer).__name__}): this optimizer was not prepared by this Amp, so its parameters have neither "
+                    "masters nor a loss scale that it knows of; call amp.prepare(model, optimizer) with it before training, and give "
+                    "step the very object that was prepared"
+                )
+        if frames.thread.state.saved:
+            frames.leave_interrupted()
+        if self._wrapping.unchecked:
+            self._wrapping.check_order()
+        window = self._window
+        if closure is None:
+            if self._agreement.undecided:  # all ranks decide at their first step
+                self._agreement.can_differ()
+            window.check_step(optimizers, self._agreement.as_decided)
+        if max_norm is None and closure is None and len(optimizers) == 1:
+            result = window.step(optimizers[0])
+            frames.clear_weight_cache()
+            for listener in self._listeners:
+                listener(optimizers, result)
+            return result
+        if len(set(map(id, optimizers))) < len(optimizers):
+            names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise StateError(f"step({names}): an optimizer is given twice; give each once")
+        if closure is not None and (len(optimizers) > 1 or max_norm is not None):
+            raise StateError(
+                "step(closure=...): takes one optimizer and no max_norm; clip inside the closure"
+            )
+        norm = None
+        try:
+            if max_norm is not None:
+                norm = self._agreement.decide_and_clip(self.scaler, window, optimizers, max_norm)
+            elif closure is None:
+                self._agreement.decide(self.scaler, window, optimizers)
+            results = [window.step(optimizer, closure) for optimizer in optimizers]
+        except BaseException:
+            window.give_up(optimizers)
+            raise
+        if closure is not None:
+            attachment = masters.attachment_of(optimizers[0])
+            if attachment is not None:
+                attachment.copy_to_model()  # a step taken back restores the masters alone
+        frames.clear_weight_cache()
+        result = StepResult.join(results, norm)
+        for listener in self._listeners:
+            listener(optimizers, result)
+        return result
+
+    def listen(
+        self,
+        losses: Callable[[torch.Tensor, str], object] | None = None,
+        steps: Callable[[Sequence[Optimizer], StepResult], object] | None = None,
+    ) -> Callable[[], None]:
+        """Have functions called with every loss before its backward, and with what became of every :meth:`step`.
+
+        Args:
+            losses: Gets each loss, not scaled, and its name, when its window is open.
+            steps: Gets the optimizers, and what :meth:`step` is about to return. A step that raises has no result.
+
+        Returns:
+            What ends it.
+        """
+        # wrapped, so that each call has an entry of its own to take out
+        look = None if losses is None else functools.partial(losses)
+        listener = None if steps is None else functools.partial(steps)
+        self._on_loss += [look] if look else []
+        self._listeners += [listener] if listener else []
+
+        def end() -> None:
+            if look in self._on_loss:
+                self._on_loss.remove(look)
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return end
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped since the session was made; several optimizers that step together count one each.
+
+        Reading it waits for the device only where a fused optimizer on an accelerator decided by itself.
+        """
+        return self._window.skipped_steps
+
+    @property
+    def restored_buffers(self) -> dict[str, int]:
+        """How often a skipped step had poisoned each buffer, which then got its last finite values back.
+
+        By the buffer's path, with the model's class in front where the session has several models; those alone that were put back.
+        Reading it waits for the device as :attr:`skipped_steps` does.
+        """
+        return self._buffers.restored
+
+    @property
+    def dropped_updates(self) -> float | None:
+        """The share of updates that rounding dropped so far, where parameters are stored low without masters.
+
+        Of those that are not zero in fp32; measured at a few steps (the first, second, fourth, ... and every 64th) on pieces
+        of the parameters of this process; those steps wait for the device. What the optimizer keeps in its state (Kahan summation)
+        is not dropped, and neither is anything where it rounds at random. None under other plans, before the first step, and for an optimizer whose steps
+        cannot be made again beside it: one that evaluates the loss itself or holds more than options and state.
+        """
+        return self._dropped.share
+
+    def summary(self) -> str:
+        """What the session does and has done, for a log: plan, weights and how they arrived, steps, updates lost to rounding."""
+        said = summarise(self._members, self.plan, self._dropped)
+        steps = [f"skipped steps: {self.skipped_steps}", *say_restored(self.restored_buffers)]
+        return "\n".join([f"{self.plan} on {self.device_type}: {self.plan.summary()}", *said, *steps])
+
+    # --- several processes --------------------------------------------------------------------------------
+
+    def mp_policy(self, module: nn.Module | None = None, model: nn.Module | None = None) -> Any:
+        """The plan as a ``MixedPrecisionPolicy`` for FSDP2's ``fully_shard``.
+
+        Args:
+            module: The module to be sharded. Without ``model``, only regions by ``type:`` can decide for it.
+            model: The whole model that it is in, so that regions by path decide too.
+
+        Returns:
+            A policy whose parameters are gathered in the format that the plan stores them in and whose gradients are
+            reduced in fp32.
+        """
+        return fsdp.mp_policy(self.plan, module, model)
+
+    def fully_shard(
+        self, model: nn.Module, *, blocks: Iterable[nn.Module] = (), part: bool = False, **options: Any
+    ) -> Any:
+        """FSDP2's ``fully_shard`` by the plan: each region that needs a group of its own, each block, then the model.
+
+        Call it before the optimizer is made and before :meth:`prepare`.
+
+        Args:
+            model: The model, on its device.
+            blocks: Modules of it that are gathered and freed one at a time, such as its layers.
+            part: The model is one stage of a pipeline, as for :meth:`prepare`.
+            options: For ``fully_shard``: ``mesh``, ``reshard_after_forward`` and others.
+
+        Returns:
+            The model.
+        """
+        fsdp.shard(self.resolve(model, part=part), model, blocks, options)
+        return model
+
+    def mark_sharded(self, parameter: torch.Tensor, group: Any = None, dim: int | None = None) -> None:
+        """Declare a parameter that was cut by hand: each rank of ``group`` holds a piece of its own.
+
+        Steps are then skipped by all ranks or none, and norms are those of the whole parameter. DTensors need no
+        declaration.
+
+        Args:
+            parameter: The model's parameter.
+            group: The ranks that hold the pieces; None for all.
+            dim: Along which dimension the whole was cut, in the order of ranks. Given, a checkpoint holds the whole
+                parameter and resumes under another layout.
+
+        Raises:
+            StateError: torch.distributed is not initialised.
+        """
+        self._agreement.pieces.mark(parameter, group, dim)
+        self._agreement.look_again()
+
+    def pipeline(self, schedule: Any) -> Any:
+        """Let a schedule of ``torch.distributed.pipelining`` train by the plan.
+
+        The schedule starts its backward passes from the scaled loss and reports the loss itself; norms and skipped
+        steps are those of all stages together; stages in low formats hand their outputs on as they are, and only the
+        last one's come out in fp32.
+
+        Args:
+            schedule: Made from stages whose modules were prepared, on every rank.
+
+        Returns:
+            The same schedule.
+
+        Raises:
+            StateError: Not a schedule, or a stage whose module was not prepared.
+            PatternError: A region of the plan that matches nothing in any stage.
+        """
+        return self._wrapping.adapt(schedule, self.plan, self.scaler, self._window)
+
+    def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """Which piece of how many this rank holds of a parameter that :meth:`mark_sharded` was given without ``dim``."""
+        return self._agreement.pieces.piece(parameter)
+
+    def as_whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Values of a parameter that :meth:`mark_sharded` was given with ``dim`` as a DTensor of the whole; others as they are."""
+        return self._agreement.pieces.as_whole(parameter, values)
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The session's state: the plan, as JSON, and the loss scales. Tensors none, so it loads with ``weights_only``.
+
+        After a step the scales are those that the next loss will have; asking changes nothing.
+        """
+        return {"version": 1, "plan": self.plan.to_json(), "scaler": self.scaler.state_dict() or None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the loss scales of a saved session, of this plan or another.
+
+        A scale saved under a plan with a loss scale is taken over; where there is none to take, the plan's own
+        initial scale holds.
+
+        Raises:
+            CheckpointError: Not a state of :class:`Amp`.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != 1 or "scaler" not in state:
+            keys = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise CheckpointError(
+                f"Amp.load_state_dict: expected the keys version (1), plan and scaler of Amp.state_dict(), got: {keys}"
+            )
+        if state["scaler"]:
+            self._window.load_state_dict(state["scaler"])
+
+    def model_state_dict(self, model: nn.Module, *, as_given: bool = False) -> dict[str, torch.Tensor]:
+        """Weights of a model in fp32 under its own keys, from the masters where there are any.
+
+        A checkpoint written so loads into the model under any other plan.
+
+        Args:
+            model: Prepared, or a part of one that is.
+            as_given: Store what arrived in bf16 or fp16 in that format again, rounded once: for a checkpoint like the
+                one that the model came from. Training cannot go on from it without loss.
+        """
+        target = _torch.without_compiler(model)
+        weights = masters.fp32_state_dict(target)
+        return storage.as_arrived(weights, target, self._members.arrived.values()) if as_given else weights
+
+    def close(self) -> None:
+        """Take the plan off again: all that :meth:`prepare` has changed is as it was, and weights are what they became.
+
+        Hooks, dtypes and memory formats, masters (whose values go back into the model), fused flags, the optimizer's state
+        and process-wide settings. What an entry of the undo log fails at does not keep the others from being undone.
+        """
+        self._undo.close()
+        self._prepares.clear()
+        self._block = self._root = None
+        self._wrapping.forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Amp:
+        """A session of the same plan and loss scales that has prepared nothing: models and optimizers belong to one session."""
+        nonfinite, patience = self._guard
+        group = self._agreement.group
+        memo[id(self)] = other = Amp(
+            self.plan, device=self.device_type, group=group, nonfinite=nonfinite, patience=patience
+        )
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def __copy__(self) -> Amp:
+        return self.__deepcopy__({})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            borders.explain(error, self._members.models)  # while the weights are as they were
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Amp({str(self.plan)!r}, device={self.device_type!r})"
+
+
+class Inside:
+    """What tools that watch a training see of a session.
+
+    Args:
+        amp: The session.
+
+    Attributes:
+        members: Models and optimizers.
+        agreement: Of ranks.
+        undo: What ``close`` replays.
+    """
+
+    def __init__(self, amp: Amp) -> None:
+        self.members, self.agreement, self.undo = amp._members, amp._agreement, amp._undo
+        self._amp = amp
+
+    @property
+    def ranks(self) -> Ranks:
+        """That agree."""
+        return self.agreement.ranks
+
+    @property
+    def window(self) -> Window:
+        """Of the loss scale; another one after :meth:`Amp.change`."""
+        return self._amp._window
+
+    @property
+    def dropped(self) -> DroppedUpdates:
+        """Updates that rounding dropped, since the last :meth:`Amp.change`."""
+        return self._amp._dropped
+
+
+def _in_fp32(grad: Any) -> Any:
+    return grad.float() if isinstance(grad, torch.Tensor) and grad.dtype in LOW_DTYPES else grad
+
+
+def _sessions_in(module: nn.Module) -> list[tuple[nn.Module, Amp]]:
+    """The prepared models that have parameters of a module, and their sessions."""
+    own = set(map(id, module.parameters()))
+    return [
+        (model, amp)
+        for model, amp in list(_prepared.items())
+        if any(id(p) in own for p in model.parameters())
+    ]
+
+
+def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
+    """It takes in a prepared model, a part of one, or the parameters alone, as ``replicate`` gives it."""
+    for model, amp in _sessions_in(module):
+        amp._undo.on(model, amp._wrapping.leave_ddp)
+        amp._wrapping.join_ddp(ddp, module, model)
+
+
+def _meet_fsdp1(module: nn.Module) -> None:
+    own = set(module.modules())  # its parameters are others by now
+    if any(inner in own for model in list(_prepared) for inner in model.modules()):
+        wrappers.refuse_fsdp1("FullyShardedDataParallel", module)
+
+
+def _end_join(ddp: nn.parallel.DistributedDataParallel, rank: int) -> None:
+    """Ranks that had ended have the masters of the last, and its loss scale, or their gradients could not be averaged."""
+    for _, amp in _sessions_in(ddp):
+        amp._wrapping.share_masters(ddp, ddp.get_submodule("module"), rank)
+        state = [amp.scaler.state_dict()]
+        if state[0]:
+            torch.distributed.broadcast_object_list(state, group=ddp.process_group, group_src=rank)
+            if torch.distributed.get_rank(ddp.process_group) != rank:
+                amp._window.load_state_dict(state[0])

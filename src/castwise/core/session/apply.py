@@ -1,0 +1,186 @@
+"""Carry a resolution out, through an undo log.
+
+Whatever is changed here is an entry of the log (:class:`~castwise.core.session.undo.UndoLog`), made before the change or with it: a failure
+at any point, Ctrl-C included, replays it, and so does ``Amp.close``. The log keeps neither models nor optimizers.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise.core import _torch, masters
+from castwise.core.casting import frames, tracing
+from castwise.core.masters.sync import sync
+from castwise.core.model import borders
+from castwise.core.model.borders import Border
+from castwise.core.model.resolve import Resolution
+from castwise.core.parallel import fsdp
+from castwise.core.plans.formats import LOW_DTYPES
+from castwise.core.plans.plan import Plan
+from castwise.core.session import bypass, storage
+from castwise.core.session.fused import check_updates, fuse
+from castwise.core.session.undo import UndoLog
+from castwise.errors import StateError
+
+_kept: weakref.WeakKeyDictionary[nn.Module, list[masters.Attachment]] = weakref.WeakKeyDictionary()
+"""What has a model's masters: a model whose optimizer is gone gets their values back all the same."""
+_late: weakref.WeakKeyDictionary[
+    nn.Module, tuple[list[weakref.ref[Optimizer]], list[weakref.ref[nn.Parameter]]]
+] = weakref.WeakKeyDictionary()
+"""The optimizers that came after their model, and the parameters that were stored otherwise: state follows, here and back."""
+
+
+def apply(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    resolution: Resolution,
+    dtypes: Mapping[torch.Tensor, torch.dtype],
+    device_type: str,
+    methods: Sequence[str],
+    inference: bool,
+    log: UndoLog,
+) -> Border:
+    """Put borders on a model, store its tensors, give its optimizers masters and fused kernels, and compile it.
+
+    Model, optimizers and ``methods`` have been checked, and ``dtypes`` has the tensors that are to be stored
+    otherwise. Under ``inference`` nothing is trained. The log gets what undoes each change.
+
+    Returns:
+        The border around the model.
+    """
+    plan = resolution.plan
+    alive = weakref.ref(model)
+    masters.make_pickles_plain()
+    _torch.before_scripting(borders.refuse_scripting)
+    # a copy of a prepared model brings the original's borders along
+    borders.strip(model, log.callback)
+    tracing.get_ready_for_compile()
+    _torch.forget_compiled(model)
+    root = borders.install(model, resolution, device_type, methods, sync, log.callback)
+    if not inference:
+        bypass.watch(model, resolution, log.callback)
+    restrided = optimizers if plan.memory_format == "channels_last" else ()
+    for optimizer in restrided:
+        log.on(optimizer, masters.restride_state)
+    changed = [
+        weakref.ref(parameter)
+        for parameter in model.parameters()
+        if parameter in dtypes
+        and not (plan.keeps_masters and parameter.requires_grad and dtypes[parameter] in LOW_DTYPES)
+    ]
+    # under masters state is fp32, and follows what arrived low back there
+    arrived = [weakref.ref(p) for p in model.parameters() if plan.keeps_masters and masters.is_low(p)]
+    log.callback(storage.put_back_state, log.kept)
+    for optimizer in optimizers:
+        log.kept += storage.state_of(optimizer, [*changed, *arrived])
+        log.on(optimizer, storage.follow_state, [*changed, *arrived])
+    _late[model] = [], changed
+    log.callback(_follow_late, _late[model][0], [*changed, *arrived])
+    newcomers = storage.Newcomers(model, dtypes)
+    storage.store(model, plan, dtypes, log)
+    if dtypes:
+        log.on(model, newcomers.restore, [weakref.ref(optimizer) for optimizer in optimizers])
+    for optimizer in optimizers:
+        storage.follow_state(optimizer, changed)
+    for optimizer in restrided:
+        masters.restride_state(optimizer)
+    log.callback(_detach, alive, [weakref.ref(optimizer) for optimizer in optimizers])
+    for optimizer in optimizers:
+        if plan.keeps_masters:
+            _kept.setdefault(model, []).append(masters.attach(optimizer, model))
+        if plan.optimizer == "fused":
+            fuse(optimizer, log.callback)
+        check_updates(optimizer)
+    if not inference:
+        fsdp.follow_unfreezing(model, plan, log.callback)
+    if dtypes and not (plan.keeps_masters and optimizers):
+        # what is remembered is loaded too; attaching sees to it elsewhere
+        masters.install_hooks(model, log.callback)
+    if plan.keeps_masters and (dtypes or arrived):
+        refuse = functools.partial(_refuse_stranger, alive)
+        log.callback(_torch.forget_every_step, refuse)
+        _torch.watch_every_step(refuse)
+    if plan.params == "fp32" and not (plan.keeps_masters or inference):
+        both = model.named_parameters()
+        frozen = [(name, weakref.ref(p)) for name, p in both if masters.is_low(p) and not p.requires_grad]
+        if frozen:
+            refuse = functools.partial(_refuse_unfrozen, type(model).__name__, frozen)
+            log.callback(_torch.forget_every_step, refuse)
+            _torch.watch_every_step(refuse)
+    if plan.compile != "as_given":
+        log.on(model, _torch.leave_uncompiled, root)
+        _torch.guard_calls(model, root, frames.depth, frames.unwind, plan.compile)
+    return root
+
+
+def apply_late(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, log: UndoLog) -> None:
+    """Have optimizers step by the plan of a model that was prepared before them and stores no parameter low."""
+    late, changed = _late[model]
+    log.callback(storage.put_back_state, log.kept)
+    for optimizer in optimizers:
+        log.kept += storage.state_of(optimizer, changed)
+        late.append(weakref.ref(optimizer))
+        storage.follow_state(optimizer, changed)
+        if plan.memory_format == "channels_last":
+            log.on(optimizer, masters.restride_state)
+            masters.restride_state(optimizer)
+        if plan.optimizer == "fused":
+            fuse(optimizer, log.callback)
+        check_updates(optimizer)
+
+
+def _follow_late(
+    optimizers: Iterable[weakref.ref[Optimizer]], params: Sequence[weakref.ref[nn.Parameter]]
+) -> None:
+    for optimizer in optimizers:
+        alive = optimizer()
+        if alive is not None:
+            storage.follow_state(alive, params)
+
+
+def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
+    """The masters' values become the model's; what other models have in the same optimizers stays."""
+    model = reference()
+    found = [] if model is None else list(_kept.get(model, ()))
+    alive = [optimizer for ref in optimizers if (optimizer := ref()) is not None]
+    for attachment in dict.fromkeys([*found, *map(masters.attachment_of, alive)]):
+        if attachment is not None:
+            attachment.leave(model)
+    if model is not None:
+        _kept.pop(model, None)
+
+
+def _refuse_unfrozen(
+    kind: str, frozen: Iterable[tuple[str, weakref.ref[nn.Parameter]]], optimizer: Optimizer
+) -> None:
+    """At any optimizer's step: what was frozen in a low format when it was prepared is not trained in it unseen."""
+    trained = [(name, p) for name, ref in frozen if (p := ref()) is not None and p.requires_grad]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]} if trained else set()
+    for name, parameter in trained:
+        if masters.is_low(parameter) and parameter.grad is not None and id(parameter) in held:
+            raise StateError(
+                f"{type(optimizer).__name__}.step(): {name} of {kind} was frozen when it was prepared, stays in "
+                f"{str(parameter.dtype).removeprefix('torch.')} as it arrived, and is trained now: its updates would be rounded away. "
+                "Unfreeze it before prepare(..., widen=True), or store frozen parameters in fp32 too: prepare(..., widen='all')."
+            )
+
+
+def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer) -> None:
+    """At any optimizer's step: one that never got masters must not update what is stored low to have them."""
+    model = reference()
+    if model is None or masters.attachment_of(optimizer) is not None:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in held and masters.is_low(parameter) and parameter.grad is not None:
+            raise StateError(
+                f"{type(optimizer).__name__}.step(): {name} of {type(model).__name__} is stored in "
+                f"{str(parameter.dtype).removeprefix('torch.')} by a plan whose fp32 masters live in the optimizer, and this one has "
+                "none: updates would be rounded away. Prepare both: amp.prepare(model, optimizer)."
+            )

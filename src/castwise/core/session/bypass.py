@@ -1,0 +1,261 @@
+"""Notice a prepared model that is trained without having run by its plan.
+
+A border is a pair of hooks, and torch runs hooks where a module is called: not for ``model.forward(x)``, nor for a model that
+is a container whose parts are called one by one. Operators then run in fp32, whatever the plan says. So the first backward
+passes are looked at: where one reaches parameters of a model, what used them must have been recorded inside of the model's
+border. What was computed from them in the plan's format, inside a block of autocast for example, is right too, and so is what
+no plan would cast: it takes a product to complain, of torch's own and with something else than the weight itself. A weight
+that is stored low needs no cast in such a block, so that nothing is said of it once there was one. Of compiled code nothing can be told. Once a backward has shown that the model runs by the plan, nobody looks any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise.core import _torch
+from castwise.core.casting import autocast, tracing
+from castwise.core.model.borders import Border, Entries, border_of
+from castwise.core.model.resolve import Resolution
+from castwise.core.plans.formats import LOW_DTYPES
+from castwise.errors import StateError
+
+_LOOKS = 64
+"""Backward passes after which a model that none of them has decided about is let be: it is not trained."""
+
+
+@dataclass(eq=False)
+class _Watched:
+    """A part of a model that computes in one format, and what is known of its calls.
+
+    Attributes:
+        model: That was prepared.
+        path: Of the module with the border.
+        entries: Of the border.
+        dtype: That the operators inside are cast to.
+        key: Of the border's frame.
+        plan: As text.
+        inner: Paths of modules inside that have borders of their own.
+        begun: The number that the next autograd node would have got when the border was put on.
+        blocks: Blocks of autocast that had been entered then.
+        entered: Whether it has ever been called in training.
+        misses: Backward passes in a row that reached it after no call.
+        looks: Backward passes left to look at.
+        say: Told of it, in place of an error.
+    """
+
+    model: weakref.ref[nn.Module]
+    path: str
+    entries: Entries
+    dtype: torch.dtype
+    key: str
+    plan: str
+    inner: frozenset[str]
+    begun: int
+    blocks: int
+    entered: bool = False
+    misses: int = 0
+    looks: int = _LOOKS
+    say: Callable[[str], object] | None = None
+
+    def own(self) -> dict[int, str]:
+        """By ``id``, the names of the parameters that the border is the nearest one of and of which a backward can tell."""
+        model = self.model()
+        if model is None:
+            return {}
+        return {
+            id(parameter): f"{path}.{name}" if path else name
+            for path, module in _inside(model.get_submodule(self.path), self.path, self.inner)
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad and (parameter.dtype not in LOW_DTYPES or self.blocks == _blocks)
+        }
+
+    def is_settled(self, nodes: Sequence[Any]) -> bool:
+        """Whether what used the parameters shows that they were used by the plan, or cannot show anything."""
+        return any(
+            self.entries.made(number := _torch.node_number(node))
+            or any(key == self.key and first <= number < last for key, first, last in tracing.graph_spans)
+            or _torch.casts_to(node, self.dtype)
+            or _torch.hides_operators(node)
+            for node in nodes
+        )
+
+    def was_passed_by(self, hides: bool) -> bool:
+        """Whether a backward that reached the parameters, by nothing inside the border, is proof enough.
+
+        It may be that of a penalty on weights, or weights may have been computed from in front of the border. So it is proof
+        where the module was never called, or not before this backward nor the last one. ``hides``: the graph has somebody's own
+        code in it, which calls the module without gradients and once more in backward, as checkpoints do.
+        """
+        if self.entries.spans or (hides and self.entries.silent):
+            self.entered, self.misses = True, 0
+            self.entries.spans.clear()
+        else:
+            self.misses += 1
+        self.entries.silent = False
+        return self.misses >= (2 if self.entered else 1)
+
+
+def _inside(module: nn.Module, path: str, without: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        if below not in without:
+            yield from _inside(child, below, without)
+
+
+_watched: list[_Watched] = []
+_undo: list[Callable[[], None]] = []
+_blocks = 0
+"""Blocks of autocast that were entered while anybody looked."""
+
+
+def _note_block(enter: Callable[..., Any]) -> Callable[..., Any]:
+    def entered(block: Any) -> Any:
+        global _blocks
+        _blocks += 1
+        return enter(block)
+
+    return entered
+
+
+_entries = [_torch.Replacement(kind, "__enter__", _note_block) for kind in (torch.autocast, autocast)]
+
+
+def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], None]], object]) -> None:
+    """Look at the first backward passes that reach a model which has got its borders.
+
+    ``log`` gets what ends it, before it begins.
+    """
+    modules = dict(model.named_modules())
+    bordered = frozenset(place.path for place in resolution.borders)
+    root = border_of(model)
+    if root is None:
+        return
+    # where the whole model computes low, regions that do not are left to speak for themselves
+    places: Mapping[str, Border] = (
+        {"": root}
+        if root.frame.enabled
+        else {path: found for path in bordered if (found := border_of(modules[path])) and found.frame.enabled}
+    )
+    new = []
+    for path, border in places.items():
+        border.entries = Entries()
+        assert border.frame.dtype is not None
+        new.append(
+            _Watched(
+                weakref.ref(model), path, border.entries, border.frame.dtype, border.key, str(resolution.plan), bordered,
+                _torch.sequence_number(), _blocks,
+            )
+        )  # fmt: skip
+
+    def end() -> None:
+        _forget(new)
+
+    log(end)
+    _watched.extend(new)
+    for entry in _entries if new else ():
+        entry.begin()
+    if _watched and not _undo:
+        _undo.append(_torch.around_backward(_look))
+
+
+def watching(model: nn.Module) -> bool:
+    """Whether backward passes are still looked at for a model."""
+    return any(watched.model() is model for watched in _watched)
+
+
+def only_tell(model: nn.Module, say: Callable[[str], object]) -> None:
+    """Have ``say`` told, once, where backward would raise an error."""
+    for watched in _watched:
+        if watched.model() is model:
+            watched.say = say
+
+
+def forget(model: nn.Module) -> None:
+    """Look no more for a model, or for none where nobody does."""
+    _forget([watched for watched in _watched if watched.model() is model])
+
+
+def _forget(done: Sequence[_Watched]) -> None:
+    for watched in done:
+        if watched in _watched:
+            _watched.remove(watched)
+        model = watched.model()
+        border = None if model is None else border_of(model.get_submodule(watched.path))
+        if border is not None and border.entries is watched.entries:
+            border.entries = None
+    if not _watched:
+        for entry in _entries:
+            entry.end()
+        if _undo:
+            _undo.pop()()
+
+
+def _look(call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the engine: before gradients are added to parameters."""
+    if kwargs.get("accumulate_grad", True) and _torch.graph_task_id() == -1:
+        wanted = {id(tensor) for tensor in args[2]} if len(args) > 2 else set()
+        _check([output for output in outputs if isinstance(output, torch.Tensor)], wanted)
+    return call(outputs, grads, *args, **kwargs)
+
+
+def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
+    """See that no model which a backward reaches was passed by.
+
+    Raises:
+        StateError: One was.
+    """
+    uses, products = {}, set()
+    leaves, hides = _torch.uses_of_leaves(outputs)
+    for leaf, nodes, multiplied in leaves:
+        uses[id(leaf)] = nodes
+        products |= {id(leaf)} if multiplied else set()
+    done = []
+    try:
+        for watched in _watched:
+            watched.looks -= 1
+            reached = {
+                key: name
+                for key, name in watched.own().items()
+                if key in uses
+                and (not wanted or key in wanted)
+                and any(_torch.node_number(node) >= watched.begun for node in uses[key])
+            }
+            nodes = [node for key in reached for node in uses[key]]
+            if (watched.model() is None or watched.looks < 0) or (nodes and watched.is_settled(nodes)):
+                done.append(watched)
+            elif not products.isdisjoint(reached) and watched.was_passed_by(hides):
+                fact = _fact(watched, next(name for key, name in reached.items() if key in products))
+                if watched.say is None:
+                    raise StateError(f"backward: {fact}{_CURE}")
+                watched.say(fact)
+                done.append(watched)
+    finally:
+        if done:
+            _forget(done)
+
+
+_CURE = (
+    "; or name the methods that are called instead of it, amp.prepare(model, optimizer, methods=('encode',)); or prepare each part "
+    "that is called, amp.prepare(part, optimizer)."
+)
+
+
+def _fact(watched: _Watched, name: str) -> str:
+    model = watched.model()
+    assert model is not None
+    module = model.get_submodule(watched.path)
+    kind, dtype = type(module).__name__, str(watched.dtype).removeprefix("torch.")
+    region = f"region {watched.path!r} ({kind}) of the prepared {type(model).__name__}"
+    call = f"model.{watched.path}" if watched.path else "model"
+    return (
+        f"the loss was computed from {name}, but the {region if watched.path else f'prepared {kind}'} was not called, so that its "
+        f"operators were not cast to {dtype} as the plan {watched.plan} says. A plan works where the module itself is called: "
+        f"call {call}(...), not {call}.forward(...) and not its parts one by one"
+    )

@@ -1,0 +1,171 @@
+"""Switch an existing optimizer to its fused kernel: one pass over the parameters instead of one per operation."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from castwise.core import _torch
+from castwise.core.masters import restride_state
+from castwise.core.plans.formats import LOW_DTYPES
+from castwise.errors import DeviceError
+
+_FUSED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, Adagrad)
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+def can_fuse(optimizer: Optimizer) -> bool:
+    """Whether torch has a fused kernel for this very class and the devices and kinds of its parameters."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    # torch has no fused Adagrad for CUDA (2.11 to 2.14)
+    devices = set(_DEVICES) - ({"cuda"} if isinstance(optimizer, Adagrad) else set())
+    return (
+        type(optimizer) in _FUSED
+        and all(
+            p.device.type in devices and p.is_floating_point() and p.layout is torch.strided
+            for p in parameters
+        )
+        and not _unfit_dtensors(optimizer)
+    )
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether it steps by its fused kernel already."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _unfit_dtensors(optimizer: Optimizer) -> bool:
+    """Whether DTensors stand in the way: torch fuses them for Adam alone, and not in a group with plain tensors."""
+    kinds = [{hasattr(p, "device_mesh") for p in group["params"]} for group in optimizer.param_groups]
+    known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return any(True in kind and (len(kind) > 1 or not known) for kind in kinds)
+
+
+def check_fused(optimizer: Optimizer) -> None:
+    """See that an optimizer has a fused kernel.
+
+    Raises:
+        DeviceError: It has none.
+    """
+    if type(optimizer) in _FUSED and _unfit_dtensors(optimizer):
+        raise DeviceError(
+            f"Plan: optimizer='fused', but torch fuses DTensors for Adam and AdamW alone, and not in one parameter group with plain "
+            f"tensors, and this {type(optimizer).__name__} has such. Give it groups of their own, or use optimizer='as_given'."
+        )
+    if not can_fuse(optimizer):
+        names = ", ".join(cls.__name__ for cls in _FUSED)
+        raise DeviceError(
+            f"Plan: optimizer='fused', but {type(optimizer).__name__} has no fused kernel here; torch has one for {names}. "
+            "Use one of these, or optimizer='as_given'."
+        )
+
+
+def check_updates(optimizer: Optimizer) -> None:
+    """See that an optimizer's kernel updates its parameters as they are stored.
+
+    torch's fused SGD leaves bf16 and fp16 parameters on a CPU as they are, but for some at the end, and says nothing. Adam's
+    usual ``eps`` of 1e-8 is zero in fp16, where an element without a gradient becomes 0 / 0; a warning says so.
+
+    Raises:
+        DeviceError: It is that one.
+    """
+    _check_eps(optimizer)
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        low = {
+            p.dtype
+            for p in group["params"]
+            if p.requires_grad and p.device.type == "cpu" and p.dtype in LOW_DTYPES
+        }
+        if group.get("fused") and low:
+            raise DeviceError(
+                f"prepare: torch's fused SGD does not update {str(low.pop()).removeprefix('torch.')} parameters on a CPU. Use optimizer='as_given' with an "
+                "SGD that is not fused, or a plan that keeps fp32 masters or parameters."
+            )
+
+
+_DIVIDE = (Adam, AdamW, Adagrad, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
+"""Those of torch that divide by a root of squared gradients in the format of the parameters, plus ``eps``."""
+
+
+def _check_eps(optimizer: Optimizer) -> None:
+    if type(optimizer) not in _DIVIDE:
+        return
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if (
+            not isinstance(eps, float)
+            or eps <= 0.0
+            or torch.tensor(eps, dtype=torch.float16, device="cpu") != 0.0
+        ):
+            continue
+        if any(p.requires_grad and p.dtype is torch.float16 for p in group["params"]):
+            warnings.warn(
+                f"prepare: eps={eps:g} of this {type(optimizer).__name__} is zero in fp16, in which its parameters and their state are "
+                "stored: weights whose gradient is zero become NaN at the first step. Set eps=1e-4, or use the plan 'fp16-master'.",
+                stacklevel=6,
+            )
+            return
+
+
+def fuse(optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> None:
+    """Use the fused kernel from the next step on, keeping all state.
+
+    State is brought into the strides of its parameter, which the fused kernels assume and do not check.
+
+    Args:
+        optimizer: Of a class that has one.
+        log: Called, before anything is changed, with what undoes it: flags of the groups, those added since included,
+            and state in the form that the optimizer's former kernel has it. The optimizer may have stepped in between,
+            and is not kept alive.
+
+    Raises:
+        DeviceError: An optimizer without a fused kernel; nothing was changed.
+    """
+    check_fused(optimizer)
+    former = [_flags(group) for group in (optimizer.defaults, *optimizer.param_groups)]
+    log(functools.partial(_unfuse, weakref.ref(optimizer), former, _torch.fused_marks(optimizer)))
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group["fused"], group["foreach"] = True, False
+    restride_state(optimizer)
+    for parameter, state in optimizer.state.items():
+        if "step" in state:
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
+    _torch.mark_fused(optimizer)
+
+
+def _flags(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("fused", "foreach") if name in group}
+
+
+def _unfuse(
+    reference: weakref.ref[Optimizer], former: list[dict[str, Any]], unmark: Callable[[], None]
+) -> None:
+    optimizer = reference()
+    if optimizer is None:
+        return
+    groups = optimizer.param_groups
+    added = [former[0]] * (len(groups) + 1 - len(former))  # groups that took the defaults
+    for group, flags in zip((optimizer.defaults, *groups), (*former, *added), strict=False):
+        for name in ("fused", "foreach"):
+            group.pop(name, None)
+        group.update(flags)
+    for group in groups:
+        if group.get("fused") or group.get("capturable"):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:  # counted on the host, as torch's other kernels have it
+                state["step"] = torch.as_tensor(state["step"], device="cpu", dtype=_step_dtype())
+    unmark()
+
+
+def _step_dtype() -> torch.dtype:
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32

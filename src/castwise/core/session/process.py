@@ -1,0 +1,403 @@
+"""Process-wide settings: the list of torch's, and what a plan claims of them and of the heap.
+
+They are global state, so what a plan wants is claimed for as long as the plan is live and restored after it; two
+live plans that want different values are an error and not a race.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from castwise.core import _torch
+from castwise.core.heap import HEAP, can_keep
+from castwise.core.plans.plan import Plan
+from castwise.core.plans.rules import DEVICE_TYPES
+from castwise.core.plans.text import shown
+from castwise.errors import DeviceError, StateError
+
+_lock = threading.RLock()  # a claim may be collected, and so closed, while its thread makes another
+
+
+class _Setting(NamedTuple):
+    """A setting that is claimed, by those of its holders that are alive: an interrupt can keep one from giving it up."""
+
+    place: _Place
+    value: str
+    before: str
+    holders: weakref.WeakSet[Claim]
+
+
+_claimed: dict[str, _Setting] = {}
+_aside: list[dict[str, _Setting]] = []
+"""What was claimed before each of the experiments that run."""
+
+
+class _Place(NamedTuple):
+    """Where a setting is."""
+
+    name: str
+    owner: Any
+    attribute: str = "fp32_precision"
+
+    def put(self, value: str) -> None:
+        setattr(self.owner, self.attribute, value)
+
+
+def _places(device_type: str, what: str) -> Iterator[_Place]:
+    """Where the settings are that a field of a plan puts in force on a device type."""
+    if what == "host_memory":
+        yield _Place(what, HEAP, what)
+        return
+    part = "matmul" if what == "fp32_matmul" else "conv"
+    if device_type == "cuda":
+        if part == "matmul":
+            yield _Place("cuda.matmul", torch.backends.cuda.matmul)
+        else:
+            yield _Place("cudnn.conv", torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    yield _Place(f"mkldnn.{part}", getattr(torch.backends.mkldnn, part))
+
+
+def device_type_of(device: Any) -> str:
+    """The type of a device, as torch takes it: a name, a ``torch.device``, a number.
+
+    Raises:
+        DeviceError: No device, or one of a type that cannot be autocast.
+    """
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            f"Amp(device={shown(device)}): torch takes it for no device here; allowed: {', '.join(DEVICE_TYPES)}, with an "
+            "index if need be, such as 'cuda:0'"
+        ) from error
+    if kind not in DEVICE_TYPES:
+        raise DeviceError(f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}")
+    return kind
+
+
+def find_device(call: str, device: Any, default: str) -> torch.device:
+    """A device that a user names, or the default, if it is there.
+
+    Raises:
+        DeviceError: It is no device, or there is none; it names the call.
+    """
+    try:
+        where = torch.device(device if device is not None else default)
+    except (RuntimeError, TypeError):
+        raise DeviceError(
+            f"{call}(device={shown(device)}): no such kind of device; use cpu, cuda, xpu or mps, with :0, :1, ... if there are more"
+        ) from None
+    if where.type != "cpu" and not _available(where.type):
+        raise DeviceError(
+            f"{call}(device={str(where)!r}): no {where.type} device is available; use device='cpu' or leave it out"
+        )
+    if where.index is not None and where.type in ("cuda", "xpu"):
+        count = getattr(torch, where.type).device_count()
+        if where.index >= count:
+            raise DeviceError(
+                f"{call}(device={str(where)!r}): there are {count}, counted from 0; use a lower number"
+            )
+    return where
+
+
+def check_device(plan: Plan, device_type: str) -> None:
+    """Refuse a plan that the device cannot run.
+
+    Raises:
+        DeviceError: Naming the field, what the device lacks and what to use instead.
+    """
+    if device_type != "cpu" and not _available(device_type):
+        raise DeviceError(
+            f"Amp(device={device_type!r}): no {device_type} device is available; use device='cpu' or leave it out"
+        )
+    for name in ("fp32_matmul", "fp32_conv"):
+        value = getattr(plan, name)
+        if value == "tf32" and not _has_tf32(device_type):
+            raise DeviceError(
+                f"Plan {plan}: {name}='tf32', but this {device_type} device has no TF32; use 'bf16' (products of bf16 parts) "
+                "where the device has it, 'ieee', or the preset fp32"
+            )
+        if value == "bf16" and device_type == "cuda":
+            raise DeviceError(f"Plan {plan}: {name}='bf16' is for CPUs; on CUDA use 'tf32' or 'ieee'")
+        if value == "bf16" and device_type == "cpu" and not _torch.cpu_has_bf16():
+            raise DeviceError(
+                f"Plan {plan}: {name}='bf16', but this CPU has no bf16 instructions; use 'ieee'"
+            )
+    if plan.host_memory == "keep" and not can_keep():
+        raise DeviceError(
+            f"Plan {plan}: host_memory='keep', but the C library of this system is not glibc, which alone can be told so; use 'as_given'"
+        )
+    if "bf16" in plan.formats and device_type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise DeviceError(
+            f"Plan {plan}: this GPU ({torch.cuda.get_device_name()}) does not compute in bf16; use an fp16 plan"
+        )
+
+
+def _available(device_type: str) -> bool:
+    if device_type == "mps":
+        return torch.backends.mps.is_available()
+    module = getattr(torch, device_type, None)
+    return module is not None and module.is_available()
+
+
+def _has_tf32(device_type: str) -> bool:
+    if device_type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+    return device_type == "cpu" and _torch.cpu_has_tf32()
+
+
+class Claim:
+    """Holds what a plan wants of the whole process in force from :meth:`take` to :meth:`close`, or none of it."""
+
+    def __init__(self, plan: Plan, device_type: str) -> None:
+        self._plan = plan
+        self._device_type = device_type
+        self._held: list[_Place] = []
+
+    @property
+    def held(self) -> bool:
+        """Whether there is anything to give up."""
+        return bool(self._held)
+
+    def take(self) -> Claim:
+        """Put the settings in force, all or none.
+
+        Raises:
+            StateError: Another live plan holds a different value.
+        """
+        try:
+            for what in ("fp32_matmul", "fp32_conv", "host_memory"):
+                value = getattr(self._plan, what)
+                if value not in ("as_is", "as_given"):
+                    for place in _places(self._device_type, what):
+                        self._take(place, value, what)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _take(self, place: _Place, value: str, what: str) -> None:
+        with _lock:
+            self._held.append(place)
+            setting = _claimed.get(place.name)
+            if setting is None or not setting.holders:
+                before = getattr(place.owner, place.attribute) if setting is None else setting.before
+                setting = _claimed[place.name] = _Setting(place, value, before, weakref.WeakSet())
+            elif setting.value != value:
+                raise StateError(
+                    f"prepare: this plan wants {what}={value!r}, but a live plan in this process set it to {setting.value!r}, and the "
+                    "setting is the whole process's. Close the other Amp first, or give both plans the same value."
+                )
+            setting.holders.add(self)
+            if _claimed.get(place.name) is setting:
+                place.put(value)
+            else:  # whoever held it last gave it up in between, in a signal handler
+                self._take(place, value, what)
+
+    def close_collected(self) -> None:
+        """:meth:`close`, for who calls it once, as a finalizer does, whose exceptions Python swallows."""
+        try:
+            self.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the settings up; the last holder restores what was there before. An interrupted call can be made again."""
+        with _lock:
+            for place in self._held:
+                for claimed in _aside:
+                    if place.name in claimed:
+                        claimed[place.name].holders.discard(self)
+                setting = _claimed.get(place.name)
+                if setting is None:
+                    continue
+                setting.holders.discard(self)
+                if not setting.holders:
+                    place.put(setting.before)
+                    del _claimed[place.name]
+            self._held.clear()
+
+
+@contextlib.contextmanager
+def claims_aside() -> Iterator[None]:
+    """Let experiments put other settings in force meanwhile, as if no plan were live; what was in force is again in the end.
+
+    A claim that is given up meanwhile, by a session that is collected or closed in another thread, is given up then.
+    """
+    before = settings()
+    with _lock:
+        claimed = dict(_claimed)
+        _claimed.clear()
+        _aside.append(claimed)
+    try:
+        yield
+    finally:
+        with _lock:
+            _aside[:] = [other for other in _aside if other is not claimed]
+            _claimed.clear()
+            _claimed.update({name: setting for name, setting in claimed.items() if setting.holders})
+            put_settings(before)
+            for name, setting in claimed.items():
+                if name not in _claimed:
+                    setting.place.put(setting.before)
+
+
+# --- signals --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is left, and a SIGTERM that is handled as one.
+
+    One that falls into a queue of TensorBoard's leaves its lock taken or its reader asleep, for two minutes or for ever.
+    """
+    came: list[Any] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = {number: handler for number, handler in handlers.items() if callable(handler)}
+    if threading.current_thread() is not threading.main_thread():
+        held = {}
+    for number in held:
+        signal.signal(number, lambda *call: came.append(call))
+    try:
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        if came:
+            held[came[0][0]](*came[0])
+
+
+# --- all settings ---------------------------------------------------------------------------------------------
+
+
+def _cudnn_tf32() -> bool | None:
+    """Whether cuDNN may use TF32, by the older name; None where its parts have different precisions, which torch refuses to read."""
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
+
+
+def _set_cudnn_tf32(value: bool | None) -> None:
+    if value is not None:
+        torch.backends.cudnn.allow_tf32 = value
+
+
+def _attributes(
+    name: str, owner: Any, *attributes: str
+) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+    for attribute in attributes:
+
+        def put(value: Any, attribute: str = attribute) -> None:
+            setattr(owner, attribute, value)
+
+        def now(attribute: str = attribute) -> Any:
+            return getattr(owner, attribute)
+
+        yield f"{name}.{attribute}", now, put
+
+
+def _all_settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+    """Each with its name, what reads it and what puts it; what sets several at once comes before what sets one."""
+    backends: Any = torch.backends
+    yield "threads", torch.get_num_threads, torch.set_num_threads
+    yield "recursion limit", sys.getrecursionlimit, sys.setrecursionlimit
+    yield "default dtype", torch.get_default_dtype, torch.set_default_dtype
+    yield "default device", _default_device, torch.set_default_device
+    yield "current device", _current_device, _put_current_device
+    yield "flush denormal", lambda: sys.float_info.min / 2 == 0.0, torch.set_flush_denormal
+    yield (
+        "deterministic", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode,
+    )  # fmt: skip
+    yield from _attributes("deterministic", torch.utils.deterministic, "fill_uninitialized_memory")
+    yield (
+        "anomalies", lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    )  # fmt: skip
+    for device in DEVICE_TYPES:
+        now, put = (partial(one, device) for one in (torch.get_autocast_dtype, torch.set_autocast_dtype))
+        yield f"autocast.{device}", now, put
+    yield "autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    # before those of its parts: whoever has set it by this older name has set a flag of its own, which has to agree with them
+    yield "cudnn.allow_tf32", _cudnn_tf32, _set_cudnn_tf32
+    yield from _attributes("fp32", backends, "fp32_precision")
+    yield from _attributes("cudnn", backends.cudnn, "fp32_precision")
+    yield "matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    for name, owner in (("cuda", backends.cuda), ("cudnn", backends.cudnn), ("mkldnn", backends.mkldnn)):
+        for part in ("matmul", "conv", "rnn"):
+            if hasattr(owner, part):
+                yield from _attributes(f"{name}.{part}", getattr(owner, part), "fp32_precision")
+    reduced = (
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    )
+    yield from _attributes("cuda.matmul", backends.cuda.matmul, *reduced)
+    yield from _attributes(
+        "cudnn", backends.cudnn, "enabled", "benchmark", "benchmark_limit", "deterministic"
+    )
+    yield from _attributes("mkldnn", backends.mkldnn, "enabled", "deterministic", "allow_tf32")
+    yield from _attributes("opt_einsum", backends.opt_einsum, "enabled", "strategy")
+    yield from _attributes("quantized", backends.quantized, "engine")
+    yield "fast path", backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled
+    cuda = backends.cuda
+    yield "flash", cuda.flash_sdp_enabled, cuda.enable_flash_sdp
+    yield "memory efficient", cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp
+    yield "math", cuda.math_sdp_enabled, cuda.enable_math_sdp
+    yield "cudnn attention", cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp
+    yield (
+        "reduced attention",
+        cuda.fp16_bf16_reduction_math_sdp_allowed,
+        cuda.allow_fp16_bf16_reduction_math_sdp,
+    )
+    for library in (cuda.preferred_linalg_library, cuda.preferred_blas_library):
+        yield library.__name__, library, library
+
+
+def _default_device() -> torch.device | None:
+    """None for the CPU: naming it would put a mode of torch's around every call."""
+    device = torch.get_default_device()
+    return None if device == torch.device("cpu") else device
+
+
+def _current_device() -> tuple[str, int] | None:
+    """The accelerator that is the current one; None while the process has touched none."""
+    if torch.cuda.is_initialized():
+        return "cuda", torch.cuda.current_device()
+    if torch.xpu.is_initialized():
+        return "xpu", torch.xpu.current_device()
+    return None
+
+
+def _put_current_device(device: tuple[str, int] | None) -> None:
+    if device is not None:
+        torch.get_device_module(device[0]).set_device(device[1])
+
+
+def settings() -> dict[str, Any]:
+    """The settings of this process that torch's results and speed depend on, by name; what torch will not tell is left out."""
+    found = {}
+    for name, now, _ in _all_settings():
+        with contextlib.suppress(RuntimeError, AttributeError):  # old and new names of one setting do not mix
+            found[name] = now()
+    return found
+
+
+def put_settings(values: Mapping[str, Any]) -> None:
+    """Put what :func:`settings` has read in force, here or in another process; what is in force already is left alone."""
+    for name, now, put in _all_settings():
+        if name in values:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                if now() == values[name]:
+                    continue
+            put(values[name])

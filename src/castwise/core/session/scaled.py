@@ -1,0 +1,64 @@
+"""Losses that were scaled before a session gets them, by a GradScaler left over in a loop or by the session itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from castwise.core import _torch
+from castwise.errors import PlanError, StateError
+
+_scaled: Any = WeakTensorKeyDictionary()
+_any = False
+running = 0
+"""How many backward passes of sessions run, below which there must be no scaled loss."""
+_WORDS = (
+    "this loss has been scaled already, so that gradients would be too large by that scale. Take the GradScaler and its scale() "
+    "out of the loop: amp.backward(loss) does by itself what the plan needs"
+)
+
+
+def watch(log: Callable[[Callable[[], None]], object]) -> None:
+    """Take note of losses that a GradScaler scales; ``log`` gets what ends it, before it begins."""
+    log(lambda: _torch.scaling.remove(note))
+    _torch.scaling.add(note)
+
+
+def note(scaled: Any) -> None:
+    """Take note of losses that were scaled: a tensor, or several. What is computed from them is noticed in backward."""
+    global _any
+    if running:
+        return  # the session's own scaling
+    if not isinstance(scaled, torch.Tensor):
+        for each in scaled if isinstance(scaled, (list, tuple)) else ():
+            note(each)
+    elif scaled not in _scaled:
+        _scaled[scaled] = _any = True
+        if scaled.requires_grad:
+            scaled.register_hook(_refuse_within)
+
+
+def check_loss(call: str, loss: Any) -> None:
+    """Refuse a loss that is complex, or scaled already.
+
+    Raises:
+        PlanError: It is complex.
+        StateError: It is scaled.
+    """
+    if not isinstance(loss, torch.Tensor):
+        return
+    if loss.is_complex():
+        raise PlanError(
+            f"{call}: the loss is complex ({str(loss.dtype).removeprefix('torch.')}); a real scalar is needed. Take loss.real or "
+            "loss.abs()."
+        )
+    if _any and loss in _scaled:
+        raise StateError(f"{call}: {_WORDS}.")
+
+
+def _refuse_within(_: torch.Tensor) -> None:
+    if running:
+        raise StateError(f"backward: {_WORDS}.")

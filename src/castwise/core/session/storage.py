@@ -1,0 +1,291 @@
+"""Store a model's tensors as a resolution says, and as they were again.
+
+Every change is an entry of an undo log (:class:`~castwise.core.session.undo.UndoLog`) that is made before the change itself, so that a
+failure at any point, Ctrl-C included, can be taken back.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from castwise.core import _torch, masters
+from castwise.core.model.resolve import Resolution, named_tensors
+from castwise.core.parallel import fsdp
+from castwise.core.plans.plan import Plan
+from castwise.core.session.undo import UndoLog
+from castwise.errors import PlanError, StateError
+
+
+def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """The dtype that each tensor of a model is to be stored in, for those that must change."""
+    by_name = dict(named_tensors(model))
+    dtypes = {by_name[name]: dtype for name, dtype in resolution.storage.items()}
+    dtypes.update(fsdp.shard_dtypes(resolution, model))
+    return {tensor: dtype for tensor, dtype in dtypes.items() if tensor.dtype is not dtype}
+
+
+def low_dtypes(model: nn.Module) -> Any:
+    """The tensors of a model that are stored in bf16 or fp16, with their dtypes; they are not held."""
+    found: Any = WeakTensorKeyDictionary()
+    for _, tensor in named_tensors(model):
+        if masters.is_low(tensor):
+            found[tensor] = tensor.dtype
+    return found
+
+
+def as_arrived(
+    weights: Mapping[str, Any], model: nn.Module, arrived: Iterable[Mapping[Tensor, torch.dtype]]
+) -> dict[str, Any]:
+    """fp32 weights, with those in the low formats again that :func:`low_dtypes` has; what was one tensor stays one."""
+    known = list(arrived)
+    done: dict[int, Tensor] = {}
+    out = dict(weights)
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        dtype = next((of[tensor] for of in known if isinstance(tensor, Tensor) and tensor in of), None)
+        if dtype is not None:
+            if id(tensor) not in done:
+                done[id(tensor)] = weights[key].to(dtype)
+            out[key] = done[id(tensor)]
+    return out
+
+
+def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
+    """See that tensors can be stored otherwise, and that their values fit the formats.
+
+    Raises:
+        StateError: Some are on the meta device, not strided, or expanded: several elements in one place of memory.
+        PlanError: Some are beyond fp16's largest number, 65504, and would become infinite.
+
+    Warns:
+        UserWarning: Some are below its smallest numbers and would become zero.
+    """
+    names = {tensor: name for name, tensor in named_tensors(model)}
+    for tensor in dtypes:
+        dense = _torch.is_dense(tensor)
+        expanded = dense and any(
+            stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        )
+        if tensor.is_meta or not dense or expanded:
+            kind = (
+                "on the meta device"
+                if tensor.is_meta
+                else "expanded"
+                if expanded
+                else "nested"
+                if tensor.is_nested
+                else f"{tensor.layout}"
+            )
+            raise StateError(
+                f"prepare: {names[tensor]} is {kind}, and the plan stores it in {str(dtypes[tensor]).removeprefix('torch.')}; give the "
+                "module memory of its own first (model.to_empty(device=...), .contiguous(), .to_dense()), or leave it out by "
+                "Region(path, params='fp32')"
+            )
+    over, under = [], []
+    finfo = torch.finfo(torch.float16)
+    for tensor, dtype in dtypes.items():
+        if dtype is not torch.float16:
+            continue
+        values = masters.local(tensor)
+        finite = values[values.isfinite()].abs()
+        if finite.numel() == 0:
+            continue
+        if bool((finite > finfo.max).any()):
+            over.append(f"{names[tensor]} (largest {float(finite.max()):.4g})")
+        lost = (finite < finfo.smallest_normal / 2048) & (finite > 0)
+        if float(lost.float().mean()) > 0.01:
+            under.append(names[tensor])
+    if over:
+        raise PlanError(
+            f"prepare: weights beyond fp16's largest number, 65504, would become infinite: {', '.join(over[:5])}. "
+            "Use a bf16 plan, or Region(path, params='fp32') for these modules."
+        )
+    if under:
+        warnings.warn(
+            f"prepare: more than 1 % of the weights of {', '.join(under[:5])} are below fp16's smallest numbers and become "
+            "zero; a model trained in bf16 may need a bf16 plan",
+            stacklevel=4,
+        )
+
+
+def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: UndoLog) -> None:
+    """Store tensors in the given dtypes and in the plan's memory format, in place: every reference to them stays good.
+
+    What parameters held is remembered (:func:`castwise.masters.original_of`): masters start from it. The log gets
+    what undoes each change.
+    """
+    log.on(model, _flatten_recurrent)
+    for _, tensor in named_tensors(model):
+        dtype = dtypes.get(tensor, tensor.dtype)
+        strides = plan.memory_format == "channels_last" and tensor.dim() == 4 and _torch.is_dense(tensor)
+        gets_master = plan.keeps_masters and masters.is_low(tensor)  # which comes back as fp32
+        if dtype is tensor.dtype and not strides and not gets_master:
+            continue
+        grad_dtype = tensor.grad_dtype if tensor.is_leaf else None
+        log.on(tensor, _as_before, tensor.dtype, tensor.stride(), grad_dtype)
+        masters.note_former(tensor, tensor.dtype)
+        if dtype is not tensor.dtype:
+            masters.store(tensor, dtype)
+        if strides and not hasattr(tensor, "device_mesh"):
+            tensor.data = tensor.data.to(
+                memory_format=torch.channels_last
+            )  # contiguous() leaves 1 x 1 kernels as they are
+    if dtypes:
+        _flatten_recurrent(model)
+
+
+def _flatten_recurrent(model: nn.Module) -> None:
+    """Lay the weights of each recurrent layer on a GPU side by side, or cuDNN copies them at every call."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
+    """Let memory go that remembered values of these tensors take under a plan without masters.
+
+    Those of trained parameters go for good. What stays as it is, under ``inference`` all, comes back whole by
+    ``close``; its values wait on the host.
+    """
+    for tensor in tensors:
+        trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and not inference
+        values = None if trained else masters.original_of(tensor)
+        masters.forget_original(tensor)
+        if values is not None:
+            masters.remember_original(tensor, values.cpu())
+
+
+def _as_before(
+    tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...], grad_dtype: torch.dtype | None
+) -> None:
+    """Give a tensor the dtype and the strides back that it had, and what it held as far as that is known."""
+    masters.restore(tensor)
+    masters.forget_former(tensor, dtype)
+    if tensor.dtype is not dtype:
+        masters.store(tensor, dtype)
+        masters.forget_original(tensor)
+    if tensor.stride() != stride and not hasattr(tensor, "device_mesh") and tensor.dim() == len(stride):
+        data = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
+        tensor.data = data.copy_(tensor.data)
+    if tensor.is_leaf:
+        masters.fit_grad(tensor, grad_dtype)
+
+
+class Newcomers:
+    """What a model gets after ``prepare``, by a parametrization put on or off for example, in formats that the plan stores.
+
+    Args:
+        model: Before it is stored.
+        dtypes: What is to be stored otherwise.
+    """
+
+    def __init__(self, model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
+        self._known: Any = WeakTensorKeyDictionary()
+        self._formats: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        """Of modules: how the plan stores what is in them, and how it arrived."""
+        for name, tensor in named_tensors(model):
+            self._known[tensor] = True
+            if tensor in dtypes:
+                self._formats.setdefault(name.rpartition(".")[0], (dtypes[tensor], tensor.dtype))
+
+    def restore(self, model: nn.Module, optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
+        """Store newcomers as what they came to arrived; their state in the optimizers follows."""
+        stored = []
+        for name, tensor in named_tensors(model):
+            low, former = self._formats_around(name)
+            if tensor not in self._known and tensor.dtype is low and masters.master_of(tensor) is None:
+                masters.store(tensor, former)
+                stored += [weakref.ref(tensor)] if isinstance(tensor, nn.Parameter) else []
+        for reference in optimizers if stored else ():
+            optimizer = reference()
+            if optimizer is not None:
+                follow_state(optimizer, stored)
+
+    def _formats_around(self, name: str) -> tuple[torch.dtype | None, torch.dtype]:
+        """Of the innermost module around a tensor that has some, else those that all modules have."""
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self._formats:
+                return self._formats[path]
+        alike = set(self._formats.values())
+        return alike.pop() if len(alike) == 1 else (None, torch.float32)
+
+
+def state_of(
+    optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter]]
+) -> list[tuple[Optimizer, nn.Parameter, Any]]:
+    """What an optimizer keeps of parameters, for :func:`put_back_state`."""
+    alive = [parameter for ref in params if (parameter := ref()) is not None]
+    return [(optimizer, p, optimizer.state[p]) for p in alive if p in optimizer.state]
+
+
+def put_back_state(kept: Iterable[tuple[Optimizer, nn.Parameter, Any]]) -> None:
+    """Give optimizers the very state that they had: a cast there and back has rounded it."""
+    for optimizer, parameter, state in kept:
+        optimizer.state[parameter] = state
+
+
+def follow_state(optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter]]) -> None:
+    """Give the optimizer state of parameters without masters their dtype, as the kernels of optimizers want it."""
+    alive = [parameter for ref in params if (parameter := ref()) is not None]
+    masters.move_state(optimizer, dict(zip(alive, alive, strict=True)))
+
+
+class Kept(NamedTuple):
+    """What parameters and buffers that arrived low have become in fp32, and the state of them, while a session changes its plan.
+
+    Closing stores them as they arrived, rounded; the next plan starts from these.
+
+    Attributes:
+        values: Tensors, and what they are in fp32.
+        states: Of optimizers.
+    """
+
+    values: list[tuple[Tensor, Tensor]]
+    states: list[tuple[Optimizer, nn.Parameter, Any]]
+
+    @classmethod
+    def of(cls, arrived: Iterable[Mapping[Tensor, torch.dtype]], optimizers: Iterable[Optimizer]) -> Self:
+        """Look at the tensors that arrived low, by :func:`low_dtypes`. Synchronises with the device where there are masters."""
+        found, every = cls([], []), list(optimizers)
+        for attachment in filter(None, map(masters.attachment_of, every)):
+            attachment.refresh_from_model()
+        for tensor in {id(t): t for of in arrived for t in of}.values():
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                continue  # exact in the format that it arrived in
+            master = masters.master_of(tensor) if isinstance(tensor, nn.Parameter) else None
+            wide = tensor if master is None else master
+            if not masters.is_low(wide):
+                found.values.append((tensor, masters.local(wide)))
+        params = [weakref.ref(t) for t, _ in found.values if isinstance(t, nn.Parameter)]
+        for optimizer in every:
+            found.states.extend(state_of(optimizer, params))
+        return found
+
+    def trains(self, model: nn.Module) -> bool:
+        """Whether a parameter of a model is among them."""
+        own = {id(parameter) for parameter in model.parameters()}
+        return any(id(tensor) in own for tensor, _ in self.values)
+
+    def put_back(self) -> None:
+        """Have what is prepared next start from them."""
+        for tensor, values in self.values:
+            masters.remember_original(tensor, values)
+        put_back_state(self.states)
+
+    def settle(self) -> None:
+        """Remember no more, and give state the format of what has no master."""
+        for tensor, _ in self.values:
+            if not isinstance(tensor, nn.Parameter) or masters.master_of(tensor) is None:
+                masters.forget_original(tensor)
+        alone = [weakref.ref(p) for _, p, _ in self.states if masters.master_of(p) is None]
+        for optimizer in {id(o): o for o, _, _ in self.states}.values():
+            follow_state(optimizer, alone)

@@ -1,0 +1,67 @@
+"""What a session has to say of its models and of what rounding drops."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from castwise.core import masters
+from castwise.core.model.arrival import PACKED, is_sealed
+from castwise.core.plans.plan import Plan
+from castwise.core.plans.text import some
+from castwise.core.session.dropped import DroppedUpdates
+from castwise.core.session.members import Members
+
+
+def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator[str]:
+    """Say of each model how its parameters are stored and arrived, and of the session what was dropped; line by line."""
+    for model in members.models:
+        yield f"{type(model).__name__}: {', '.join(_kinds(model, members))}"
+    for kind, why in dropped.unmeasured.items():
+        yield f"updates that rounding drops are not measured for {kind}: {why}"
+    seen = f"({dropped.moved:,} seen at {dropped.looks} of {dropped.steps} steps)"
+    if dropped.share == 0:
+        yield f"none of the updates is lost to rounding to {plan.compute} {seen}"
+    elif dropped.share is not None:
+        instead = f"the plan {plan.compute + '-master'!r}" if plan.stores_low else "master='fp32' in the plan"
+        yield (
+            f"rounding to {plan.compute} dropped {dropped.share:.1%} of the updates {seen}, which fp32 masters would keep: {instead}"
+        )
+
+
+def say_restored(counts: Mapping[str, int]) -> Iterator[str]:
+    """Say which buffers were put back after skipped steps, in a line; none where none was."""
+    if counts:
+        often = [name if count == 1 else f"{name} ({count} times)" for name, count in counts.items()]
+        yield f"buffers that skipped steps had made non-finite, put back: {some(often)}"
+
+
+def _kinds(model: nn.Module, members: Members) -> Iterator[str]:
+    counts: dict[str, int] = defaultdict(int)
+    more, known = 0, members.arrived.get(model, {})
+    for parameter in model.parameters():
+        if is_sealed(parameter) or parameter.dtype in PACKED:
+            kind = "quantised"
+        else:
+            stored, arrived = parameter.dtype, known.get(parameter, parameter.dtype)
+            kind = f"in {_name(stored)}"
+            kind += " with fp32 masters" if masters.master_of(parameter) is not None else ""
+            if parameter in known:
+                kind += " as they arrived" if arrived is stored else f" that arrived in {_name(arrived)}"
+            kind += "" if parameter.requires_grad else ", frozen"
+            grown = stored.itemsize - arrived.itemsize
+            more += masters.local(parameter).numel() * grown
+        counts[kind] += parameter.numel()
+    yield from (f"{count:,} parameters {kind}" for kind, count in counts.items())
+    if more > 0:
+        from castwise.report.words import size  # where it is needed: training imports no room that reports
+
+        yield f"widened by {size(more)}"
+
+
+def _name(dtype: object) -> str:
+    known = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+    text = str(dtype).removeprefix("torch.")
+    return known.get(text, text)

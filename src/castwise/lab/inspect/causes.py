@@ -1,0 +1,268 @@
+"""Why an operator made something that is not finite of inputs that are finite.
+
+The operator is run once more on the same inputs in fp64. Where that gives finite numbers the format ended before they did, and
+by how much is known; where it does not, the operation has no finite answer, and its inputs tell why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.casting.trees import map_tensors, tensors_in
+from castwise.core.plans.formats import FORMATS
+from castwise.lab.inspect.trace import Place
+from castwise.lab.inspect.values import Values, is_finite, is_floating, plain, values_of
+
+_CASTS = frozenset({"_to_copy", "copy_", "to", "copy"})
+_EXPONENTIALS = frozenset({"exp", "exp_", "exp2", "expm1", "sinh", "cosh", "exponential"})
+_POWERS = frozenset({"pow", "square", "mul", "mul_", "pow_", "addcmul", "addcmul_", "prod", "cumprod"})
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward", "linear", "matmul"})  # fmt: skip
+_SUMS = frozenset({"sum", "cumsum", "mean", "add", "add_", "sub", "sub_", "rsub", "nansum", "var", "std", "var_mean", "linalg_vector_norm", "norm"})  # fmt: skip
+_DIVISIONS = frozenset({"div", "div_", "reciprocal", "reciprocal_", "rsqrt", "rsqrt_", "true_divide", "remainder", "fmod", "addcdiv", "addcdiv_"})  # fmt: skip
+_LOGARITHMS = frozenset({
+    "log",
+    "log_",
+    "log2",
+    "log10",
+    "log1p",
+    "logit",
+    "xlogy",
+    "log_softmax",
+    "_log_softmax",
+    "logsumexp",
+})
+_SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "softmax"})
+_DOMAINS = frozenset({
+    "sqrt",
+    "sqrt_",
+    "acos",
+    "asin",
+    "atanh",
+    "acosh",
+    "erfinv",
+    "lgamma",
+    "digamma",
+    "pow",
+})
+
+ADVICE: Mapping[str, str] = {
+    "overflow": "keep what leads up to it small: scale before the product, subtract the maximum before exp, take a mean for a sum",
+    "exp of a large value": "subtract the largest input before exp, or use torch.logsumexp, softmax or log_softmax, which do so",
+    "0/0": "add an epsilon that the format holds to the denominator; where torch.where picks the other branch, put a safe value "
+    "into the denominator before dividing, since backward divides in both branches",
+    "division by zero": "add an epsilon that the format holds to the denominator, or clamp it away from zero",
+    "log of zero": "clamp the argument away from zero before log, or work with log_softmax and logsigmoid",
+    "log of a negative value": "see why the argument is negative: a difference that should be positive loses its sign in rounding",
+    "outside of the domain": "clamp the argument into the operator's domain, a little inside of its ends",
+    "inf - inf": "the infinities were meant, and meet here: keep one value in each row unmasked, or fill with the format's smallest "
+    "finite value in place of -inf",
+    "0 * inf": "an infinity that was meant is multiplied by zero: choose by torch.where or masked_fill in place of a product",
+    "a row of nothing but -inf": "every value of a row is masked: keep one unmasked, or fill with torch.finfo(dtype).min",
+    "nothing to reduce": "a selection came out empty: leave its term out where there is nothing in it",
+    "data": "clean the data, or leave the batch out",
+    "parameter": "the weights are spoilt already: go back to a checkpoint, and look at the step before",
+    "buffer": "the buffer was spoilt before this pass: go back to a checkpoint, or see where it is written",
+    "constant": "the program writes this value down itself; see that nothing but a masked position sees it",
+    "memory": "memory is read that nobody has written to: use zeros in the place of empty, or write all of it",
+    "unseen": "it was made where torch shows no operators: in NumPy, in an extension, or before the loss was called",
+    "unknown": "look at the inputs of the operator",
+}  # fmt: skip
+"""What to do where no format cures it, by the kind of cause."""
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why an operator's output is not finite.
+
+    Attributes:
+        kind: A key of :data:`ADVICE`.
+        sentence: With numbers, a clause.
+        inputs: Floating inputs by the operator's own names for them.
+        outputs: What it made.
+        needed: The largest magnitude that the exact result has, None where it is not finite either or was not computed.
+    """
+
+    kind: str
+    sentence: str
+    inputs: tuple[Values, ...] = ()
+    outputs: tuple[Values, ...] = ()
+    needed: float | None = None
+
+
+def explain(
+    op: _torch.OpOverload,
+    place: Place,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    made: Sequence[Tensor],
+    name_of: Callable[[Tensor], str],
+    *,
+    overwrites: bool = False,
+) -> Why:
+    """Find out why.
+
+    Args:
+        op: What ran.
+        place: Where.
+        args: As they were before it ran.
+        kwargs: These too.
+        made: Its floating results.
+        name_of: What a tensor is known as; empty where it has no name.
+        overwrites: Whether nothing depends on what was in the tensors that it writes to.
+    """
+    results = {name for _, name in _torch.written_arguments(op)} if overwrites else set()
+    inputs = tuple(_inputs(op, args, kwargs, name_of, results))
+    at = [i for i, tensor in enumerate(made) if not is_finite(tensor)]
+    outputs = tuple(values_of("output", made[i]) for i in at[:4])
+    wide = _in_fp64(op, args, kwargs) or []
+    needed = None
+    if len(wide) == len(made) and all(is_finite(wide[i]) for i in at[:1]):
+        needed = max((float(plain(wide[i]).abs().max()) for i in at[:1] if wide[i].numel()), default=0.0)
+    kind, sentence = _kind(place.operator, place.phase == "backward", inputs, outputs, needed, args)
+    return Why(kind, sentence, inputs, outputs, needed)
+
+
+def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Floating tensors, each once; without those that run operators by code of their own, but for DTensors."""
+    return list({id(t): t for t in tensors if is_floating(t) and _is_plain(t)}.values())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        or hasattr(tensor, "device_mesh")
+        or not _torch.dispatches_itself(tensor)
+    )
+
+
+def written(op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The floating tensors that an operator writes to."""
+    places = _torch.written_arguments(op)
+    given = [args[at] if 0 <= at < len(args) else kwargs.get(name) for at, name in places]
+    return distinct(tensors_in(given))
+
+
+def _inputs(
+    op: _torch.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name_of: Callable[[Tensor], str],
+    results: set[str],
+) -> list[Values]:
+    names = _torch.argument_names(op)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    found = []
+    for name, value in given.items():
+        if name in results:
+            continue
+        for tensor in tensors_in(value):
+            if is_floating(tensor):
+                known = name_of(tensor)
+                found.append(values_of(f"{name} ({known})" if known else name, tensor))
+    return found[:8]
+
+
+def _in_fp64(op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+    """The floating results of an operator on the same inputs in fp64, None where it cannot run so."""
+    if torch.Tag.nondeterministic_seeded in op.tags:  # it would draw
+        return None
+    low = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return low.get(value, value)
+        return value
+
+    def copy(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.detach().to(torch.complex128, copy=True)
+        return tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else tensor
+
+    try:
+        with torch.no_grad():
+            wide = map_tensors(copy, (tuple(map(widen, args)), {k: widen(v) for k, v in kwargs.items()}))
+            out = op(*wide[0], **wide[1])
+            return distinct([*tensors_in(out), *written(op, *wide)])
+    except Exception:  # whatever an operator says that has no kernel for fp64
+        return None
+
+
+def _kind(
+    name: str,
+    backward: bool,
+    inputs: tuple[Values, ...],
+    outputs: tuple[Values, ...],
+    needed: float | None,
+    args: tuple[Any, ...],
+) -> tuple[str, str]:
+    given = any(v.nan or v.inf for v in inputs)
+    if not given and needed is not None:
+        return _overflow(name, inputs, outputs, needed)
+    first = inputs[0] if inputs else None
+    if first is not None and not math.prod(first.shape):
+        return "nothing to reduce", "the input has no elements, of which there is no mean"
+    if given:
+        if name in _SOFTMAXES and all(v.inf == v.negative_inf for v in inputs):
+            return (
+                "a row of nothing but -inf",
+                "every value of a row is -inf, so that its sum is 0 and each share 0/0",
+            )
+        if name in _POWERS or name in _PRODUCTS:
+            return "0 * inf", "a zero meets an infinity in a product"
+        return "inf - inf", "infinities of both signs meet, or one is taken off another"
+    if first is None:
+        return "unknown", "the operator has no floating input"
+    if name in _EXPONENTIALS:
+        return "exp of a large value", f"exp of {first.high:.4g}, beyond any format"
+    if name in _DIVISIONS or name.startswith("_foreach_div") or (name == "pow" and _zeros(inputs[:1])):
+        below = inputs[1] if len(inputs) > 1 else first
+        zeros = f"{below.zeros} of {math.prod(below.shape):,} denominators are 0"
+        if any(v.nan for v in outputs):
+            return "0/0", f"{zeros}, and so are numerators"
+        return "division by zero", zeros
+    if name in _LOGARITHMS:
+        if first.low is not None and first.low < 0 and name not in ("log1p", "log_softmax", "_log_softmax"):
+            return "log of a negative value", f"the smallest argument is {first.low:.4g}"
+        return "log of zero", f"{first.zeros} of {math.prod(first.shape):,} arguments are 0"
+    if name in _DOMAINS:
+        return "outside of the domain", f"arguments reach from {first.low:.4g} to {first.high:.4g}"
+    return "unknown", "it is not finite in fp64 either"
+
+
+def _zeros(values: Sequence[Values]) -> int:
+    return sum(v.zeros for v in values)
+
+
+def _overflow(
+    name: str, inputs: tuple[Values, ...], outputs: tuple[Values, ...], needed: float
+) -> tuple[str, str]:
+    dtype = next((v.dtype for v in outputs), "")
+    format = next((f for f in FORMATS.values() if f.torch_name == dtype), FORMATS["fp32"])
+    ends = f"{format.name} ends at {format.max:.4g}"
+    if needed <= format.max:
+        return (
+            "overflow",
+            f"the result fits ({needed:.4g}), but a step on the way leaves {format.name}, which ends at {format.max:.4g}",
+        )
+    what = "the result"
+    if name in _CASTS:
+        what = f"a cast to {format.name} of values"
+    elif name in _EXPONENTIALS:
+        high = max((v.high for v in inputs if v.high is not None), default=0.0)
+        return "exp of a large value", f"exp of {high:.4g} is {needed:.4g}, and {ends}"
+    elif name in _PRODUCTS:
+        what = "a sum of products"
+    elif name in _SUMS:
+        what = "a sum"
+    elif name in _POWERS:
+        what = "a product"
+    elif name in _DIVISIONS:
+        what = "a quotient"
+    return "overflow", f"{what} reaches {needed:.4g}, and {ends}"

@@ -1,0 +1,305 @@
+"""``compare``: where two plans part, forward and backward, call by call; where an error is born, and where it passes through.
+
+Five passes over one batch, at the same weights and random draws:
+
+1. The first plan, which is the reference. All that crosses the border of a call is kept: values and gradients.
+2. The second plan. What crosses differs by the *error*: its own at that place and all that came in.
+3. The first plan again, in which each call is given what it had in pass 1, rounded to the formats of pass 2, whatever the
+   calls before it made: a reference for what each does by itself.
+4. The second plan, each call given the very same. What it makes differs from pass 3 by its *own* error: rounding inside that
+   call, outside of the calls in it. Nothing passes through.
+5. The first plan, given the same once more, with values and weights moved at random by half a unit in the last place of the
+   format that the second plan computes in. What that changes is the error that is *expected* of rounding there, conditioning
+   included.
+
+An own error far above the expected one is born there, and not of the format. Where the expected one is itself far above the
+rounding that went in, the call amplifies rounding, in any implementation.
+
+Source: TTrace (arXiv 2506.09280) takes tolerances from perturbed inputs and finds a module by giving it the reference's input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core.model.resolve import Resolution
+from castwise.core.plans.formats import FORMATS, LOW_DTYPES
+from castwise.core.plans.plan import Plan, Region, as_plan
+from castwise.core.session.process import find_device
+from castwise.errors import CastwiseError, NonFiniteError, check_count, sentence, told
+from castwise.lab.inspect.comparison import CallComparison, Comparison, Trial, relative, worst_calls, worst_of
+from castwise.lab.inspect.judging import Judge, Own, suspects
+from castwise.lab.inspect.looks import Key, Look
+from castwise.lab.inspect.runs import Run, Runs, differences, total_difference
+from castwise.lab.parity.parity import device_of, with_scale
+from castwise.lab.parity.probes import dithered
+from castwise.lab.parity.together import together
+from castwise.lab.timing.environment import Environment, environment
+
+TRIES = 2
+ROOM = 4.0
+"""A loss scale is chosen so that the largest gradient is this far from overflow."""
+
+
+def compare(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    plan_a: Plan | str,
+    plan_b: Plan | str,
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    tries: int = TRIES,
+) -> Comparison:
+    """Compare two plans on one batch, forward and backward, call by call: where is an error born, where does it pass through?
+
+    Calls are aligned by module path and number, so casts and operators that one side has more do not matter. Everything runs on
+    copies: the model, its gradients, random numbers and process-wide settings are as before when it returns, fails or is interrupted.
+
+    Takes five passes and one for each try, and memory for about four times the activations of one pass. Waits for the device.
+
+    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with a batch of its own, and all get
+    the same comparison: of each call, forward and backward, what the worst rank found, with its number.
+
+    Args:
+        model: In any state of training: its modes are kept. One that is sharded is copied whole on every rank.
+        loss: ``loss(model, batch)`` -> scalar tensor.
+        batch: One batch, as ``loss`` takes it.
+        plan_a: The reference, mostly ``"fp32"``.
+        plan_b: What is compared with it.
+        device: By default the device of the model's parameters.
+        seed: Of random draws, 0 to 2**32 - 1.
+        tries: Modules that are tried with the first plan's format, the worst first.
+
+    Returns:
+        The finding: ``.birthplaces``, ``.calls``, ``.tried``, ``.table()``, ``.save(folder)``.
+
+    Raises:
+        WorkloadError: A model that cannot be copied, or a loss that is no scalar or has no graph.
+        NonFiniteError: The loss or a gradient is not finite under the first plan.
+        PlanError: A plan that does not fit the model.
+        DeviceError: The device cannot run a plan.
+    """
+
+    def given() -> tuple[Plan, Plan, int]:
+        check_count("compare", "tries", tries, 0)
+        return as_plan(plan_a), as_plan(plan_b), tries
+
+    with together(model, "compare") as ranks:
+        first, second, _ = ranks.alike("compare", ("plan_a", "plan_b", "tries"), given)
+        where = ranks.each(lambda: find_device("compare", device, str(device_of(ranks.model))))
+        eager = first.compile == second.compile == "as_given"
+
+        def begun() -> _Comparing:
+            runs = Runs(ranks.model, loss, batch, where, seed=seed, call="compare", replays=eager)
+            return _Comparing(runs, first, second, environment(where))
+
+        comparing = ranks.each(begun)
+        calls = ranks.merge(ranks.each(comparing.run), worst_calls)
+        tried = [call.path for call in suspects(calls, tries)]
+        return ranks.merge(ranks.each(lambda: comparing.finding(tried)), worst_of)
+
+
+class _Comparing:
+    """The passes of one comparison, and what follows from them."""
+
+    def __init__(self, runs: Runs, first: Plan, second: Plan, env: Environment) -> None:
+        self._runs, self._first, self._second, self._env = runs, first, second, env
+        self._notes: list[str] = []
+        resolved = [runs.resolution(plan) for plan in (first, second)]
+        self._formats = {path: place.compute for path, place in resolved[1].places.items()}
+        self._eps = {
+            path: max(_eps(plan, res, path) for plan, res in zip((first, second), resolved, strict=True))
+            for path in self._formats
+        }
+        self._bordered = frozenset({"", *(place.path for res in resolved for place in res.borders)})
+        self._a, self._b = Look(keep=True), Look()
+        self._ran_a: Run
+        self._ran_b: Run
+        self._calls: tuple[CallComparison, ...] = ()
+
+    def run(self) -> tuple[CallComparison, ...]:
+        """The passes; all calls, each with what it did."""
+        a, b = self._a, self._b
+        if not self._runs.replays:
+            self._runs.run(dataclasses.replace(self._first, compile="as_given"))  # for who calls whom
+        ran_a = self._runs.run_finite(self._first, a.begin)
+        if not math.isfinite(ran_a.loss) or not ran_a.finite:
+            raise NonFiniteError(
+                f"compare: the loss or a gradient is not finite under {self._first}, so nothing can be compared with it; "
+                "castwise.first_nonfinite says where that begins"
+            )
+        b.reference = a.kept
+        ran_b = self._runs.run_finite(_with_room(self._second, a, ran_a), b.begin)
+        own = self._isolated(a, b, ran_a, ran_b)
+        self._ran_a, self._ran_b = ran_a, ran_b
+        self._calls = Judge(ran_a, ran_b, b, own, self._eps, self._formats, self._bordered).calls()
+        return self._calls
+
+    def finding(self, suspects: Iterable[str]) -> Comparison:
+        """What was found, with what is left of the errors where a suspect computes in the first plan's format."""
+        a, b, ran_a, ran_b = self._a, self._b, self._ran_a, self._ran_b
+        tried = [self._try(path, a, ran_a) for path in suspects]
+        end_a, end_b = self._whole(self._first, ran_a), self._whole(self._second, ran_b)
+        return Comparison(
+            workload=ran_a.kinds[""],
+            plan_a=self._first,
+            plan_b=self._second,
+            losses=(end_a.loss, end_b.loss),
+            output_error=b.at_the_end(),
+            gradient_error=total_difference(end_b.gradients, end_a.gradients),
+            calls=self._calls,
+            tried=tuple(tried),
+            parameters={
+                name: apart and apart.norm
+                for name, apart in differences(end_b.gradients, end_a.gradients).items()
+            },
+            loss_scale=None if self._second.loss_scale is None else ran_b.scale,
+            strayed=ran_b.strayed,
+            notes=(*self._notes, *_notes(a, b, ran_a, ran_b)),
+            passes=self._runs.ran,
+            environment=dataclasses.asdict(self._env),
+        )
+
+    def _whole(self, plan: Plan, ran: Run) -> Run:
+        """A compiled plan's pass without borders in its code; another plan's pass as it was."""
+        if plan.compile == "as_given":
+            return ran
+        self._notes.append(
+            f"Calls of {plan} were compiled one by one: what the compiler fuses across their borders shows in the loss and the "
+            "gradients at the end alone."
+        )
+        return self._runs.run(plan, scale=ran.scale, whole=True)
+
+    def _isolated(self, a: Look, b: Look, ran_a: Run, ran_b: Run) -> Own | None:
+        """Passes 3 to 5; None where the loss cannot be run with values put in the place of its own."""
+
+        def rounded(key: Key, value: Tensor | None) -> Tensor | None:
+            dtype = b.dtypes.get(key)
+            if value is None or dtype is None or not value.is_floating_point():
+                return value
+            scale = b.scale if key.back else 1.0
+            return (value * scale).to(dtype).to(value.dtype) / scale
+
+        def begun(key: Key, arrived: Tensor) -> Tensor | None:
+            return rounded(key, arrived if key.is_made_by_callee else a.kept.get(key))
+
+        def given(key: Key, _: Tensor) -> Tensor | None:
+            return rounded(key, (base if key.is_made_by_callee else a).kept.get(key))
+
+        def moved(key: Key, arrived: Tensor) -> Tensor | None:
+            value = given(key, arrived)
+            if value is None:
+                return None
+            call = key.point.call
+            taker = call if (key.point.side == "in") is not key.back else ran_a.callers.get(call)
+            eps = self._eps["" if taker is None else taker.path]
+            return _moved(value, eps, zlib.crc32(repr(key).encode()))
+
+        base = Look(keep=True, put=begun)
+        own = Look(reference=base.kept, put=given)
+        expected = Look(reference=base.kept, put=moved)
+        run = self._runs.run
+        try:
+            ran_base = run(self._first, *base.begin(ran_a.scale), scale=ran_a.scale)
+            ran_own = run(self._second, *own.begin(ran_b.scale), scale=ran_b.scale)
+            ran_expected = run(
+                self._first, *expected.begin(ran_a.scale), change=self._move_weights, scale=ran_a.scale
+            )
+        except Exception as error:  # of the user's code, which may not bear other values than its own
+            self._notes.append(
+                f"Calls could not be given the first plan's values, so that no own errors are known: {told(error)}"
+            )
+            return None
+        return Own(own, expected, ran_base, ran_own, ran_expected)
+
+    def _move_weights(self, model: nn.Module) -> None:
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            parameter.data.copy_(_moved(parameter.data, self._eps[name.rpartition(".")[0]], index))
+
+    def _try(self, path: str, a: Look, ran_a: Run) -> Trial:
+        region = Region(path, compute=self._first.compute)
+        plan = dataclasses.replace(self._second, regions=(*self._second.regions, region), provenance=None)
+        look = Look(reference=a.kept)
+        try:
+            ran = self._runs.run_finite(_with_room(plan, a, ran_a), look.begin)
+        except CastwiseError as error:
+            return Trial(path, str(plan), reason=sentence(error))
+        return Trial(
+            path,
+            str(plan),
+            loss_error=relative(ran_a.loss, ran.loss),
+            output_error=look.at_the_end(),
+            gradient_error=total_difference(ran.gradients, ran_a.gradients),
+        )
+
+
+def _with_room(plan: Plan, a: Look, ran_a: Run) -> Plan:
+    """A plan whose dynamic loss scale begins where training would have come to: below what overflows the largest gradient seen."""
+    if plan.loss_scale is None or not plan.loss_scale.dynamic:
+        return plan
+    seen = [*(g for key, g in a.kept.items() if key.back), *ran_a.gradients.values()]
+    largest = max((float(g.abs().max()) for g in seen if g.numel()), default=0.0)
+    if not largest:
+        return plan
+    room = 2.0 ** math.floor(math.log2(FORMATS["fp16"].max / (ROOM * largest)))
+    return with_scale(plan, min(plan.loss_scale.init, room))
+
+
+def _eps(plan: Plan, resolution: Resolution, path: str) -> float:
+    """The eps of the coarsest format that a plan has a module compute with or store its weights in."""
+    place = resolution.places[path]
+    formats = [place.compute, *([place.stored] if place.stored else [])]
+    if place.compute == "fp32":
+        formats += [mode for mode in (plan.fp32_matmul, plan.fp32_conv) if mode in FORMATS]
+    return max(FORMATS[name].eps for name in formats)
+
+
+def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
+    """A tensor moved at random by half a unit in the last place of a format; by a whole one where it is no wider itself."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    if tensor.is_complex():
+        return torch.view_as_complex(_moved(torch.view_as_real(tensor), eps, seed))
+    least = 2 * torch.finfo(tensor.dtype).eps  # less would round away
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    wide = tensor.float() if tensor.dtype in LOW_DTYPES else tensor
+    return torch.where(torch.isfinite(wide), dithered(wide, max(eps, least), generator), wide).to(
+        tensor.dtype
+    )
+
+
+def _notes(a: Look, b: Look, ran_a: Run, ran_b: Run) -> list[str]:
+    """What could not be seen, in sentences."""
+    out = []
+    for ran, other, which in ((ran_a, ran_b, "first"), (ran_b, ran_a, "second")):
+        alone = [call for call in ran.callers if call not in other.callers]
+        if alone:
+            names = ", ".join(f"{call.path or 'the model'} (call {call.number})" for call in alone[:3])
+            out.append(
+                f"{len(alone)} call{'s' * (len(alone) > 1)} ran under the {which} plan alone: {names}{', ...' * (len(alone) > 3)}."
+            )
+    changed = [key for key, error in b.errors.items() if error is None and key in a.kept]
+    shapes = sorted({key.point.call.path for key in changed if b.shapes.get(key) != a.kept[key].shape})
+    if shapes:
+        out.append(
+            f"Tensors have other shapes under the second plan, and are not compared, at {', '.join(shapes[:3])}."
+        )
+    unseen = sorted({path for ran in (ran_a, ran_b) for path in ran.unseen})
+    if unseen:
+        out.append(
+            f"Sparse and nested tensors, and those of classes of their own, are not compared, at {', '.join(unseen[:3])}."
+        )
+    if ran_b.strayed:
+        out.append(
+            f"{ran_b.strayed} random draws could not be replayed, so the second plan saw other noise than the first."
+        )
+    return out

@@ -1,0 +1,194 @@
+"""What crosses the borders of module calls in a forward and backward: every tensor on its way in and out, and its gradient.
+
+Each is handed to a function that looks at it and may put another in its place. A call is named by the module's path and its
+number, counted from 0 in forward. Where activation checkpointing runs a call again during backward, it is found by what it
+was given, and has the number that it had.
+
+In code that torch.compile has made modules are not called one by one: see :mod:`castwise.lab.inspect.compiled`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.casting.trees import map_tensors, tensors_in
+
+
+class Call(NamedTuple):
+    """A call of a module: its path (empty for the whole model) and which call it is, from 0."""
+
+    path: str
+    number: int
+
+
+class Point(NamedTuple):
+    """Where a tensor crosses a border: on its way into or out of a call, and the how manyeth tensor of these."""
+
+    call: Call
+    side: Literal["in", "out"]
+    at: int
+
+
+Forward = Callable[[Point, Tensor, bool], Tensor | None]
+"""Takes what arrives at a point, without a graph, and whether the call is computed again in backward; returns what goes on in
+its place, None for itself."""
+Backward = Callable[[Point, Tensor], Tensor | None]
+"""The same of a gradient."""
+
+
+class _Cross(torch.autograd.Function):
+    """A tensor on one side of a border, and its gradient on the other."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, held: list[Tensor], point: Point, look: Backward) -> Tensor:
+        ctx.point, ctx.look = point, look
+        return held[0]  # an argument that came back would be a view, which may not be written to
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        put = None if gradient is None else ctx.look(ctx.point, gradient.detach())
+        return gradient if put is None else put, None, None, None
+
+
+@dataclass
+class _Running:
+    """A call that runs: what goes in by copies, with the originals, which a module that works in place writes through to."""
+
+    module: nn.Module
+    call: Call | None
+    again: bool
+    copies: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+
+
+class Crossings:
+    """Watches the calls of all modules of a model, as a context manager, for one forward and backward.
+
+    Args:
+        model: Prepared or not; the hooks sit inside of a plan's borders, where tensors have the format that the module computes
+            with.
+        forward: Sees each tensor that crosses, and may put another in its place.
+        backward: Sees each gradient that comes back, and may put another in its place.
+
+    Attributes:
+        callers: Each call, in the order in which they began, with the one that it was made in; None in the loss.
+        writes: Paths of modules that have written to their inputs.
+        unseen: Tensors that could not be watched, since they are sparse, nested or of a class of their own.
+    """
+
+    def __init__(self, model: nn.Module, forward: Forward, backward: Backward) -> None:
+        self.callers: dict[Call, Call | None] = {}
+        self.writes: set[str] = set()
+        self.unseen: Counter[str] = Counter()
+        self._model, self._forward, self._backward = model, forward, backward
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._numbers: Counter[str] = Counter()
+        self._given: dict[Call, tuple[float, ...]] = {}
+        self._left: dict[str, list[Call]] = {}
+        self._running: list[_Running] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for module in self._paths:
+            self._handles += (
+                module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                module.register_forward_hook(self._leave, prepend=True, always_call=True),
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._running.clear()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        path = self._paths[module]
+        again = _torch.graph_task_id() != -1
+        given = tuple(_sum(tensor) for tensor in tensors_in((args, kwargs)))
+        call: Call | None
+        if again:
+            call = self._found_again(path, given)
+        else:
+            call = Call(path, self._numbers[path])
+            self._numbers[path] += 1
+            self._given[call] = given
+            self._left.setdefault(path, []).append(call)
+            self.callers[call] = self._running[-1].call if self._running else None
+        running = _Running(module, call, again)
+        self._running.append(running)
+        return self._crossed((args, kwargs), "in", running)
+
+    def _leave(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        """Forward hook; runs after an exception too, as checkpointing ends what it computes again by one."""
+        if not self._running or self._running[-1].module is not module:
+            return None
+        running = self._running[-1]
+        try:
+            for original, copy, version in running.copies:
+                if _torch.version(copy) != version:
+                    original.copy_(copy)
+                    self.writes.add(self._paths[module])
+            return None if output is None else self._crossed(output, "out", running)
+        finally:
+            self._running.pop()
+
+    def _found_again(self, path: str, given: tuple[float, ...]) -> Call | None:
+        """The call that is computed again: the last one that was given the same and was not found yet, or else the last."""
+        left = self._left.get(path) or []
+        for call in reversed(left):
+            if _same(self._given[call], given):
+                left.remove(call)
+                return call
+        return left.pop() if left else None
+
+    def _crossed(self, value: Any, side: Literal["in", "out"], running: _Running) -> Any:
+        seen: dict[int, Tensor] = {}
+
+        def cross(tensor: Tensor) -> Tensor:
+            if id(tensor) not in seen:  # attention asks whether its query is its key
+                seen[id(tensor)] = self._cross(tensor, side, len(seen), running)
+            return seen[id(tensor)]
+
+        return value if running.call is None else map_tensors(cross, value)
+
+    def _cross(self, tensor: Tensor, side: Literal["in", "out"], index: int, running: _Running) -> Tensor:
+        assert running.call is not None
+        if not is_plain(tensor):
+            self.unseen[running.call.path] += 1
+            return tensor
+        point = Point(running.call, side, index)
+        put = self._forward(point, tensor.detach(), running.again)
+        value = tensor.detach().clone() if put is None else put
+        if tensor.requires_grad and torch.is_grad_enabled():
+            value = _Cross.apply(tensor, [value], point, self._backward)  # type: ignore[no-untyped-call]
+        if side == "in":
+            running.copies.append((tensor, value, _torch.version(value)))
+        return value
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers can be looked at here: it is dense, of no subclass, and in no transform of torch.func."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and type(tensor) in (Tensor, nn.Parameter)
+        and not _torch.in_transform()
+    )
+
+
+def _sum(tensor: Tensor) -> float:
+    return float(tensor.detach().float().sum()) if is_plain(tensor) and not tensor.is_complex() else 0.0
+
+
+def _same(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return len(one) == len(other) and all(
+        a == b or (a != a and b != b) for a, b in zip(one, other, strict=True)
+    )

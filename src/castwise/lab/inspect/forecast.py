@@ -1,0 +1,132 @@
+"""``forecast``: what low formats would do to a model's numbers, seen in an fp32 run.
+
+Weights, activations, gradients and updates are cast to each format and back, region by region: how many overflow, vanish
+or lose digits, and for fp16 which loss scales hold the gradients. A device that computes in the formats is not needed.
+
+Which of the numbers a plan keeps in fp32 is learned from one run under it: what autocasting leaves wide, and never casts
+at its use, is listed as *kept* and does not count against a format.
+
+Ranges are all that it judges. Whether a format's digits are enough for the gradients, :func:`castwise.parity` tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core.plans.formats import FORMATS, LOW, get_format
+from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.session.process import find_device
+from castwise.errors import PlanError, WorkloadError, check_count
+from castwise.lab.inspect.forecast_result import Forecast, RegionForecast, Spread, TensorForecast
+from castwise.lab.inspect.forecast_run import Run
+from castwise.lab.parity.batches import endless
+from castwise.lab.parity.parity import device_of, made
+from castwise.lab.parity.probes import Prober
+from castwise.lab.parity.together import together
+from castwise.lab.parity.updates import one_update
+from castwise.lab.timing.environment import environment
+
+__all__ = ["FORECAST", "MICROBATCHES", "Forecast", "RegionForecast", "Spread", "TensorForecast", "forecast"]
+
+FORECAST = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
+"""The formats that a forecast can be made for."""
+MICROBATCHES = 4
+
+
+def forecast(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batches: Any,
+    formats: Sequence[str] = FORECAST,
+    *,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    plan: Plan | str = "bf16-mixed",
+    microbatches: int = MICROBATCHES,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> Forecast:
+    """Say what low formats would do to a model's numbers, from a run in fp32.
+
+    Everything runs on copies: the model, random numbers and process-wide settings are as before when it returns or
+    fails. Compiled models run uncompiled.
+
+    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with batches of its own. All get
+    the one forecast of all their batches; gradients are those of a rank's own batch, before they are averaged.
+
+    Args:
+        model: In any state of training: its modes are kept. What of it is stored in bf16 or fp16 is widened. One that is sharded
+            is copied whole on every rank.
+        loss: ``loss(model, batch)`` -> scalar tensor, fp32.
+        batches: A sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator.
+        formats: Of ``fp16``, ``bf16``, ``fp8_e4m3`` and ``fp8_e5m2``. Tensors in fp8 are scaled each by itself, gradients in fp16
+            by one loss scale.
+        optimizer: ``optimizer(params)`` -> Optimizer, for the updates: on a copy it makes a few steps.
+        plan: Whose casts are assumed, whatever its format: one that computes low. ``bf16-mixed+rules=cuda`` tells on a CPU what
+            autocasting casts on a GPU; ``bf16-true`` keeps nothing in fp32.
+        microbatches: How many to run, on each rank.
+        device: By default the device of the model's parameters.
+        seed: Of random draws and, where batches are a function, of these.
+
+    Returns:
+        The forecast: ``.answer``, ``.recommendation``, ``.scales``, ``.regions``, ``.table()``, ``.save(folder)``.
+
+    Raises:
+        WorkloadError: A loss that is not differentiable, batches or an optimizer that cannot be used, or a model not in fp32.
+        NonFiniteError: fp32 itself gives a loss or gradients that are not finite.
+        PlanError: A format that cannot be forecast, a plan that computes in fp32, or numbers out of their range.
+        DeviceError: The device cannot run the plan.
+    """
+
+    def given() -> tuple[Plan, tuple[str, ...]]:
+        chosen, names = as_plan(plan), _format_names(formats)
+        if chosen.formats.isdisjoint(LOW):
+            raise PlanError(
+                f"forecast(plan={str(chosen)!r}): it casts nothing to a low format; give a plan that computes in bf16 or fp16, such as "
+                "'bf16-mixed'"
+            )
+        check_count("forecast", "microbatches", microbatches, 1)
+        return chosen, names
+
+    with together(model, "forecast", what="the model, its loss or its optimizer") as ranks:
+        chosen, names = ranks.alike("forecast", ("plan", "formats"), given)
+        where = ranks.each(lambda: find_device("forecast", device, str(device_of(ranks.model))))
+        make = ranks.each(lambda: endless(batches, "forecast"))
+
+        def begun() -> Run:
+            prober = Prober(
+                ranks.model, loss, make(seed), where, seed=seed, call="forecast", dither="fp32",
+                first=ranks.rank * microbatches,
+            )  # fmt: skip
+            return Run(prober, chosen, [FORMATS[name] for name in names], ranks)
+
+        def updates() -> Iterator[tuple[str, Tensor, Tensor]]:
+            if optimizer is not None:
+                _check_steps(made(optimizer, ranks.model, "forecast"))
+                yield from one_update(ranks.model, loss, make(seed), optimizer, where, seed)
+
+        run = ranks.each(begun)
+        run.run(microbatches, updates)
+        return run.forecast(environment(where))
+
+
+def _check_steps(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        kind = type(optimizer).__name__
+        raise WorkloadError(
+            f"forecast: {kind}.step() needs a closure, so that updates are not its alone; leave optimizer= out, or give one that "
+            "steps without, such as AdamW"
+        )
+
+
+def _format_names(formats: Sequence[str]) -> tuple[str, ...]:
+    given = [formats] if isinstance(formats, str) else list(formats)
+    names = tuple(dict.fromkeys(get_format(name).name for name in given))
+    if not names or set(names) - set(FORECAST):
+        raise PlanError(f"forecast(formats={formats!r}): needs one or more of {', '.join(FORECAST)}")
+    return names

@@ -1,0 +1,105 @@
+"""What one pass does with the tensors that cross: keeps them, measures them against another pass, puts others in their place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from castwise.lab.inspect.crossings import Backward, Call, Forward, Point, is_plain
+from castwise.lab.inspect.runs import Apart, difference
+
+
+class Key(NamedTuple):
+    """A value at a point, or, back, the how manyeth gradient there: a loss that takes gradients by itself has several."""
+
+    point: Point
+    back: bool = False
+    hit: int = 0
+
+    @property
+    def is_made_by_callee(self) -> bool:
+        """Whether it is the gradient of an input, which comes out of the call."""
+        return self.back and self.point.side == "in"
+
+
+@dataclass
+class Look:
+    """What one pass does with what crosses.
+
+    Attributes:
+        scale: Of the pass's loss; gradients are kept without it.
+        reference: What to measure against.
+        keep: Whether to keep what arrives.
+        put: What goes on, by key and what arrived; None for that.
+        kept: What arrived.
+        errors: Against the reference.
+        dtypes: Of what arrived.
+    """
+
+    scale: float = 1.0
+    reference: Mapping[Key, Tensor] | None = None
+    keep: bool = False
+    put: Callable[[Key, Tensor], Tensor | None] = lambda *_: None
+    kept: dict[Key, Tensor] = field(default_factory=dict)
+    errors: dict[Key, Apart | None] = field(default_factory=dict)
+    dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
+    shapes: dict[Key, torch.Size] = field(default_factory=dict)
+    _hits: Counter[Point] = field(default_factory=Counter)
+
+    def begin(self, scale: float | None) -> tuple[Forward, Backward]:
+        """Forget what was seen, for a pass whose loss has a scale."""
+        for seen in (self.kept, self.errors, self.dtypes, self.shapes, self._hits):
+            seen.clear()
+        self.scale = scale or 1.0
+        return self.forward, self.backward
+
+    def at_the_end(self) -> float | None:
+        """The error of the model's outputs, the worst of them; None where there is none."""
+        root = Call("", 0)
+        errors = [
+            error.norm
+            for key, error in self.errors.items()
+            if error is not None and not key.back and key.point.call == root and key.point.side == "out"
+        ]
+        return max(errors, default=None)
+
+    def forward(self, point: Point, tensor: Tensor, again: bool) -> Tensor | None:
+        """See a tensor that crosses in forward."""
+        key = Key(point)
+        if not again:
+            self._see(key, tensor)
+        return self._given(key, tensor, tensor, 1.0)
+
+    def backward(self, point: Point, gradient: Tensor) -> Tensor | None:
+        """See a gradient that comes back."""
+        key = Key(point, True, self._hits[point])
+        self._hits[point] += 1
+        if not is_plain(gradient):
+            return None
+        unscaled = gradient if self.scale == 1.0 else gradient.float() / self.scale
+        self._see(key, unscaled)
+        self.dtypes[key] = gradient.dtype
+        return self._given(key, gradient, unscaled, self.scale)
+
+    def _see(self, key: Key, tensor: Tensor) -> None:
+        self.dtypes[key], self.shapes[key] = tensor.dtype, tensor.shape
+        if self.keep:
+            self.kept[key] = tensor.clone()
+        if self.reference is not None and key in self.reference:
+            self.errors[key] = difference(tensor, self.reference[key])
+
+    def _given(self, key: Key, tensor: Tensor, unscaled: Tensor, scale: float) -> Tensor | None:
+        given = self.put(key, unscaled)
+        if given is None or given.shape != tensor.shape:
+            return None
+        if (
+            given.is_complex() is not tensor.is_complex()
+            or given.is_floating_point() is not tensor.is_floating_point()
+        ):
+            return None
+        return torch.empty_like(tensor).copy_(given if scale == 1.0 else given * scale)

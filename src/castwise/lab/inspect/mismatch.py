@@ -1,0 +1,263 @@
+"""``mismatch``: how far a model's token probabilities under a serving plan are from those under its training plan.
+
+In reinforcement learning a model samples tokens by one implementation and is trained by another. Where the two give a token
+other probabilities, training is off-policy without saying so; importance ratios make up for it, and blow up where they differ
+much. Here both are computed in one process, at the same weights, teacher-forced on the same tokens: what is left is the formats'
+own part of the mismatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core.casting.trees import to_device
+from castwise.core.model.arrival import store_, widen_
+from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.plans.text import shown
+from castwise.core.session.process import find_device
+from castwise.errors import PlanError, WorkloadError
+from castwise.lab.inspect.ratios import ServeMismatch, Sums
+from castwise.lab.parity.emulation import EmulatedProducts
+from castwise.lab.parity.isolation import copied, seed_all
+from castwise.lab.parity.parity import device_of
+from castwise.lab.parity.probes import prepared
+from castwise.lab.parity.together import together
+from castwise.lab.result import Result
+from castwise.lab.timing.environment import environment
+
+CLIP = (0.8, 1.2)
+
+Tokens = Literal["given", "sampled"]
+Logits = Callable[[nn.Module, Any], tuple[Tensor, Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Mismatch(Result):
+    """What :func:`castwise.mismatch` found.
+
+    Attributes:
+        workload: Class of the model.
+        plan_train: The training plan.
+        serve: Each serving plan, in the order given.
+        tokens: ``given``, those of the batches, or ``sampled``, drawn from the serving plan's probabilities at each position.
+        count: Tokens that were compared.
+        sequences: Sequences they are in.
+        clip: The range of r that is not clipped.
+        environment: What it ran on, on the first rank.
+        ranks: Processes whose batches they are.
+    """
+
+    kind: ClassVar[str] = "mismatch"
+    workload: str
+    plan_train: Plan
+    serve: tuple[ServeMismatch, ...]
+    tokens: Tokens
+    count: int
+    sequences: int
+    clip: tuple[float, float]
+    environment: Mapping[str, Any]
+    ranks: int = 1
+
+    def _fields(self) -> dict[str, Any]:
+        serve = [dataclasses.asdict(row) | {"plan": str(row.plan)} for row in self.serve]
+        said = f"log-probabilities under {self.plan_train} and where it is served"
+        return dataclasses.asdict(self) | {
+            "plan_train": str(self.plan_train),
+            "serve": serve,
+            "description": said,
+        }
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write ``mismatch.json`` and the page ``mismatch.html`` with its pictures into a folder, which is made.
+
+        Returns:
+            The page's path; where matplotlib or Jinja is missing there is no page, and it is that of the JSON.
+        """
+        return self._save(Path(folder) / "mismatch.html", Path(folder) / "mismatch.json")[0]
+
+
+def mismatch(
+    model: nn.Module,
+    batches: Iterable[Any],
+    plan_train: Plan | str,
+    plan_serve: Plan | str | Sequence[Plan | str],
+    *,
+    logits: Logits | None = None,
+    tokens: Tokens = "given",
+    clip: tuple[float, float] = CLIP,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> Mismatch:
+    """Compare a model's log-probabilities per token as it trains and as it is served, and what importance ratios make of it.
+
+    Both sides run in evaluation mode, without gradients, on copies: the model, random numbers and process-wide settings are as
+    before when it returns, fails or is interrupted. Waits for the device. Memory for one batch's logits, twice, in fp32.
+
+    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with batches of its own, and all get
+    what one process finds on all batches.
+
+    Args:
+        model: A causal language model that gives logits ``[batch, length, vocabulary]``, or ``.logits`` as those of Hugging Face do.
+            One that is sharded is copied whole on every rank.
+        batches: Finitely many. Each is token numbers ``[batch, length]``, or a mapping with ``input_ids`` and perhaps
+            ``attention_mask``, 0 where a token is padding; or whatever ``logits`` takes.
+        plan_train: How the model is trained.
+        plan_serve: How it is served: one plan, or several to be told apart.
+        logits: For other models: ``logits(model, batch)`` -> logits ``[batch, length, vocabulary]``, the tokens ``[batch, length]``
+            that they predict at the same place, and a mask ``[batch, length]`` of those that count, or None for all.
+        tokens: ``given``: the batches' own, which are to be the serving side's samples (rollouts) for k1 and k3 to be unbiased.
+            ``sampled``: at each position one is drawn from the serving plan's probabilities, in the given context.
+        clip: Range of r = p_train / p_serve that is not clipped, ``(1 - eps, 1 + eps)`` in PPO.
+        device: By default the device of the model's parameters.
+        seed: Of the tokens that are drawn.
+
+    Returns:
+        The finding: ``.serve`` with one row for each plan, ``.table()``, ``.save(folder)``.
+
+    Raises:
+        WorkloadError: No batch, no tokens, or logits of another shape.
+        PlanError: A plan that does not fit the model, or a clip range or ``tokens`` that is none.
+        DeviceError: The device cannot run a plan.
+    """
+
+    def given() -> tuple[Plan, list[Plan], Tokens, tuple[float, float]]:
+        several = [plan_serve] if isinstance(plan_serve, (Plan, str)) else list(plan_serve)
+        train, serve = as_plan(plan_train), [as_plan(plan) for plan in several]
+        if tokens not in ("given", "sampled"):
+            raise PlanError(f"mismatch(tokens={shown(tokens)}): allowed: 'given', 'sampled'")
+        if not serve:
+            raise PlanError("mismatch(plan_serve=[]): give a plan, or several")
+        _check_clip(clip)
+        return train, serve, tokens, clip
+
+    with together(model, "mismatch", what="the model or its batches") as ranks:
+        arguments = ("plan_train", "plan_serve", "tokens", "clip")
+        train, serve, *_ = ranks.alike("mismatch", arguments, given)
+        where = ranks.each(lambda: find_device("mismatch", device, str(device_of(ranks.model))))
+
+        def run() -> list[Sums]:
+            sums = [Sums(plan, clip, ranks.size) for plan in serve]
+            sides = _Sides(ranks.model, where, logits or _causal)
+            with torch.no_grad():
+                for number, batch in enumerate(batches):
+                    at = number * ranks.size + ranks.rank  # among the batches of all
+                    batch = to_device(batch, where)
+                    ours, targets, mask = sides.run(train, batch)
+                    for row, plan in zip(sums, serve, strict=True):
+                        theirs, _, _ = sides.run(plan, batch)
+                        seed_all((seed * 1_000_003 + at) % 2**32)
+                        row.take(at, ours, theirs, targets if tokens == "given" else _draw(theirs), mask)
+            return sums
+
+        every = ranks.to_first(ranks.each(run))
+
+        def finding() -> Mismatch:
+            sums = [functools.reduce(operator.iadd, of_plan) for of_plan in zip(*every, strict=True)]
+            if not sums[0].count:
+                raise WorkloadError(
+                    "mismatch: batches gave no token to compare; give at least one batch of two tokens"
+                )
+            return Mismatch(
+                workload=type(ranks.model).__name__,
+                plan_train=train,
+                serve=tuple(row.finding() for row in sums),
+                tokens=tokens,
+                count=sums[0].count,
+                sequences=sums[0].sequences,
+                clip=(float(clip[0]), float(clip[1])),
+                environment=dataclasses.asdict(environment(where)),
+                ranks=ranks.size,
+            )
+
+        return ranks.first(finding)
+
+
+# --- running ----------------------------------------------------------------------------------------------------
+
+
+class _Sides:
+    """Runs copies of a model under plans, one at a time, since plans may want other settings of the process."""
+
+    def __init__(self, model: nn.Module, device: torch.device, of: Logits) -> None:
+        self._model, self._device, self._of = copied(model, "mismatch").to(device).eval(), device, of
+        self._arrived = widen_(self._model)
+        self._copies: dict[Plan, nn.Module] = {}
+
+    def run(self, plan: Plan, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits in fp32, tokens and mask of a batch."""
+        plan = dataclasses.replace(plan, compile="as_given")
+        if plan not in self._copies:
+            self._copies[plan] = copy.deepcopy(self._model)
+            store_(self._copies[plan], self._arrived)
+        model = self._copies[plan]
+        emulated = self._device.type == "cpu" and "fp16" in plan.formats
+        with (
+            prepared(model, plan, self._device),
+            EmulatedProducts() if emulated else contextlib.nullcontext(),
+        ):
+            return _checked(self._of(model, batch))
+
+
+def _causal(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits, and the next tokens that they predict, of token numbers or of a batch as Hugging Face's models take it."""
+    named = isinstance(batch, Mapping)
+    ids = batch["input_ids"] if named and "input_ids" in batch else batch
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        raise WorkloadError(
+            f"mismatch: a batch is {type(batch).__name__}; give token numbers [batch, length], a mapping with input_ids, or "
+            "logits=lambda model, batch: (logits, tokens, mask)"
+        )
+    out = model(**batch) if named else model(ids)
+    whole = getattr(out, "logits", out)
+    if not isinstance(whole, Tensor):
+        raise WorkloadError(
+            f"mismatch: the model returned {type(out).__name__}; it must return logits, or an object with .logits; else give "
+            "logits=lambda model, batch: (logits, tokens, mask)"
+        )
+    mask = batch.get("attention_mask") if named else None
+    return whole[:, :-1], ids[:, 1:], None if mask is None else mask[:, 1:] * mask[:, :-1]
+
+
+def _checked(parts: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    if not (isinstance(parts, tuple) and len(parts) == 3):
+        raise WorkloadError(
+            f"mismatch: logits(model, batch) returned {type(parts).__name__}; it must return logits, tokens and a mask or None"
+        )
+    logits, tokens, mask = parts
+    if (
+        logits.dim() != 3
+        or logits.shape[:2] != tokens.shape
+        or (mask is not None and mask.shape != tokens.shape)
+    ):
+        shapes = [list(part.shape) for part in parts if part is not None]
+        raise WorkloadError(
+            f"mismatch: logits, tokens and mask have the shapes {', '.join(map(str, shapes))}; they must be [batch, length, vocabulary], "
+            "[batch, length] and [batch, length]"
+        )
+    return logits.float(), tokens, None if mask is None else mask.bool()
+
+
+def _draw(logits: Tensor) -> Tensor:
+    """A token at each position, from the probabilities of its logits; its noise is the same for the same seed."""
+    noise = torch.rand(logits.shape, device=logits.device, dtype=torch.float32).clamp_min_(
+        torch.finfo(torch.float32).tiny
+    )
+    return (logits - noise.log_().neg_().log_()).argmax(-1)  # Gumbel's trick
+
+
+def _check_clip(clip: object) -> None:
+    right = isinstance(clip, tuple) and len(clip) == 2 and all(isinstance(end, (int, float)) for end in clip)
+    if not right or not 0.0 <= clip[0] < 1.0 < clip[1]:  # type: ignore[index]
+        raise PlanError(f"mismatch(clip={shown(clip)}): allowed: two numbers around 1, such as (0.8, 1.2)")

@@ -1,0 +1,438 @@
+"""``operator_table``: which operators run in which format under a plan, and what is cast, where, and how often for nothing.
+
+A cast is avoidable where the same tensor was cast to the same format before in the same phase, or where it only takes back a
+cast that was just made, nothing having been computed in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.casting.trees import tensors_in
+from castwise.core.plans.formats import get_format
+from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.ranks.text import named
+from castwise.errors import UnknownNameError, check_count
+from castwise.lab.inspect.passes import Passes
+from castwise.lab.inspect.trace import Phase, Place, Trace
+from castwise.lab.parity.together import together
+from castwise.lab.result import Result
+from castwise.lab.timing.environment import environment
+
+if TYPE_CHECKING:
+    import os
+
+Avoidable = Literal["", "repeated", "round trip"]
+"""``repeated``: that tensor was cast to that format before. ``round trip``: it was just cast from that format."""
+
+_CASTS = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
+
+
+@dataclass(frozen=True)
+class OperatorUse:
+    """The calls of one operator in one format and phase.
+
+    Attributes:
+        operator: ATen's base name.
+        format: Of its floating inputs, else of its output: ``fp32``; ``bf16+fp32`` where it takes several; ``other`` for none.
+        phase: ``forward``, ``backward`` or ``recomputation``.
+        calls: How many there are in a pass.
+        time_s: Seconds that they take together, the dispatcher's work below autograd included.
+    """
+
+    operator: str
+    format: str
+    phase: Phase
+    calls: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class RegionUse:
+    """What runs in a module itself, without the modules inside of it.
+
+    Attributes:
+        path: Of the module; "" is the model itself, and the loss.
+        calls: Operators.
+        time_s: Seconds that they take.
+        formats: Format -> how many of them run in it.
+        casts: How many casts there are among them.
+        cast_bytes: That casts read and write.
+        avoidable_bytes: Of these, those of avoidable casts.
+    """
+
+    path: str
+    calls: int
+    time_s: float
+    formats: dict[str, int]
+    casts: int
+    cast_bytes: int
+    avoidable_bytes: int
+
+
+@dataclass(frozen=True)
+class CastUse:
+    """Casts alike: of one line of one module, from and to the same formats.
+
+    Attributes:
+        module: Path.
+        source: Line of code; in backward that of the forward operator.
+        phase: ``forward``, ``backward`` or ``recomputation``.
+        before: Format of what is cast.
+        after: Format that it is cast to.
+        calls: How many there are in a pass.
+        bytes: That they read and write.
+        time_s: Seconds that they take.
+        avoidable: Why they need not be; empty where they do.
+        first: Of avoidable ones the module that cast first.
+    """
+
+    module: str
+    source: str
+    phase: Phase
+    before: str
+    after: str
+    calls: int
+    bytes: int
+    time_s: float
+    avoidable: Avoidable
+    first: str = ""
+
+
+@dataclass(frozen=True)
+class OperatorTable(Result):
+    """Operators by format, and casts.
+
+    Attributes:
+        plan: What the model ran by.
+        operators: By time.
+        regions: In the order of the model.
+        casts: By bytes, avoidable ones first.
+        views: Calls that only look at memory in another way; they are in no table.
+        workload: The model's class.
+        device: That it ran on.
+        notes: What else to know, in sentences.
+        rank: Of several processes the one whose table this is, the slowest; None of a single one.
+        ranks_time_s: What all operators take together on each of them.
+    """
+
+    kind: ClassVar[str] = "operators"
+    plan: Plan
+    operators: tuple[OperatorUse, ...]
+    regions: tuple[RegionUse, ...]
+    casts: tuple[CastUse, ...]
+    views: int
+    workload: str
+    device: str
+    notes: tuple[str, ...] = ()
+    rank: int | None = None
+    ranks_time_s: tuple[float, ...] = ()
+
+    @property
+    def time_s(self) -> float:
+        """Of all operators together."""
+        return sum(use.time_s for use in self.operators)
+
+    @property
+    def cast_bytes(self) -> int:
+        """That all casts read and write."""
+        return sum(cast.bytes for cast in self.casts)
+
+    @property
+    def avoidable(self) -> tuple[CastUse, ...]:
+        """Casts that need not be."""
+        return tuple(cast for cast in self.casts if cast.avoidable)
+
+    @property
+    def answer(self) -> str:
+        """How much runs in which format, and what casts take, in a sentence."""
+        from castwise.report.operators import headline
+
+        return headline(self._said())
+
+    def _said(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        uses = {
+            key: [dataclasses.asdict(use) for use in own[key]] for key in ("operators", "regions", "casts")
+        }
+        return own | uses | {"plan": str(self.plan), "time_s": self.time_s, "cast_bytes": self.cast_bytes}
+
+    def _fields(self) -> dict[str, Any]:
+        return self._said() | {
+            "answer": self.answer,
+            "description": "",
+            "environment": dataclasses.asdict(environment(self.device)),
+        }
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write ``operators.json`` and the page ``operators.html`` into a folder, which is made.
+
+        Returns:
+            The path of the page; where Jinja is missing a warning says so, and it is that of the JSON file.
+        """
+        return self._save(Path(folder) / "operators.html", Path(folder) / "operators.json")[0]
+
+
+@dataclass
+class _Call:
+    """One operator that ran."""
+
+    place: Place
+    format: str
+    view: bool
+    time_s: float = 0.0
+    before: str = ""
+    after: str = ""
+    bytes: int = 0
+    avoidable: Avoidable = ""
+    first: str = ""
+
+    @property
+    def is_cast(self) -> bool:
+        return bool(self.after)
+
+
+class _Uses(Trace):
+    """Notes what runs, as a context manager."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__(model)
+        self.calls: list[_Call] = []
+        self._waits = device.type != "cpu"
+        self._cast: dict[tuple[Any, ...], str] = {}
+        self._cast_from: dict[Any, tuple[int, str, str]] = {}
+
+    def see(self, place: Place, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and note it."""
+        given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+        dtypes = {tensor.dtype for tensor in given}
+        keys = [_key(tensor) for tensor in given] if place.operator in _CASTS else []
+        self._wait()
+        start = time.perf_counter()
+        out = op(*args, **kwargs)
+        self._wait()
+        spent = time.perf_counter() - start
+        made = [t for t in tensors_in(out) if t.is_floating_point()]
+        call = _Call(place, _format(dtypes or {t.dtype for t in made}), _torch.is_view(op), spent)
+        if place.operator == "_to_copy" and given and made:
+            self._note_cast(call, given[0], keys[0], made[0])
+        elif place.operator == "copy_" and len(given) == 2:
+            self._note_cast(call, given[1], keys[1], given[0])
+        self.calls.append(call)
+        return out
+
+    def _wait(self) -> None:
+        if self._waits:
+            torch.accelerator.synchronize()
+
+    def _note_cast(self, call: _Call, source: Tensor, key: tuple[Any, ...], target: Tensor) -> None:
+        if source.dtype is target.dtype:
+            return
+        call.before, call.after = _name(source.dtype), _name(target.dtype)
+        call.format = call.before
+        call.bytes = source.numel() * (source.element_size() + target.element_size())
+        place = call.place
+        version, before, first = self._cast_from.get(_torch.memory_of(source), (-1, "", ""))
+        if (version, before) == (_torch.version(source), call.after):
+            call.avoidable, call.first = "round trip", first
+        known = (*key, call.after, place.phase)
+        if known in self._cast:
+            call.avoidable, call.first = "repeated", self._cast[known]
+        else:
+            self._cast[known] = place.module
+        self._cast_from[_torch.memory_of(target)] = _torch.version(target), call.before, place.module
+
+
+def operator_table(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    plan: Plan | str | os.PathLike[str] = "bf16-mixed",
+    *,
+    device: Any = None,
+    seed: int | None = None,
+    repeats: int = 3,
+) -> OperatorTable:
+    """Count operators by format, time them, and find casts, forward and backward, by region.
+
+    Runs on copies and waits for the device at every operator. What is compiled runs as it is: a compiled model fuses operators
+    and their casts, so that this table is of the code that was written.
+
+    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with a batch of its own, and all get
+    the table of the slowest; it says whether others ran other operators. Collectives are not in it: each runs a whole copy.
+
+    Args:
+        model: In any state of training.
+        loss: From the model and the batch a floating tensor with one element.
+        batch: On any device.
+        plan: What the model runs by.
+        device: By default that of the model's parameters.
+        seed: Of random draws; by default they go on from where the generators stand.
+        repeats: Passes that are timed, after one that is not; the fastest time of each call counts.
+
+    Returns:
+        ``.operators``, ``.regions``, ``.casts``, ``.avoidable``, ``.table()``.
+
+    Raises:
+        WorkloadError: A model that cannot be copied, or a loss that fails or is not differentiable.
+        PlanError: A plan that does not fit the model, or ``repeats`` below 1.
+        DeviceError: The device cannot run the plan.
+    """
+
+    def given() -> tuple[Plan]:
+        check_count("operator_table", "repeats", repeats, 1)
+        return (as_plan(plan),)
+
+    with together(model, "operator_table") as ranks:
+        (chosen,) = ranks.alike("operator_table", ("plan",), given)
+
+        def table() -> OperatorTable:
+            passes = Passes("operator_table", ranks, loss, batch, device, seed)
+            runs = [_run(passes, chosen) for _ in range(repeats + 1)]
+            return _table(passes, chosen, runs)
+
+        return ranks.merge(ranks.each(table), _slowest)
+
+
+def _table(passes: Passes, plan: Plan, runs: Sequence[list[_Call]]) -> OperatorTable:
+    calls = runs[-1]
+    for run in runs[1:-1]:
+        if len(run) == len(calls):
+            for call, other in zip(calls, run, strict=True):
+                call.time_s = min(call.time_s, other.time_s)
+    order = [path for path, _ in passes.model.named_modules()]
+    seen = [call for call in calls if not call.view]
+    return OperatorTable(
+        plan,
+        tuple(_operators(seen)),
+        tuple(_regions(seen, order)),
+        tuple(_casts(seen)),
+        len(calls) - len(seen),
+        type(passes.model).__name__,
+        str(passes.device),
+        tuple(_notes(passes, plan)),
+    )
+
+
+def _slowest(tables: Sequence[OperatorTable]) -> OperatorTable:
+    """Of several processes' tables that of the one whose operators take longest, with the others' times."""
+    times = tuple(table.time_s for table in tables)
+    rank = times.index(max(times))
+    own = _counts(tables[rank])
+    others = [at for at, table in enumerate(tables) if _counts(table) != own]
+    notes = tables[rank].notes
+    if others:
+        differing = dict.fromkeys(
+            key[0] for at in others for key, _ in own.items() ^ _counts(tables[at]).items()
+        )
+        notes = (
+            *notes,
+            f"{named(others).capitalize()} ran other operators: {', '.join(sorted(differing)[:6])}.",
+        )
+    return dataclasses.replace(tables[rank], notes=notes, rank=rank, ranks_time_s=times)
+
+
+def _counts(table: OperatorTable) -> dict[tuple[str, str, str], int]:
+    return {(use.operator, use.format, use.phase): use.calls for use in table.operators}
+
+
+def _run(passes: Passes, plan: Plan) -> list[_Call]:
+    calls: list[_Call] = []
+
+    @contextlib.contextmanager
+    def watching(model: nn.Module, batch: Any) -> Iterator[None]:
+        with _Uses(model, passes.device) as uses:
+            yield
+        calls.extend(uses.calls)
+
+    passes.run(plan, watching)
+    return calls
+
+
+def _operators(calls: Iterable[_Call]) -> list[OperatorUse]:
+    found: dict[tuple[str, str, Phase], list[_Call]] = {}
+    for call in calls:
+        found.setdefault((call.place.operator, call.format, call.place.phase), []).append(call)
+    uses = [OperatorUse(*key, len(many), sum(c.time_s for c in many)) for key, many in found.items()]
+    return sorted(uses, key=lambda use: -use.time_s)
+
+
+def _regions(calls: Iterable[_Call], order: list[str]) -> list[RegionUse]:
+    found: dict[str, list[_Call]] = {path: [] for path in order}
+    for call in calls:
+        found[call.place.module].append(call)
+    uses = []
+    for path, many in found.items():
+        formats: dict[str, int] = {}
+        for call in many:
+            formats[call.format] = formats.get(call.format, 0) + 1
+        uses.append(
+            RegionUse(
+                path,
+                len(many),
+                sum(c.time_s for c in many),
+                dict(sorted(formats.items())),
+                sum(c.is_cast for c in many),
+                sum(c.bytes for c in many),
+                sum(c.bytes for c in many if c.avoidable),
+            )
+        )
+    return [use for use in uses if use.calls]
+
+
+def _casts(calls: Iterable[_Call]) -> list[CastUse]:
+    found: dict[tuple[Any, ...], list[_Call]] = {}
+    for call in calls:
+        if call.is_cast:
+            place = call.place
+            key = (place.module, place.line, place.phase, call.before, call.after, call.avoidable, call.first)
+            found.setdefault(key, []).append(call)
+    uses = [
+        CastUse(
+            module=many[0].place.module,
+            source=str(many[0].place.line or ""),
+            phase=many[0].place.phase,
+            before=many[0].before,
+            after=many[0].after,
+            calls=len(many),
+            bytes=sum(c.bytes for c in many),
+            time_s=sum(c.time_s for c in many),
+            avoidable=many[0].avoidable,
+            first=many[0].first,
+        )
+        for many in found.values()
+    ]
+    return sorted(uses, key=lambda use: (not use.avoidable, -use.bytes))
+
+
+def _notes(passes: Passes, plan: Plan) -> Iterator[str]:
+    if passes.device.type == "cpu" and "fp16" in plan.formats:
+        yield "fp16 matrix products were emulated, as on every CPU here, and so are their times."
+    if plan.compile != "as_given" or passes.compiled:
+        yield "A compiler fuses operators and casts; this table is of the code as it is written."
+
+
+def _key(tensor: Tensor) -> tuple[Any, ...]:
+    """What stands for a tensor's values: its memory, its place in there, and how often it was written to."""
+    return _torch.memory_of(tensor), tensor.storage_offset(), tensor.numel(), _torch.version(tensor)
+
+
+def _name(dtype: torch.dtype) -> str:
+    try:
+        return get_format(dtype).name
+    except UnknownNameError:
+        return str(dtype).removeprefix("torch.")
+
+
+def _format(dtypes: set[torch.dtype]) -> str:
+    return "+".join(sorted(map(_name, dtypes))) or "other"

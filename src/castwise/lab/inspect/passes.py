@@ -1,0 +1,130 @@
+"""One forward and backward of a copy of a model under a plan, as often as wanted from the same start."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.casting.trees import map_tensors, to_device
+from castwise.core.model.arrival import widen_for
+from castwise.core.parallel.wrappers import unwrap
+from castwise.core.plans.plan import Plan
+from castwise.core.ranks import ALONE
+from castwise.core.session import Amp
+from castwise.core.session.process import find_device
+from castwise.errors import WorkloadError
+from castwise.lab.parity.emulation import EmulatedProducts
+from castwise.lab.parity.isolation import copied, seed_all, undisturbed
+from castwise.lab.parity.parity import device_of
+from castwise.lab.parity.together import Looking
+from castwise.lab.workloads.workload import check_loss, check_no_backward, users_code
+
+Watch = Callable[[nn.Module, Any], AbstractContextManager[Any]]
+"""From the copy of the model and the batch that it gets what the pass runs inside of."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a forward and backward left.
+
+    Attributes:
+        model: The copy, with its gradients, which are still scaled, and its buffers.
+        loss: What the loss returned, detached.
+        scale: The loss scale that gradients were taken with; 1 without one.
+    """
+
+    model: nn.Module
+    loss: Tensor
+    scale: float
+
+
+class Passes:
+    """Runs passes of one model, loss and batch, inside of :func:`castwise.lab.parity.together.together`.
+
+    Every pass starts from the same weights, buffers and random state, on a copy. What is compiled runs as it is, so that operators
+    are seen; each rank runs by itself. fp16 products of a CPU are emulated.
+
+    Args:
+        call: The caller, for errors.
+        looking: At which model.
+        loss: From the model and a batch a scalar.
+        batch: On any device.
+        device: To run on; by default that of the model's parameters.
+        seed: Of random draws; None goes on from where the generators stand.
+
+    Raises:
+        DeviceError: A device that is not there.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        looking: Looking,
+        loss: Callable[[nn.Module, Any], Tensor],
+        batch: Any,
+        device: torch.device | str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.call, self.loss, self.batch, self.seed = call, loss, batch, seed
+        self.model, self.compiled = unwrap(looking.model), looking.compiled
+        self.device = find_device(call, device, str(device_of(self.model)))
+
+    def run(self, plan: Plan, watch: Watch | None = None) -> Pass:
+        """One forward and backward.
+
+        Args:
+            plan: What the copy runs by; what it says of compiling is left out.
+            watch: Around the loss and its backward.
+
+        Raises:
+            WorkloadError: The model cannot be copied, or the loss fails or is none.
+            CastwiseError: The plan does not fit the model or the device.
+        """
+        plan = dataclasses.replace(plan, compile="as_given")
+        failed = f"{self.call}: the model or its loss failed under {plan}"
+        with users_code(failed), undisturbed(), contextlib.ExitStack() as stack:
+            if _torch.dynamo_loaded():
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            model = copied(self.model, self.call).to(self.device)
+            amp = stack.enter_context(_prepared(model, plan, self.device))
+            batch = map_tensors(_own, to_device(self.batch, self.device))
+            if self.seed is not None:
+                seed_all(self.seed)
+            if self.device.type == "cpu" and "fp16" in plan.formats:
+                stack.enter_context(EmulatedProducts())
+            if watch is not None:
+                stack.enter_context(watch(model, batch))
+            loss = self.loss(model, batch)
+            check_no_backward(model, self.call)
+            loss = check_loss(loss, self.call)
+            amp.backward(loss)
+            if all(parameter.grad is None for parameter in model.parameters()):
+                raise WorkloadError(
+                    f"{self.call}: after loss(model, batch) and backward no parameter of the model has a gradient; the loss must "
+                    "call the model that it is given, since this runs on copies"
+                )
+            return Pass(model, loss.detach(), amp.get_scale())
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def _prepared(model: nn.Module, plan: Plan, device: torch.device) -> Iterator[Amp]:
+    with Amp(plan, device=device, group=ALONE) as amp:
+        widen = widen_for(plan, model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if plan.keeps_masters and trained:  # as training has them, so that gradients are fp32
+            amp.prepare(model, torch.optim.SGD(trained, lr=0.0), widen=widen)
+        else:
+            amp.prepare(model, widen=widen)
+        yield amp

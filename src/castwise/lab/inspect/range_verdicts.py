@@ -1,0 +1,164 @@
+"""Which formats hold a region's numbers, why not, and what follows for the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from castwise.core.plans.formats import LOW
+from castwise.core.plans.plan import Plan, Region
+from castwise.lab.parity.casts import Cast
+from castwise.lab.parity.gradient_range import LOST, ScaleRange
+from castwise.lab.parity.updates import LOST as DROPPED
+from castwise.report import words
+
+if TYPE_CHECKING:
+    from castwise.lab.inspect.forecast_result import RegionForecast, Spread, TensorForecast
+
+
+def troubles(region: RegionForecast, formats: Sequence[str], scaled: bool = True) -> dict[str, str]:
+    """By format why it does not hold a region's numbers under a plan that autocasts; nothing where it does.
+
+    Args:
+        region: Which.
+        formats: Asked for.
+        scaled: Whether gradients in fp16 have a loss scale.
+    """
+    judged = [tensor for tensor in region.tensors if not tensor.kept and tensor.kind != "updates"]
+    return _first_reasons(region, judged, formats, scaled)
+
+
+def stored_troubles(region: RegionForecast, formats: Sequence[str]) -> dict[str, str]:
+    """The same where everything is stored in the format: what is kept counts too, and updates that rounding drops."""
+    return _first_reasons(region, region.tensors, [name for name in formats if name in LOW], scaled=False)
+
+
+def plan_trouble(region: RegionForecast, plan: Plan, formats: Sequence[str]) -> str:
+    """Why a plan's own formats do not hold a region's numbers; empty where they do, or were not asked for."""
+    asked = [name for name in region.computed if name in formats]
+    if plan.stores_low and not plan.keeps_masters:
+        found = {name: region.stored[name] for name in asked if name in region.stored}
+    else:
+        found = troubles(region, asked, scaled=plan.loss_scale is not None)
+    scale = plan.loss_scale
+    if (
+        not found
+        and "fp16" in asked
+        and scale is not None
+        and not scale.dynamic
+        and region.scales is not None
+    ):
+        low, high = region.scales.lowest_scale, region.scales.highest_scale
+        if not low <= scale.init <= high:
+            return f"its gradients need a loss scale of {words.number(low)} to {words.number(high)}, not {words.number(scale.init)}"
+    return next(iter(found.values()), "")
+
+
+def plan_answer(regions: Sequence[RegionForecast], plan: Plan, formats: Sequence[str]) -> str:
+    """What a plan's own formats do, in a sentence; empty where none of them was asked for."""
+    low = [region for region in regions if region.computed]
+    used = list(dict.fromkeys(name for region in low for name in region.computed))
+    if not used or not set(used) <= set(formats):
+        return ""
+    bad = [region for region in low if region.trouble]
+    said = f"{plan} computes in {words.listed(used)} in {len(low)} of {len(regions)} regions and holds "
+    return said + (f"{len(low) - len(bad)} of them{_but(bad, bad[0].trouble)}" if bad else "all of them.")
+
+
+def _but(bad: Sequence[RegionForecast], why: str) -> str:
+    others = f"; nor {len(bad) - 1} other{'s' if len(bad) > 2 else ''}" if len(bad) > 1 else ""
+    return f", not {bad[0].path or 'the model itself'} ({why}){others}."
+
+
+def spreading(name: str, spread: Spread) -> str:
+    """What becomes of an overflow, in a sentence."""
+    count = len(spread.reached)
+    where = f"{count} other region{'s' if count > 1 else ''}" if count else "no other region"
+    end = "makes gradients that are not finite" if spread.gradients else "does nothing to the gradients"
+    return f"What overflows in {name} reaches {where} and {end}."
+
+
+def _first_reasons(
+    region: RegionForecast, tensors: Sequence[TensorForecast], formats: Sequence[str], scaled: bool
+) -> dict[str, str]:
+    out = {}
+    for name in formats:
+        casts = ((tensor, tensor.cast(name, scaled)) for tensor in tensors)
+        reasons = [reason for tensor, cast in casts if cast is not None and (reason := _reason(tensor, cast))]
+        if name in region.poles:
+            function, share = region.poles[name]
+            reasons.insert(0, f"{words.percent(share)} of the activations that {function} takes become 0")
+        if reasons:
+            out[name] = reasons[0]
+    return out
+
+
+def _reason(tensor: TensorForecast, cast: Cast) -> str:
+    scale = f" at a loss scale of {words.number(cast.scale)}" if isinstance(cast.scale, float) else ""
+    if tensor.kind == "updates":
+        return f"rounding drops {words.percent(cast.flush)} of the updates" if cast.flush > DROPPED else ""
+    if cast.overflow:
+        share = words.percent(cast.overflow)
+        return f"{share} of the {tensor.kind} overflow{scale}, the largest is {tensor.largest:.2g}"
+    if cast.underflow > LOST:
+        what = f"{words.percent(cast.flush)} of the {tensor.kind} become 0{scale}"
+        return f"{what}, and of a result {words.percent(cast.underflow)} of the square is lost"
+    return ""
+
+
+def recommended(regions: Sequence[RegionForecast], formats: Sequence[str], loss_scale: float) -> Plan | None:
+    """The plan of the low format that holds the most regions, bf16 before fp16, with the others in fp32.
+
+    None where neither was asked for, or the model itself, outside of its modules, is not held.
+    """
+    plans = [
+        (len(held_apart), low, held_apart)
+        for low in LOW
+        if low in formats and (held_apart := _apart(regions, low)) is not None
+    ]
+    if not plans:
+        return None
+    _, low, apart = min(plans, key=lambda plan: plan[0])
+    plan = Plan.preset(f"{low}-mixed")
+    if plan.loss_scale is not None:
+        plan = dataclasses.replace(plan, loss_scale=dataclasses.replace(plan.loss_scale, init=loss_scale))
+    return dataclasses.replace(plan, regions=tuple(Region(path, compute="fp32") for path in apart))
+
+
+def _apart(regions: Sequence[RegionForecast], low: str) -> list[str] | None:
+    """Paths of the outermost modules that a format does not hold; None where that is the model itself."""
+    called = {region.path for region in regions if any(t.kind == "activations" for t in region.tensors)}
+    bad = []
+    for region in regions:
+        if low in region.troubles:
+            path = region.path
+            while path and path not in called:  # a module that only holds parameters runs in no region
+                path = path.rpartition(".")[0]
+            bad.append(path)
+    if "" in bad:
+        return None
+    outermost = (path for path in bad if not any(path.startswith(f"{other}.") for other in bad))
+    return list(dict.fromkeys(outermost))
+
+
+def answer(
+    regions: Sequence[RegionForecast], formats: Sequence[str], loss_scale: float, scales: ScaleRange | None
+) -> str:
+    """What was found, in a sentence for each format."""
+    return " ".join(_sentence(regions, name, loss_scale, scales) for name in formats)
+
+
+def _sentence(
+    regions: Sequence[RegionForecast], name: str, loss_scale: float, scales: ScaleRange | None
+) -> str:
+    bad = [region for region in regions if name in region.troubles]
+    how = ", scaled per tensor," if name.startswith("fp8") else ""
+    if name == "fp16" and scales is not None:
+        how = f", at a loss scale of {words.number(loss_scale)},"
+        if scales.is_empty:
+            how = f", at a loss scale of {words.number(loss_scale)} (none holds all gradients),"
+    said = f"{name}{how} holds "
+    if not bad:
+        return f"{said}all {len(regions)} regions."
+    return f"{said}{len(regions) - len(bad)} of {len(regions)} regions{_but(bad, bad[0].troubles[name])}"

@@ -1,0 +1,213 @@
+"""Importance ratios of tokens, and what follows from them.
+
+Per token r = p_train / p_serve. Of the estimators of KL(serve || train) from tokens that the serving side has sampled,
+k1 = -log r is unbiased with much variance, k2 = (log r)**2 / 2 is biased with little, k3 = (r - 1) - log r is unbiased, with little
+variance and never negative.
+
+Source: J. Schulman, "Approximating KL Divergence" (2020), for k1, k2 and k3; PPO (arXiv 1707.06347) for the clip range; Kish (1965) for
+the effective sample size, (sum w)**2 / sum w**2 over the number of weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from castwise.core.plans.plan import Plan
+from castwise.lab.inspect.runs import in_fp64
+
+QUANTILES = (0.001, 0.01, 0.05, 0.5, 0.95, 0.99, 0.999)
+BINS = 16
+"""Positions of the sequence are reported in so many parts."""
+WORST = 10
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token, by where it is.
+
+    Attributes:
+        batch: Which batch, of its rank's.
+        row: Of the batch.
+        position: Among the tokens that are predicted: 0 is the first that has a context.
+        token: Its number in the vocabulary.
+        train: Log-probability under the training plan.
+        serve: Under the serving plan.
+        rank: Of several processes the one whose batch it is in; 0 of a single one.
+    """
+
+    batch: int
+    row: int
+    position: int
+    token: int
+    train: float
+    serve: float
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class ServeMismatch:
+    """One serving plan against the training plan.
+
+    Attributes:
+        plan: The serving plan.
+        mean_abs: Mean of ``|log p_train - log p_serve|`` over tokens, in nats.
+        max_abs: The largest of these.
+        log_ratio: Quantiles of log r = log p_train - log p_serve, by level.
+        ratio: Quantiles of r.
+        clipped: Share of tokens whose r is outside of the clip range.
+        clipped_sequences: Share of sequences whose product of r is outside of it.
+        effective: Effective sample size of the weights r, as a share of the tokens.
+        effective_sequences: The same of the products of r over sequences, as a share of the sequences.
+        k1: Mean of -log r, an estimate of KL(serve || train) in nats per token; unbiased for tokens that were sampled by the serving
+            plan, as k3.
+        k2: Mean of (log r)**2 / 2.
+        k3: Mean of (r - 1) - log r.
+        kl: KL(serve || train) itself, from all logits at each position, meaned over positions.
+        argmax: Share of positions at which the two plans hold different tokens for the likeliest.
+        by_position: Mean ``|log r|`` in equal parts of the sequence, from its start.
+        worst: The tokens with the largest ``|log r|``.
+    """
+
+    plan: Plan
+    mean_abs: float
+    max_abs: float
+    log_ratio: Mapping[str, float]
+    ratio: Mapping[str, float]
+    clipped: float
+    clipped_sequences: float
+    effective: float
+    effective_sequences: float
+    k1: float
+    k2: float
+    k3: float
+    kl: float
+    argmax: float
+    by_position: tuple[float, ...]
+    worst: tuple[Token, ...]
+
+
+class Sums:
+    """What tokens say of one serving plan; per token only its log-probabilities and its place are kept.
+
+    Args:
+        plan: The serving plan.
+        clip: The range of r that is not clipped.
+        size: Processes among which batches are dealt out: of batch ``i`` the rank is ``i % size``.
+    """
+
+    def __init__(self, plan: Plan, clip: tuple[float, float], size: int = 1) -> None:
+        self._plan, self._clip, self._size = plan, clip, size
+        self._rows: list[Tensor] = []  # batch, row, position, token, train, serve, KL, other likeliest: fp64
+        self.count = self.sequences = 0
+
+    def take(self, at: int, train: Tensor, serve: Tensor, tokens: Tensor, mask: Tensor | None) -> None:
+        """Note the tokens of a batch, by its number among those of all processes."""
+        for row in range(len(tokens)):  # one at a time, since in fp64
+            keep = torch.ones_like(tokens[row], dtype=torch.bool) if mask is None else mask[row]
+            positions = keep.nonzero()[:, 0]
+            if not len(positions):
+                continue
+            ours, theirs = (
+                torch.log_softmax(in_fp64(logits[row, positions]), -1) for logits in (train, serve)
+            )
+            kl = (theirs.exp() * torch.where(theirs == -math.inf, 0.0, theirs - ours)).sum(-1)
+            other = train[row, positions].argmax(-1) != serve[row, positions].argmax(-1)
+            token = tokens[row, positions].to(ours.device)
+            chosen = (logs.gather(-1, token[:, None])[:, 0] for logs in (ours, theirs))
+            places = (torch.full_like(positions, number) for number in (at, row))
+            columns = [*places, positions, token, *chosen, kl, other]
+            self._rows.append(torch.stack([column.cpu().double() for column in columns], 1))
+            self.count += len(positions)
+            self.sequences += 1
+
+    def __iadd__(self, other: Sums) -> Self:
+        """Note what another process has noted."""
+        self._rows += other._rows
+        self.count += other.count
+        self.sequences += other.sequences
+        return self
+
+    def finding(self) -> ServeMismatch:
+        """All of it."""
+        all_rows = torch.cat(self._rows)
+        batch, row, position, token, ours, theirs, kl, other = all_rows.unbind(1)
+        log_ratio = ours - theirs
+        ratio = log_ratio.exp()
+        _, sequence = torch.unique(torch.stack([batch, row], 1), dim=0, return_inverse=True)
+        whole = torch.zeros(int(sequence.max()) + 1, dtype=torch.float64, device="cpu").index_add_(
+            0, sequence, log_ratio
+        )
+        worst = log_ratio.abs().argsort(descending=True)[:WORST].tolist()
+        levels = torch.tensor(QUANTILES, dtype=torch.float64, device="cpu")
+        return ServeMismatch(
+            plan=self._plan,
+            mean_abs=float(log_ratio.abs().mean()),
+            max_abs=float(log_ratio.abs().max()),
+            log_ratio=_by_level(_quantiles(log_ratio, levels)),
+            ratio=_by_level(_quantiles(ratio, levels)),
+            clipped=_outside(ratio, self._clip),
+            clipped_sequences=_outside(whole.exp(), self._clip),
+            effective=effective_share(log_ratio),
+            effective_sequences=effective_share(whole),
+            k1=float((-log_ratio).mean()),
+            k2=float((0.5 * log_ratio.square()).mean()),
+            k3=float((torch.expm1(log_ratio) - log_ratio).mean()),
+            kl=float(kl.mean()),
+            argmax=float(other.mean()),
+            by_position=_along(position, log_ratio.abs()),
+            worst=tuple(
+                Token(
+                    batch=int(batch[at]) // self._size,
+                    row=int(row[at]),
+                    position=int(position[at]),
+                    token=int(token[at]),
+                    train=float(ours[at]),
+                    serve=float(theirs[at]),
+                    rank=int(batch[at]) % self._size,
+                )
+                for at in worst
+            ),
+        )
+
+
+def effective_share(log_weights: Tensor) -> float:
+    """(sum w)**2 / sum w**2 over the number of weights, from their logarithms: 1 where all are equal, 1/n where one is all.
+
+    Source: Kish, Survey Sampling (1965).
+    """
+    weights = (log_weights - log_weights.max()).exp()
+    return float(weights.sum().square() / weights.square().sum() / len(weights))
+
+
+def _quantiles(values: Tensor, levels: Tensor) -> Tensor:
+    """Linear between the values; torch.quantile takes 16 million values at most."""
+    ordered = values.sort().values
+    at = levels * (len(ordered) - 1)
+    low = at.floor().long()
+    high = at.ceil().long()
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def _by_level(values: Tensor) -> dict[str, float]:
+    return {f"{level:g}": float(value) for level, value in zip(QUANTILES, values, strict=True)}
+
+
+def _outside(ratio: Tensor, clip: tuple[float, float]) -> float:
+    return float(((ratio < clip[0]) | (ratio > clip[1])).double().mean())
+
+
+def _along(position: Tensor, values: Tensor) -> tuple[float, ...]:
+    """Means of values in equal parts of the sequence; NaN for a part without any."""
+    parts = min(BINS, int(position.max()) + 1)
+    at = (position * parts / (position.max() + 1)).long()
+    sums, counts = (
+        torch.zeros(parts, dtype=torch.float64, device="cpu").index_add_(0, at, v)
+        for v in (values, torch.ones_like(values))
+    )
+    return tuple((sums / counts).tolist())

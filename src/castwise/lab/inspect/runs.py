@@ -1,0 +1,254 @@
+"""Single forward and backward passes of one model under plans: at the same weights, batch and random draws, each on a copy.
+
+What crosses the borders of its calls is looked at, or replaced, by functions that are handed in
+(:mod:`castwise.lab.inspect.crossings`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.casting.trees import to_device
+from castwise.core.model.arrival import store_, widen_, widen_for
+from castwise.core.model.resolve import Resolution, resolve
+from castwise.core.plans.plan import Plan
+from castwise.core.session import Amp
+from castwise.lab.inspect.compiled import CompiledCrossings
+from castwise.lab.inspect.crossings import Backward, Call, Crossings, Forward
+from castwise.lab.parity.draws import Recorder, Replayer, Tape
+from castwise.lab.parity.emulation import EmulatedProducts
+from castwise.lab.parity.isolation import copied, seed_all
+from castwise.lab.parity.probes import RESCALE, RESCALES, as_real, prepared
+from castwise.lab.workloads.workload import check_loss, check_no_backward, users_code
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a pass leaves.
+
+    Attributes:
+        loss: Its value.
+        gradients: Of each trained parameter that got one, by path, unscaled, in fp32 or wider.
+        callers: Each call in the order in which they began, with the call that made it; None for the loss.
+        kinds: Class of each module, by path.
+        scale: The loss scale, 1 without one.
+        strayed: Random draws that could not be replayed.
+        unseen: Paths of modules with tensors that could not be watched.
+    """
+
+    loss: float
+    gradients: dict[str, Tensor]
+    callers: dict[Call, Call | None]
+    kinds: dict[str, str]
+    scale: float
+    strayed: int
+    unseen: Counter[str]
+
+    @property
+    def finite(self) -> bool:
+        """Whether the gradients are. Waits for the device."""
+        return all(bool(torch.isfinite(as_real(g)).all()) for g in self.gradients.values())
+
+
+class Runs:
+    """Runs of one model, one loss and one batch.
+
+    Args:
+        model: It is copied, and widened where it is stored in bf16 or fp16; each pass stores its own copy as the model arrived.
+        loss: From the model and the batch a scalar.
+        batch: On any device.
+        device: To run on.
+        seed: Of random draws.
+        call: The caller, for errors.
+
+    Attributes:
+        trains: Whether a parameter requires a gradient; without one there is no backward.
+        replays: Whether random draws of the first pass are put into the others; compiled code allows that of none, and draws from
+            one seed.
+        ran: How many passes there have been.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, device: torch.device,
+        *, seed: int, call: str, replays: bool = True,
+    ) -> None:  # fmt: skip
+        self._call, self._device, self._seed, self._loss = call, device, seed, loss
+        self._batch = to_device(batch, device)
+        self._model = copied(model, call).to(device)
+        self._arrived = widen_(self._model)
+        self._tape: Tape | None = None
+        self._known: Crossings | None = None
+        self.replays = replays
+        self.trains = any(parameter.requires_grad for parameter in self._model.parameters())
+        self.ran = 0
+
+    def resolution(self, plan: Plan) -> Resolution:
+        """What a plan makes of the model."""
+        model = self._as_given()
+        return resolve(plan, model, self._device.type, widen=widen_for(plan, model))
+
+    def _as_given(self) -> nn.Module:
+        model = copy.deepcopy(self._model)
+        store_(model, self._arrived)
+        return model
+
+    def run(
+        self,
+        plan: Plan,
+        forward: Forward = lambda *_: None,
+        backward: Backward = lambda *_: None,
+        *,
+        change: Callable[[nn.Module], None] | None = None,
+        scale: float | None = None,
+        whole: bool = False,
+    ) -> Run:
+        """One pass. The first draws the random numbers, and the others get the same; it is not to be compiled.
+
+        Args:
+            plan: That the model runs by, compiled where it says so.
+            forward: Sees what crosses a border in forward.
+            backward: Sees gradients, scaled as they are.
+            change: Called with the prepared model before it runs.
+            scale: Loss scale in the place of the plan's own.
+            whole: Leave compiled code as it is, and see nothing that crosses.
+
+        Raises:
+            CastwiseError: The plan does not fit the model or the device, or the loss fails.
+        """
+        if scale is not None and plan.loss_scale is not None:
+            fixed = dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None)
+            plan = dataclasses.replace(plan, loss_scale=fixed)
+        model, compiled = self._as_given(), plan.compile != "as_given"
+        draws: Recorder | Replayer | None = None
+        if self.replays and self._tape is None:
+            self._tape = Tape()
+            draws = Recorder(self._tape)
+        elif self.replays and self._tape is not None:
+            draws = Replayer(self._tape)
+        emulate = self._device.type == "cpu" and "fp16" in plan.formats and not compiled
+        self.ran += 1
+        with contextlib.ExitStack() as stack:
+            if compiled:
+                stack.enter_context(_torch.eager_random_numbers())
+            amp = stack.enter_context(prepared(model, plan, self._device))
+            if change is not None:
+                change(model)
+            watching: Crossings | CompiledCrossings | None = None
+            if not compiled:
+                watching = Crossings(model, forward, backward)
+                self._known = self._known or watching
+            elif not whole:
+                assert self._known is not None
+                watching = CompiledCrossings(model, forward, backward, frozenset(self._known.writes))
+            for context in (watching, draws, EmulatedProducts() if emulate else None):
+                if context is not None:
+                    stack.enter_context(context)
+            value = self._backward(model, amp)
+            used = amp.get_scale()
+            gradients = _gradients(model, used)
+        kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+        strayed = draws.strayed if isinstance(draws, Replayer) else 0
+        calls = watching if isinstance(watching, Crossings) else self._known
+        unseen = watching.unseen if watching is not None else Counter()
+        return Run(value, gradients, {} if calls is None else calls.callers, kinds, used, strayed, unseen)
+
+    def run_finite(
+        self, plan: Plan, begin: Callable[[float | None], tuple[Forward, Backward]], whole: bool = False
+    ) -> Run:
+        """One pass at a loss scale that overflows nothing, as training would find it; else at the last one tried.
+
+        Args:
+            plan: That the model runs by.
+            begin: Called before each attempt; makes what looks.
+            whole: As for :meth:`run`.
+        """
+        scale = plan.loss_scale.init if plan.loss_scale is not None else None
+        for attempt in range(RESCALES + 1):
+            forward, backward = begin(scale)
+            passed = self.run(plan, forward, backward, scale=scale, whole=whole)
+            if scale is None or attempt == RESCALES or passed.finite:
+                break
+            scale *= RESCALE
+        return passed
+
+    def _backward(self, model: nn.Module, amp: Amp) -> float:
+        seed_all(self._seed % 2**32)
+        with users_code(f"{self._call}: the model or its loss failed"), torch.set_grad_enabled(self.trains):
+            loss = self._loss(model, self._batch)
+            check_no_backward(model, self._call)
+            loss = check_loss(loss, self._call)
+            if self.trains:
+                amp.backward(loss)
+        return float(loss.detach())
+
+
+def _gradients(model: nn.Module, scale: float) -> dict[str, Tensor]:
+    out = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            dense = _torch.to_dense(parameter.grad)
+            wide = dense.detach() if dense.dtype.itemsize >= 4 else dense.detach().float()
+            out[name] = wide / scale if scale != 1.0 else wide.clone()
+    return out
+
+
+def in_fp64(tensor: Tensor) -> Tensor:
+    """A tensor in fp64, complex ones in two parts; on the CPU where its device has no fp64."""
+    real = as_real(tensor)
+    return (real.cpu() if real.device.type == "mps" else real).double()
+
+
+class Apart(NamedTuple):
+    """How far a tensor is from another one: ||b - a|| / ||a||, and max |b - a| / max |a|."""
+
+    norm: float
+    most: float
+
+
+def difference(ours: Tensor, reference: Tensor) -> Apart | None:
+    """How far a tensor is from its reference, in fp64; None where there is nothing to compare, infinite where only ours is not finite.
+
+    Elements that are equal, infinite ones too, and those where the reference is not finite, differ by nothing.
+    """
+    if ours.shape != reference.shape or not (reference.is_floating_point() or reference.is_complex()):
+        return None
+    a, b = in_fp64(reference), in_fp64(ours)
+    sound = torch.isfinite(a)
+    a = torch.where(sound, a, 0.0)
+    apart = torch.where(sound, b - a, 0.0)
+    if not a.numel() or not (size := float(a.norm())):
+        return None
+    norm, most = float(apart.norm()) / size, float(apart.abs().max() / a.abs().max())
+    return Apart(norm, most) if math.isfinite(norm) else Apart(math.inf, math.inf)
+
+
+def total_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
+    """The same of all gradients together; one that is missing counts as zero."""
+    square = off = 0.0
+    for name, gradient in reference.items():
+        a = in_fp64(gradient)
+        b = in_fp64(ours[name]) if name in ours else torch.zeros_like(a)
+        square += float(a.square().sum())
+        off += float((b - a).square().sum())
+    if not square:
+        return None
+    return math.sqrt(off / square) if math.isfinite(off) else math.inf
+
+
+def differences(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Apart | None]:
+    """:func:`difference` of each gradient by its parameter's path; one that is missing counts as zero."""
+    return {
+        name: difference(ours.get(name, torch.zeros_like(gradient)), gradient)
+        for name, gradient in reference.items()
+    }

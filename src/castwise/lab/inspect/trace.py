@@ -1,0 +1,167 @@
+"""Every operator of a forward and backward, with the module, the call and the line of code that it belongs to.
+
+What runs in forward belongs to the innermost module that is being called. What a node of autograd runs in backward belongs
+to where its forward operator ran: autograd numbers nodes as they are made, and the trace notes which operator ran at which
+number. What checkpointing computes again is recomputation, and belongs to the modules that are called again.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from castwise.core import _torch
+from castwise.core.model.complaints.source import Line, is_shown
+
+Phase = Literal["forward", "backward", "recomputation"]
+
+_NEAREST = 16
+"""A node without an operator of its own, such as the one that wraps a write into a view, is that many numbers behind at most."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operator ran.
+
+    Attributes:
+        index: How many operators ran before it.
+        operator: Its base name, such as ``exp`` or ``mylib::op``.
+        module: Path of the module; "" is the model itself, or what lies outside of it.
+        call: Number of the module's call in this pass, from 0 on.
+        inside: Whether it ran in a call of the model, or of a part of it.
+        phase: Whether in forward, in backward, or in what backward computes again.
+        line: The innermost line that is neither torch's nor castwise's; in backward that of the forward operator, unless code in
+            Python runs.
+        node: In backward the name of the autograd node, such as ``LogBackward0``.
+        forward: In backward the base name of the forward operator.
+    """
+
+    index: int
+    operator: str
+    module: str
+    call: int
+    inside: bool
+    phase: Phase
+    line: Line | None
+    node: str = ""
+    forward: str = ""
+
+
+def base_name(op: _torch.OpOverload) -> str:
+    """An operator as plans name it: ``exp`` for ``aten::exp.out``, ``mylib::op`` for others than ATen's."""
+    space, _, name = op.name().partition("::")
+    name = name.partition(".")[0]
+    return name if space == "aten" else f"{space}::{name}"
+
+
+class Trace(_torch.OperatorMode):
+    """Hands each operator and its :class:`Place` to :meth:`see`, as a context manager.
+
+    Args:
+        model: Whose modules are told apart, as calls of them begin inside the context.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.count = 0
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._running: list[tuple[str, int]] = []
+        self._calls: Counter[str] = Counter()
+        self._made: dict[int, list[Place]] = {}
+        self._own: dict[CodeType, bool] = {}
+        self._undo: Callable[[], None] | None = None
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self._undo = _torch.around_calls(self._call)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        assert self._undo is not None
+        self._undo()
+
+    def see(self, place: Place, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; the mode is off meanwhile."""
+        return op(*args, **kwargs)
+
+    def handle(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Find out where an operator runs, and hand it on."""
+        place = self._place(op)
+        self.count += 1
+        return self.see(place, op, args, kwargs)
+
+    def _call(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = self._paths.get(module)
+        if path is None:
+            return call(module, *args, **kwargs)
+        again = _torch.graph_task_id() != -1
+        self._running.append((path, max(0, self._calls[path] - again)))
+        self._calls[path] += not again
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self._running.pop()
+
+    def _place(self, op: _torch.OpOverload) -> Place:
+        name, node = base_name(op), _torch.running_node()
+        line = self._line(sys._getframe(1), node is not None)
+        phase: Phase = "forward"
+        made = None
+        if node is not None:
+            made = self._maker(*node)
+            phase = "recomputation" if line is not None and torch.is_grad_enabled() else "backward"
+        if phase == "backward":
+            module, call, inside = (
+                (made.module, made.call, made.inside) if made is not None else ("", 0, False)
+            )
+            line = line or (made.line if made is not None else None)
+            forward = made.operator if made is not None else ""
+            return Place(
+                self.count, name, module, call, inside, phase, line, node[0] if node else "", forward
+            )
+        if self._running:
+            module, call, inside = *self._running[-1], True
+        else:  # what is computed again need not be a module
+            module, call, inside = (
+                (made.module, made.call, made.inside) if made is not None else ("", 0, False)
+            )
+        place = Place(self.count, name, module, call, inside, phase, line)
+        # the node of an operator is made before it runs, if there is one at all
+        self._made.setdefault(_torch.sequence_number() - 1, []).append(place)
+        return place
+
+    def _maker(self, name: str, number: int) -> Place | None:
+        """The forward operator that made a node; of several that ran at its number, the one that it is named for."""
+        for at in range(number, number - _NEAREST, -1):
+            if found := self._made.get(at):
+                wanted = _letters(re.sub(r"Backward\d*$", "", name))
+                return next((place for place in found if _letters(place.operator) == wanted), found[0])
+        return None
+
+    def _line(self, frame: FrameType | None, in_backward: bool) -> Line | None:
+        """The innermost line outside of torch and castwise; in backward of what runs inside of it."""
+        while frame is not None:
+            code = frame.f_code
+            if in_backward and code is _torch.ENGINE_CODE:
+                return None
+            if (own := self._own.get(code)) is None:
+                own = self._own[code] = is_shown(code.co_filename)
+            if own:
+                return Line(code.co_filename, frame.f_lineno, code.co_name)
+            frame = frame.f_back
+        return None
+
+
+def _letters(name: str) -> str:
+    return name.replace("_", "").lower()

@@ -1,0 +1,103 @@
+"""What a tensor holds, in a few numbers; each of these waits for the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from castwise.core import _torch
+
+
+@dataclass(frozen=True)
+class Values:
+    """A tensor in numbers.
+
+    Attributes:
+        name: What it is called, or is to the operator: ``self``, ``weight``.
+        dtype: As ``float16``.
+        shape: Its sizes.
+        low: The smallest finite value, None without any.
+        high: The largest.
+        smallest: The smallest magnitude that is not 0, None without any.
+        zeros: How many values are 0.
+        nan: How many are NaN.
+        inf: How many are infinite.
+        negative_inf: How many of those are negative.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    low: float | None
+    high: float | None
+    smallest: float | None
+    zeros: int
+    nan: int
+    inf: int
+    negative_inf: int
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The numbers of a floating or complex tensor: real, dense, of this rank, in a format that torch computes in."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "device_mesh"):
+        tensor = _torch.local_tensor(tensor)
+    tensor = _torch.dense_values(tensor)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+
+
+def is_floating(tensor: Tensor) -> bool:
+    """Whether a tensor's elements can be NaN or infinite."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all that a floating tensor holds is finite."""
+    with torch.no_grad():
+        values = plain(tensor)
+        if not values.numel() or values.is_meta:
+            return True
+        ends = torch.aminmax(values)  # one pass without a mask, and NaN is in both
+        return math.isfinite(float(ends.min)) and math.isfinite(float(ends.max))
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Whether a floating tensor holds NaN."""
+    with torch.no_grad():
+        return bool(torch.isnan(plain(tensor)).any())
+
+
+def values_of(name: str, tensor: Tensor) -> Values:
+    """A floating tensor in numbers."""
+    with torch.no_grad():
+        values = plain(tensor)
+        finite = values[torch.isfinite(values)]
+        sizes = finite.abs()
+        sizes = sizes[sizes > 0]
+        infinite = torch.isinf(values)
+        return Values(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple((tensor if tensor.layout is torch.strided else values).shape),
+            low=float(finite.min()) if finite.numel() else None,
+            high=float(finite.max()) if finite.numel() else None,
+            smallest=float(sizes.min()) if sizes.numel() else None,
+            zeros=finite.numel() - sizes.numel(),
+            nan=int(torch.isnan(values).sum()),
+            inf=int(infinite.sum()),
+            negative_inf=int((infinite & (values < 0)).sum()),
+        )
+
+
+def mend_(tensor: Tensor) -> None:
+    """Put 1, or -1 for negative infinities, in the place of what is not finite."""
+    with torch.no_grad():
+        target = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        if hasattr(target, "device_mesh"):
+            target = _torch.local_tensor(target)
+        _torch.dense_values(target).copy_(torch.nan_to_num(plain(tensor), nan=1.0, posinf=1.0, neginf=-1.0))

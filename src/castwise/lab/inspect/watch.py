@@ -1,0 +1,232 @@
+"""Watches what a model computes: each floating result of torch's functions, and its gradient, by the module that calls them.
+
+One run in eager mode is watched through ``TorchFunctionMode`` and module hooks. A result has a *site*: module, function and
+place among the module's results of one call. A model runs the same functions in any format, so sites of an fp32 run and of a
+low one are the same. Not seen is what one kernel hides: scores inside fused attention, gates of an LSTM, what a
+custom autograd function computes on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from castwise.core import _torch
+from castwise.core.casting.trees import tensors_in
+
+Kind = Literal["weights", "activations", "gradients", "weight gradients", "updates"]
+
+_NOT_COMPUTED: Final = frozenset({
+    "to", "type", "type_as", "float", "double", "half", "bfloat16", "detach", "detach_", "requires_grad_", "__get__", "__set__",
+    "empty_like", "full_like", "ones_like", "zeros_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
+})  # fmt: skip
+"""What hands a value on, in another format too (a plan's own casts are among them, so that they move no site), or makes one anew."""
+_BACKWARD: Final = frozenset({"backward", "grad"})
+"""Inside these forwards may run again, of reentrant checkpointing."""
+_IN_PYTHON: Final = frozenset({"torch.nn.functional", "torch.autograd"})
+_GUARDS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+class Site(NamedTuple):
+    """Where a tensor comes from.
+
+    Attributes:
+        path: Of the module, empty for the model itself; one that is shared goes by the first of its paths.
+        name: Of the function; that and the number of an input of it, or of the model; or a parameter's.
+        place: Among what the module computes in one call.
+    """
+
+    path: str
+    name: str
+    place: int = 0
+
+
+Look = Callable[[Kind, Site, Tensor], None]
+"""Called with each tensor, gradients as they arrive; must not change it."""
+AtCall = Callable[[list[tuple[Site, Tensor]], list[Tensor]], None]
+"""Called with the floating inputs of each function and their sites, and its results."""
+
+
+class _Call:
+    """One call of a module, under way."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.place = path, -1
+
+    def next(self, name: str) -> Site:
+        """The site of the next result."""
+        self.place += 1
+        return Site(self.path, name, self.place)
+
+
+class Watch(TorchFunctionMode):
+    """Looks at what a model computes.
+
+    Args:
+        look: What to do with each tensor.
+        inputs: Which inputs of functions, parameters apart, are looked at too; by default none. Those of the model itself always are.
+        at_call: Called for each function, before ``look``.
+    """
+
+    def __init__(
+        self,
+        look: Look,
+        inputs: Callable[[Site], bool] = lambda _site: False,
+        at_call: AtCall | None = None,
+    ) -> None:
+        super().__init__()
+        self._look, self._inputs, self._at_call = look, inputs, at_call
+        self._calls: list[_Call] = []
+        self._handles: list[RemovableHandle] = []
+
+    @contextlib.contextmanager
+    def observing(self, model: nn.Module) -> Iterator[None]:
+        """Watch one forward and backward; gradients of parameters are looked at when it ends."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._let_go)
+            for path, module in model.named_modules():
+                for handle in self._hook(path, module):
+                    stack.callback(handle.remove)
+            # what is compiled runs as it is written: nothing is seen in compiled code
+            if _torch.dynamo_loaded():
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self)
+            yield
+        for name, parameter in model.named_parameters():
+            if (gradient := parameter.grad) is not None:
+                dense = _torch.dense_values(gradient.coalesce() if gradient.is_sparse else gradient)
+                self._show("weight gradients", site_of(name), dense)
+
+    def _let_go(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._calls.clear()
+
+    def _hook(self, path: str, module: nn.Module) -> Iterator[RemovableHandle]:
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._calls.append(_Call(path))
+            if not path:
+                for number, tensor in enumerate(tensors_in((args, kwargs))):
+                    if tensor.is_floating_point() or tensor.is_complex():
+                        self._watch(Site(path, f"input {number}"), tensor)
+
+        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+            while self._calls and self._calls[-1].path != path:  # an exception skipped the hook of these
+                self._calls.pop()
+            if not self._calls:
+                return
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None and _torch.is_users_function(tensor.grad_fn):
+                    self._watch(self._calls[-1].next("output"), tensor)  # no function of torch's has made it
+            self._calls.pop()
+
+        yield module.register_forward_pre_hook(enter, with_kwargs=True)
+        yield module.register_forward_hook(leave, always_call=True)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function, and look at what it computes from floating tensors."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if not (self._calls or name in _BACKWARD) or name in _NOT_COMPUTED or _torch.in_transform():
+            return func(*args, **kwargs)
+        if (inner := _unguarded(func)) is not None:
+            with self:
+                return inner(*args, **kwargs)
+        if not self._calls:
+            return func(*args, **kwargs)
+        given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point() or t.is_complex()]
+        if not given:
+            return func(*args, **kwargs)
+        versions = {id(t): _torch.version(t) for t in given}
+        out = func(*args, **kwargs)
+        homes = {_home(t) for t in given}
+
+        def is_new(tensor: Tensor) -> bool:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return False
+            if id(tensor) in versions:  # written in place, or handed on
+                return _torch.version(tensor) != versions[id(tensor)]
+            return _home(tensor) not in homes  # no view
+
+        results = [t for t in tensors_in(out) if is_new(t)]
+        if results:
+            self._see_call(self._calls[-1], name, given, results)
+        return out
+
+    def _see_call(self, call: _Call, name: str, given: list[Tensor], results: list[Tensor]) -> None:
+        written = set(map(id, results))
+        inputs = [
+            (Site(call.path, f"input {number} of {name}", call.place + 1), tensor)
+            for number, tensor in enumerate(given)
+            if id(tensor) not in written
+        ]
+        if self._at_call is not None:
+            with torch.no_grad(), _torch.outside_modes():
+                self._at_call(inputs, results)
+        for site, tensor in inputs:
+            if not isinstance(tensor, nn.Parameter) and self._inputs(site):
+                self._watch(site, tensor)
+        for tensor in results:
+            self._watch(call.next(name), tensor)
+
+    def _watch(self, site: Site, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        if _torch.graph_task_id() == -1:  # else it is computed again, in a backward
+            self._show("activations", site, tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+
+            def see(gradient: Tensor | None) -> None:
+                # None: an output that nothing uses, beside one of the same operator that is used
+                if gradient is not None and gradient.layout is torch.strided:
+                    self._show("gradients", site, gradient)
+
+            handle = tensor.register_hook(see)
+            if tensor.is_leaf:  # the user's own, which outlives the graph
+                self._handles.append(handle)
+
+    def _show(self, kind: Kind, site: Site, tensor: Tensor) -> None:
+        with torch.no_grad(), _torch.outside_modes():
+            self._look(kind, site, tensor.detach())
+
+
+def site_of(parameter: str) -> Site:
+    """The site of a parameter by its name in the model."""
+    path, _, name = parameter.rpartition(".")
+    return Site(path, name)
+
+
+def _home(tensor: Tensor) -> int:
+    """Where a tensor's memory begins: the same of a view; a number of its own for one without memory."""
+    return (
+        tensor.untyped_storage().data_ptr()
+        if tensor.layout is torch.strided and tensor.numel()
+        else -id(tensor)
+    )
+
+
+@functools.cache
+def _unguarded(func: Any) -> Any:
+    """A function of torch's in Python without its question whether a mode is in force, so that its parts are seen.
+
+    None for what is no such function.
+    """
+    if not isinstance(func, FunctionType) or not (func.__module__ in _IN_PYTHON or func is Tensor.backward):
+        return None
+    if not any(name in func.__code__.co_names for name in _GUARDS):
+        return None
+    names = {**func.__globals__, **dict.fromkeys(_GUARDS, lambda *_: False)}
+    inner = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    inner.__kwdefaults__ = func.__kwdefaults__
+    return inner

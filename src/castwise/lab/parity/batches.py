@@ -1,0 +1,136 @@
+"""Batches as users have them - a sequence, a loader, a function of a seed - as endless iterators by seed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from castwise.core import _torch
+from castwise.core.casting.trees import tensors_in
+from castwise.errors import WorkloadError
+
+
+def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
+    """Turn what a user gives as batches into ``batches(seed)``, an iterator without end: what ends is begun again.
+
+    Args:
+        batches: A sequence, an iterable that can be gone through more than once (a DataLoader), or a function from a
+            seed to an iterator.
+        call: The caller, for errors.
+
+    Raises:
+        WorkloadError: An iterator that can be gone through once, or something that is none of these.
+    """
+    if callable(batches):
+        return functools.partial(_again, batches, call)
+    if isinstance(batches, Iterator):
+        raise WorkloadError(
+            f"{call}: batches is an iterator ({type(batches).__name__}), which can be gone through only once and would be "
+            "used up; give a sequence, a DataLoader or a function batches(seed) -> iterator"
+        )
+    if isinstance(batches, (Tensor, str, bytes)) or not isinstance(batches, Iterable):
+        raise WorkloadError(
+            f"{call}: batches is {type(batches).__name__}; give a sequence of batches, a DataLoader or a function "
+            "batches(seed) -> iterator"
+        )
+    go_through = _aside if isinstance(batches, DataLoader) else iter
+    return functools.partial(_again, lambda _seed: go_through(batches), call)
+
+
+def _aside(loader: Any) -> Iterator[Any]:
+    """Go through a loader so that whoever else does meets it as it was: its generators, and the workers that it keeps.
+
+    Each has a state of the generators of its own, which begins as the other's.
+    """
+    generators = _generators(loader)
+    mine = [generator.get_state() for generator in generators]
+    going: Iterator[Any] | None = None
+    while True:
+        theirs = [generator.get_state() for generator in generators]
+        for generator, state in zip(generators, mine, strict=True):
+            generator.set_state(state)
+        try:
+            if going is None:
+                with _torch.other_workers(loader):
+                    going = iter(loader)
+            batch = next(going, _END)
+        finally:
+            mine = [generator.get_state() for generator in generators]
+            for generator, state in zip(generators, theirs, strict=True):
+                generator.set_state(state)
+        if batch is _END:
+            return
+        yield batch
+
+
+_END = object()
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Those that a loader and its samplers draw from, each once."""
+    found: dict[int, torch.Generator] = {}
+    seen: dict[int, Any] = {}
+    look: list[Any] = [loader]
+    while look:
+        one = look.pop()
+        if one is not None and id(one) not in seen:
+            seen[id(one)] = one
+            drawn = getattr(one, "generator", None)
+            if isinstance(drawn, torch.Generator):
+                found[id(drawn)] = drawn
+            look += [getattr(one, name, None) for name in ("sampler", "batch_sampler")]
+    return list(found.values())
+
+
+def _again(make: Callable[[int], Any], call: str, seed: int) -> Iterator[Any]:
+    while True:
+        got = False
+        for batch in _iterator(make, seed, call):
+            got = True
+            yield batch
+        if not got:
+            raise WorkloadError(f"{call}: batches gave no batch at all; give at least one, better 16 or more")
+
+
+def _iterator(make: Callable[[int], Any], seed: int, call: str) -> Iterator[Any]:
+    try:
+        made = make(seed)
+    except TypeError as error:
+        raise WorkloadError(
+            f"{call}: batches({seed}) failed with TypeError: {error}; it must take a seed and return an iterator"
+        ) from error
+    if not isinstance(made, Iterable):
+        raise WorkloadError(
+            f"{call}: batches({seed}) returned {type(made).__name__}; it must return an iterator over batches"
+        )
+    return iter(made)
+
+
+def same_batch(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same values. Synchronises with the device."""
+    mine, theirs = tensors_in(one), tensors_in(other)
+    if one is other:
+        return True
+    return (
+        bool(mine)
+        and len(mine) == len(theirs)
+        and all(
+            a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
+            for a, b in zip(mine, theirs, strict=True)
+        )
+    )
+
+
+def period(batches: Sequence[Any]) -> int | None:
+    """After how many batches they come round again, in the same order; None where they do not. Synchronises with the device."""
+    again = next((at for at, batch in enumerate(batches) if at and same_batch(batches[0], batch)), None)
+    if again is None or not all(
+        same_batch(batches[at % again], batches[at]) for at in range(again, len(batches))
+    ):
+        return None
+    return again

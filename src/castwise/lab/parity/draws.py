@@ -1,0 +1,91 @@
+"""Random draws of a reference run, replayed in another: two formats must see the same noise to be compared.
+
+With one seed dropout masks agree across formats on a CPU, but ``randn_like`` and ``rand_like`` of a low tensor draw
+other numbers than those of an fp32 tensor, and on a GPU masks can differ too. So the result of every operator that
+torch tags as random is recorded in the reference and put in the place of the other run's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from castwise.core import _torch
+
+Tape = list[tuple[str, Tensor | None]]
+"""The random draws of one forward and backward: each operator, and what it drew.
+
+None stands for what cannot be replayed: attention with dropout inside a kernel.
+"""
+
+
+def _drawn(op: Any, out: Any) -> Tensor | None:
+    """The part of an operator's result that chance decides."""
+    name = op.overloadpacket.__name__
+    if name == "native_dropout":
+        return out[1]  # type: ignore[no-any-return]
+    if not isinstance(out, Tensor) or name.startswith(("rrelu", "_scaled_dot")):
+        return None
+    # masks are 0 and 1: a byte is enough
+    return out.detach().bool() if name.startswith("bernoulli") else out.detach().clone()
+
+
+def _is_random(op: Any, kwargs: dict[str, Any], args: tuple[Any, ...]) -> bool:
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    name = op.overloadpacket.__name__
+    if name.startswith("_scaled_dot"):  # tagged for the sake of its dropout, which is mostly 0
+        given = {**dict(zip(_torch.argument_names(op), args, strict=False)), **kwargs}
+        return bool(given.get("dropout_p", 0.0))
+    return True
+
+
+class Recorder(_torch.OperatorMode):
+    """Writes random draws to the end of a tape, as a context manager."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator and keep what it drew."""
+        out = op(*args, **kwargs)
+        if _is_random(op, kwargs, args):
+            self._tape.append((op.overloadpacket.__name__, _drawn(op, out)))
+        return out
+
+
+class Replayer(_torch.OperatorMode):
+    """Puts the draws of another run of the same code in the place of new ones, in their order, as a context manager.
+
+    Attributes:
+        strayed: Draws that had no counterpart on the tape and so are new ones.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._rest = list(tape)
+        self.strayed = 0
+
+    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator; where it is random, with the tape's outcome."""
+        out = op(*args, **kwargs)  # for its shape and format, and so that the generator moves on as it would
+        if not _is_random(op, kwargs, args):
+            return out
+        name = op.overloadpacket.__name__
+        if not self._rest or self._rest[0][0] != name:
+            self.strayed += 1
+            return out
+        drawn = self._rest.pop(0)[1]
+        if name == "native_dropout" and drawn is not None and drawn.shape == out[1].shape:
+            if len(args) > 2 and args[2] is False:  # outside of training it is the identity
+                return out
+            p = args[1]
+            scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+            return (args[0] * drawn * scale, drawn)
+        if drawn is None or not isinstance(out, Tensor) or drawn.shape != out.shape:
+            self.strayed += 1
+            return out
+        return out.copy_(drawn)

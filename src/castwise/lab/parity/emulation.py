@@ -1,0 +1,42 @@
+"""fp16 matrix products on a CPU, at a speed that allows experiments.
+
+CPUs without fp16 arithmetic run fp16 products many times slower than fp32 ones, and what a plan for a GPU does to
+gradients can be learnt without them: a matrix unit takes fp16 operands, sums in fp32 and rounds the result once, which
+an fp32 product of fp16 values, rounded to fp16, equals but for the order of the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from castwise.core import _torch
+from castwise.core.casting.trees import map_tensors
+
+_PRODUCTS = frozenset({
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "addbmm", "addmm", "addmv", "baddbmm", "bmm", "convolution", "convolution_backward", "mm", "mv",
+})  # fmt: skip
+_KEPT = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
+"""Operators whose further results are statistics in fp32."""
+
+
+class EmulatedProducts(_torch.OperatorMode):
+    """Runs fp16 products of the CPU in fp32 and rounds their results, as a context manager."""
+
+    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator, in fp32 where it is a product of fp16 tensors."""
+        name = op.overloadpacket.__name__
+        if name not in _PRODUCTS or not any(
+            isinstance(a, Tensor) and a.dtype is torch.float16 and a.device.type == "cpu" for a in args
+        ):
+            return op(*args, **kwargs)
+        # an attention mask comes by keyword
+        wide, named = map_tensors(lambda t: t.float() if t.dtype is torch.float16 else t, (args, kwargs))
+        out = op(*wide, **named)
+        if name in _KEPT:
+            return (out[0].half(), *out[1:])
+        return map_tensors(lambda t: t.half() if t.dtype is torch.float32 else t, out)

@@ -1,0 +1,216 @@
+"""Magnitudes of gradients, and the loss scales under which fp16 holds them.
+
+What underflows in an fp16 backward pass are the gradients of activations; what overflows are these, and those of weights,
+which sum over the batch before they are cast to fp32. Both are observed in an fp32 pass, module by module; the range of
+scales follows from them and training can start inside it.
+
+Source: the method of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, with the factor measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core.casting.trees import tensors_in
+from castwise.core.plans.formats import FORMATS
+
+LOWEST = -149
+"""Exponent of fp32's smallest subnormal number."""
+BINS = 277
+"""Up to fp32's largest exponent; what fp64 holds beyond is counted in the outermost bins."""
+LOST = 1e-4
+"""Share of a module's squared gradient that underflow may take."""
+HEADROOM = 8.0
+"""The scale starts this far below overflow: other batches and later steps have larger gradients."""
+NEGLIGIBLE = 1e-10
+"""Modules whose squared gradient is below this share of the largest module's do not narrow the range of scales."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Magnitudes of a region's gradients, or of other values, in fp32.
+
+    Attributes:
+        lowest: Exponent of the first bin: bin i counts values with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
+        counts: Per bin.
+        zeros: Values that are exactly zero.
+    """
+
+    pattern: str
+    lowest: int
+    counts: tuple[int, ...]
+    zeros: int
+
+    def smallest(self, share: float = LOST) -> float:
+        """The power of two below which lies at most ``share`` of the squared norm; 0 where all gradients are zero."""
+        rest = share * self.energy
+        for i, energy in enumerate(self._energies):
+            if energy > rest:
+                return 2.0 ** (self.lowest + i)
+            rest -= energy
+        return 0.0
+
+    @property
+    def energy(self) -> float:
+        """About the sum of squares."""
+        return math.fsum(self._energies)
+
+    @property
+    def _energies(self) -> list[float]:
+        return [count * 4.0 ** (self.lowest + i + 0.5) for i, count in enumerate(self.counts)]
+
+
+@dataclass(frozen=True)
+class ScaleRange:
+    """The loss scales under which fp16 holds the gradients.
+
+    Attributes:
+        largest: Largest magnitude of any gradient of a module's output or of a parameter, unscaled.
+        smallest: Magnitude below which lie gradients that carry one part in 10,000 of a module's squared gradient.
+        lowest_scale: A smaller scale loses ``smallest`` to underflow.
+        highest_scale: A larger one makes ``largest`` overflow.
+        init: The scale to start with: a power of two, eight times below overflow.
+    """
+
+    largest: float
+    smallest: float
+    lowest_scale: float
+    highest_scale: float
+    init: float
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no scale holds both ends."""
+        return self.lowest_scale > self.highest_scale
+
+
+class Magnitudes:
+    """Counts values by the power of two below them. Waits for the device with each tensor.
+
+    Attributes:
+        zeros: Values that are exactly zero.
+        largest: Magnitude; infinite where a value is.
+    """
+
+    def __init__(self) -> None:
+        self._counts = torch.zeros(BINS, dtype=torch.long, device="cpu")
+        self.zeros = 0
+        self.largest = 0.0
+
+    def add(self, tensor: Tensor, times: int = 1) -> None:
+        """Count the values of a floating tensor, each so many times; of those that are not finite only ``largest`` knows."""
+        magnitude = tensor.detach().abs().reshape(-1)
+        magnitude = magnitude if magnitude.dtype is torch.float64 else magnitude.float()
+        if not magnitude.numel():
+            return
+        some = magnitude[(magnitude > 0) & torch.isfinite(magnitude)]
+        bins = (torch.frexp(some)[1].long() - 1 - LOWEST).clamp(0, BINS - 1)
+        self._counts += times * torch.bincount(bins, minlength=BINS).cpu()
+        self.zeros += times * int((magnitude == 0).sum())
+        self.largest = max(self.largest, float(magnitude.max()))
+
+    def __iadd__(self, other: Magnitudes) -> Self:
+        self._counts = self._counts + other._counts
+        self.zeros += other.zeros
+        self.largest = max(self.largest, other.largest)
+        return self
+
+    def histogram(self, pattern: str) -> Histogram:
+        """What was counted, bins without counts at both ends left out."""
+        used = self._counts.nonzero().flatten().tolist()
+        if not used:
+            return Histogram(pattern, 0, (), self.zeros)
+        return Histogram(
+            pattern, LOWEST + used[0], tuple(self._counts[used[0] : used[-1] + 1].tolist()), self.zeros
+        )
+
+
+class GradientRange:
+    """Observes the gradients of module outputs; hand :meth:`observing` to the reference's passes.
+
+    Attributes:
+        largest_parameter: Largest gradient of a parameter, per name.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Magnitudes] = {}
+        self.largest_parameter: dict[str, float] = {}
+
+    @property
+    def largest(self) -> dict[str, float]:
+        """Largest gradient of an output, per module path."""
+        return {path: seen.largest for path, seen in self._seen.items()}
+
+    def see_parameters(self, names: Iterable[str], gradients: Iterable[Tensor]) -> None:
+        """Take gradients of parameters into account, unscaled."""
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient.numel():
+                value = float(gradient.abs().max())
+                self.largest_parameter[name] = max(self.largest_parameter.get(name, 0.0), value)
+
+    @contextlib.contextmanager
+    def observing(self, model: nn.Module) -> Iterator[None]:
+        """Watch every module in one forward and backward."""
+        with contextlib.ExitStack() as hooks:
+            for path, module in model.named_modules():
+
+                def hook(_module: nn.Module, _args: Any, output: Any, path: str = path) -> None:
+                    for tensor in tensors_in(output):
+                        if tensor.requires_grad and tensor.is_floating_point():
+                            tensor.register_hook(lambda gradient: self._see(path, gradient))
+
+                hooks.enter_context(module.register_forward_hook(hook))
+            yield
+
+    def _see(self, path: str, gradient: Tensor | None) -> None:
+        # None: an output that nothing uses, beside one of the same operator that is used
+        if gradient is not None and gradient.numel():
+            self._seen.setdefault(path, Magnitudes()).add(gradient)
+
+    def histogram(self, pattern: str, paths: Iterable[str]) -> Histogram | None:
+        """Magnitudes over the modules at some paths together, bins without counts at both ends left out.
+
+        None where no gradient passed through any of them.
+        """
+        seen = [self._seen[path] for path in paths if path in self._seen]
+        return sum_of(seen).histogram(pattern) if seen else None
+
+    def scales(self) -> ScaleRange | None:
+        """The loss scales for fp16, over all modules, or None where nothing was seen."""
+        finite = [path for path, value in self.largest.items() if 0.0 < value < math.inf]
+        histograms = [h for path in finite if (h := self.histogram(path, [path])) is not None]
+        largest = [*(self.largest[path] for path in finite), *self.largest_parameter.values()]
+        return scale_range(histograms, max(largest, default=0.0))
+
+
+def sum_of(parts: Iterable[Magnitudes]) -> Magnitudes:
+    """What several have counted together."""
+    total = Magnitudes()
+    for part in parts:
+        total += part
+    return total
+
+
+def scale_range(histograms: Sequence[Histogram], largest: float) -> ScaleRange | None:
+    """The loss scales under which fp16 holds gradients, or None where there are none.
+
+    Args:
+        histograms: Of regions; those with next to no gradient do not narrow the range.
+        largest: Largest magnitude of any gradient.
+    """
+    most = max((h.energy for h in histograms), default=0.0)
+    if not most:
+        return None
+    smallest = min(h.smallest() for h in histograms if h.energy >= NEGLIGIBLE * most)
+    fp16 = FORMATS["fp16"]
+    highest = fp16.max / largest
+    lowest = fp16.smallest_subnormal / smallest
+    init = 2.0 ** math.floor(math.log2(highest / HEADROOM))
+    return ScaleRange(largest, smallest, lowest, highest, min(max(init, 2.0**-14), 2.0**24))

@@ -1,0 +1,158 @@
+"""Experiments that leave no trace: random numbers, process-wide settings and gradient mode as they were before."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from castwise.core import _torch
+from castwise.core.parallel.whole import is_cut, whole_copy
+from castwise.core.ranks.pieces import is_dtensor
+from castwise.core.session.process import put_settings, settings
+from castwise.errors import CastwiseError, WorkloadError
+
+
+def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
+    """A copy of a model to experiment on; of one that is sharded a whole one, see :func:`castwise.parallel.whole.whole_copy`.
+
+    Raises:
+        WorkloadError: The model cannot be copied, or has parameters that are lazy still; it names the caller.
+    """
+    _refuse_lazy(model, call)
+    _refuse_pieces(model, call)
+    try:
+        return whole_copy(model, call) if is_cut(model) else copy.deepcopy(model)
+    except CastwiseError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"{call}: the model cannot be copied ({type(error).__name__}: {error}), and experiments need copies; detach "
+            "tensors that are no parameters or buffers, or give a Workload whose model() builds it"
+        ) from error
+
+
+def _refuse_pieces(model: torch.nn.Module, call: str) -> None:
+    pieces = [name for name, parameter in model.named_parameters() if _torch.was_dtensor(parameter)]
+    if pieces:
+        raise WorkloadError(
+            f"{call}: {pieces[0]} is a piece of a DTensor that DistributedDataParallel(device_mesh=...) holds, which cannot be made "
+            "whole; give the model as it was before it was wrapped"
+        )
+
+
+def _refuse_lazy(model: torch.nn.Module, call: str) -> None:
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise WorkloadError(
+            f"{call}: {lazy[0]} has no shape yet, since the model is lazy; run it once on a batch and give it then"
+        )
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators (0 to 2**32 - 1), so that a loss draws the same again."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _accelerators() -> list[Any]:
+    return [
+        module
+        for name in ("cuda", "xpu")
+        if (module := getattr(torch, name, None)) is not None and module.is_available()
+    ]
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Give everything back that an experiment may move: generators, gradient mode, and all of :func:`castwise.core.session.process.settings`."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        for module in _accelerators():
+            stack.callback(module.set_rng_state_all, module.get_rng_state_all())
+        if torch.backends.mps.is_available():
+            stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+        stack.callback(put_settings, settings())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda", "xpu", "mps"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
+    """Give a model back as it was, should a loss call it in the place of the copy it is given.
+
+    That is its gradients, what its buffers hold, and every attribute of its modules, the training mode among them. Weights
+    are not kept, which would take a copy of every model: with the name of a ``call`` a backward to them is refused.
+
+    Raises:
+        WorkloadError: In that backward, and for a model with parameters that are lazy still.
+    """
+    _refuse_lazy(model, call)
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    managed = (
+        {id(vars(m)["_parameters"]) for m in model.modules()} if is_cut(model) else set()
+    )  # FSDP2 swaps them as it gathers
+    kept = [
+        (d, d.copy())
+        for m in model.modules()
+        for d in (vars(m), *vars(m).values())
+        if type(d) in _DICTS and id(d) not in managed
+    ]
+
+    def refuse(_parameter: torch.Tensor) -> None:
+        raise not_given(model, call, "a backward reaches")
+
+    leaves = [p for p in model.parameters() if p.requires_grad and p.is_leaf] if call else []
+    hooks = [parameter.register_post_accumulate_grad_hook(refuse) for parameter in leaves]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for now, before in kept:
+            if list(map(id, now.values())) != list(map(id, before.values())) or now.keys() != before.keys():
+                now.clear()
+                now.update(before)
+        with torch.no_grad():
+            for parameter, gradient, values in gradients:
+                parameter.grad = gradient
+                if gradient is not None and values is not None and not _equal(gradient, values):
+                    gradient.copy_(values)
+            for buffer, values in buffers:
+                if not _equal(buffer, values):
+                    buffer.copy_(values)
+
+
+def not_given(model: torch.nn.Module, call: str, what: str) -> WorkloadError:
+    """The error of a loss that takes the model itself in the place of the copy that it is given."""
+    return WorkloadError(
+        f"{call}: {what} the {type(model).__name__} itself, and experiments run on copies; the loss must call the model that it is "
+        "given, and leave backward and the optimizer's step to castwise"
+    )
+
+
+_DICTS = (dict, collections.OrderedDict)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal; torch compares dense ones alone, and DTensors on all ranks together."""
+    if is_dtensor(one):
+        one, other = _torch.local_tensor(one), _torch.local_tensor(other)
+    if one.layout is other.layout:
+        one, other = _torch.to_dense(one), _torch.to_dense(other)
+    return torch.equal(one, other)

@@ -1,0 +1,533 @@
+"""``parity``: are a plan's gradients as good as fp32's?
+
+The plan's gradients are compared with fp32's at the same dithered weights, data and random draws, over several
+microbatches, and what it adds to one update is held against the update's own expected square, the noise of the data
+included (:mod:`castwise.lab.parity.damage`). Below ``PASS`` nothing of it shows in training; above ``FAIL`` it does.
+
+Where the optimizer is of Adam's kind the same is asked in the units of its steps, where parameters with small
+gradients count as much as others. Parameters whose fp32 gradient is nothing but rounding (the bias of a convolution
+before BatchNorm, the key bias of attention) are left out there: an optimizer's step from them means nothing in fp32
+either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core.casting import default_device_type
+from castwise.core.plans.formats import LOW
+from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.session.process import find_device
+from castwise.errors import WorkloadError, check_count
+from castwise.lab.parity.batches import endless, period
+from castwise.lab.parity.damage import (
+    ADAM_PASS,
+    FAIL,
+    PASS,
+    Estimate,
+    Grams,
+    estimate,
+    quick_estimate,
+    severity,
+    share,
+)
+from castwise.lab.parity.gradient_range import GradientRange
+from castwise.lab.parity.isolation import undisturbed, unspoilt
+from castwise.lab.parity.probes import REFERENCE, Probe, Prober
+from castwise.lab.parity.states import Optimizer, StateTest
+from castwise.lab.parity.updates import LOST, lost_updates
+from castwise.lab.parity.verdicts import LEAST, Verdict, compare, goes_on, passes
+from castwise.lab.workloads.workload import users_code
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+MICROBATCHES = 8
+FLOOR = 4
+MOST = 4
+"""So many times as many microbatches as at first are drawn at most."""
+DEAD = 1e-4
+"""A parameter whose fp32 gradient differs from itself by more than this share of its square has no gradient."""
+BROKEN = Estimate(math.inf, math.inf, math.inf, *[math.nan] * 5)
+"""Of a probe that ended on its first microbatch, since a gradient was not finite."""
+COMPARABLE = 0.3
+"""fp32's own difference from itself may be this share of the plan's before the plan cannot be judged."""
+
+
+@dataclass(frozen=True)
+class RegionParity:
+    """What one module's parameters contribute to the damage.
+
+    Attributes:
+        path: Of the module.
+        bias: Share of the whole's damage that is the same in every batch.
+        noise: Share that averages out.
+        data_noise: The variance of its gradient over batches in the same unit.
+        adam: Bias and noise together in the units of Adam's steps, None where they were not asked for or the gradient
+            is nothing but rounding.
+    """
+
+    path: str
+    bias: float
+    noise: float
+    data_noise: float
+    adam: float | None = None
+
+
+@dataclass(frozen=True)
+class ParityResult:
+    """The finding of the gradient parity test.
+
+    Attributes:
+        plan: What was tested.
+        verdict: ``pass``, ``fail`` or ``undecided``.
+        reason: Why, in a sentence.
+        damage: The error added to one update over the update's expected square.
+        adam: The same in the units of Adam's steps; None for other optimizers.
+        regions: Per module with parameters of its own.
+        floor: Damage of fp32 against itself, rounding differently.
+        repeat: Damage of fp32 against itself, repeated exactly: above 0 for a loss that is not deterministic.
+        lost_updates: Share of updates that rounding drops, for plans that store parameters low without masters.
+        loss_scale: The loss scale that gradients were taken with, None without one.
+        microbatches: How many there were.
+        per_update: Microbatches that one update averages.
+        passes: Forward/backwards it took.
+        strayed: Random draws that could not be replayed.
+        more: Whether more microbatches may change the verdict.
+        stopped: Buffers, and parameters that are not trained, which do not move under the plan as they do in fp32.
+        note: What else to know, in a sentence: up to which position of a sequence the plan was tested.
+    """
+
+    plan: Plan
+    verdict: Verdict
+    reason: str
+    damage: Estimate
+    adam: Estimate | None
+    regions: tuple[RegionParity, ...]
+    floor: float
+    repeat: float
+    lost_updates: float | None = None
+    loss_scale: float | None = None
+    microbatches: int = MICROBATCHES
+    per_update: int = 1
+    passes: int = 0
+    strayed: int = 0
+    more: bool = False
+    stopped: tuple[str, ...] = ()
+    note: str = ""
+
+    def __bool__(self) -> bool:
+        """Whether the plan passed."""
+        return self.verdict == "pass"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the verdict is ``pass``."""
+        return self.verdict == "pass"
+
+    @property
+    def severity(self) -> float:
+        """Damage over the line below which it passes: below 1 nothing of it shows in training."""
+        return severity(self.damage.value, None if self.adam is None else self.adam.value)
+
+    @property
+    def lines(self) -> tuple[float, float | None]:
+        """What the damage has to stay below to pass, and what in the units of Adam's steps; None where not asked for."""
+        return PASS, None if self.adam is None else ADAM_PASS
+
+    def worst(self, count: int = 5) -> tuple[RegionParity, ...]:
+        """The modules that contribute most, the worst first."""
+
+        def weight(region: RegionParity) -> float:
+            return (
+                math.inf if math.isnan(region.bias) else max(region.bias + region.noise, region.adam or 0.0)
+            )
+
+        return tuple(sorted(self.regions, key=weight, reverse=True)[:count])
+
+    def table(self) -> RenderableType:
+        """The finding and the worst modules, for ``rich.print``."""
+        from castwise.report.show import table
+
+        said = {
+            "kind": "parity",
+            "plan": str(self.plan),
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "note": self.note,
+        }
+        return table(said | {"modules": [dataclasses.asdict(region) for region in self.worst()]})
+
+
+@dataclass
+class ParityTest:
+    """The test in parts, for callers that judge many plans against one reference.
+
+    Attributes:
+        per_update: Microbatches per update.
+        adam: Whether to ask in the units of Adam's steps too.
+        optimizer: The user's, for the few steps in which state is watched; without one weights stand still in them.
+        range: What was seen of the reference's gradients.
+        floor: Damage of fp32 against itself, rounding differently.
+        repeat: Damage of fp32 against itself, repeated exactly.
+        dead: Parameters whose fp32 gradient is nothing but rounding.
+    """
+
+    prober: Prober
+    per_update: int = 1
+    adam: bool = False
+    optimizer: Optimizer | None = None
+    range: GradientRange = field(default_factory=GradientRange)
+    floor: float = 0.0
+    repeat: float = 0.0
+    dead: frozenset[str] = frozenset()
+    _weights: tuple[int, list[Tensor]] = (0, [])  # of so many microbatches
+    _whole: tuple[int, tuple[float, float | None]] | None = None
+    _count: int = 0
+
+    @functools.cached_property
+    def _states(self) -> StateTest:
+        return StateTest(self.prober, self.optimizer)
+
+    def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
+        """Run fp32 on ``count`` microbatches, watching every module on ``observed`` of them, then against itself.
+
+        Raises:
+            WorkloadError: All gradients are zero.
+        """
+        if observed:
+            self.prober.extend(min(observed, count), self.range.observing)
+        self.prober.extend(count - min(observed, count))
+        if not any(bool(g.any()) for micro in self.prober.micros for g in micro.gradients):
+            raise WorkloadError(
+                f"{self.prober.call}: in fp32 every gradient is 0 on all of {count} microbatches, so there is nothing to compare; "
+                "the loss must depend on the parameters that are trained"
+            )
+        for micro in self.prober.micros:
+            self.range.see_parameters(self.prober.names, micro.gradients)
+        self._count = len(self.prober.micros)
+        grams = self.prober.grams(self.prober.floor(range(min(FLOOR, count))))
+        whole = Grams.total(grams.values())
+        self.dead = frozenset(
+            name
+            for name, g in grams.items()
+            if g.error.trace() > DEAD * g.signal.trace() or not g.signal.trace() > 0.0
+        )
+        self.floor = estimate(whole, self.per_update).value
+        again = Grams.total(self.prober.grams(self.prober.repeat()).values())
+        square = float(whole.signal.trace()) / whole.count
+        self.repeat = float(again.error.trace()) / square if square else 0.0
+
+    def quick(self, probe: Probe) -> tuple[float, float | None]:
+        """The damage of a plan from a few microbatches, two at least, held against the reference's whole update.
+
+        Plain, and in the units of Adam's steps or None.
+        """
+        whole, adam_whole = self._denominators()
+        plain = quick_estimate(Grams.total(self.prober.grams(probe).values()), whole, self.per_update)
+        if adam_whole is None:
+            return plain, None
+        return plain, quick_estimate(Grams.total(self._in_steps(probe).values()), adam_whole, self.per_update)
+
+    def _in_steps(self, probe: Probe) -> dict[str, Grams]:
+        """Inner products in the units of Adam's steps, without parameters that have no gradient; else nothing."""
+        if not self.adam:
+            return {}
+        drawn = len(self.prober.micros)
+        if (
+            self._weights[0] != drawn
+        ):  # from few of them, what is 0 in those by chance would outweigh the rest
+            self._weights = drawn, self.prober.preconditioner()
+        grams = self.prober.grams(probe, self._weights[1])
+        return {name: g for name, g in grams.items() if name not in self.dead}
+
+    def _denominators(self) -> tuple[float, float | None]:
+        """Expected square of an update, plain and in the units of Adam's steps, from the first reference."""
+        drawn = len(self.prober.micros)
+        if self._whole is not None and self._whole[0] == drawn:
+            return self._whole[1]
+        count = range(self._count)
+        everything = Probe(
+            REFERENCE, indices=list(count), errors=[self.prober.micros[i].gradients for i in count]
+        )
+        plain = estimate(Grams.total(self.prober.grams(everything).values()), self.per_update).denominator
+        live = self._in_steps(everything).values()
+        whole = plain, estimate(Grams.total(live), self.per_update).denominator if live else None
+        self._whole = drawn, whole
+        return whole
+
+    def least(self) -> int:
+        """Microbatches that it takes to pass: all there are, where the batches come round again before that."""
+        return min(LEAST, period([micro.batch for micro in self.prober.micros]) or LEAST)
+
+    def judge(self, probe: Probe, before: int = 0, least: int | None = None) -> ParityResult:
+        """Judge a plan by the microbatches it has run on; ``undecided`` where more of them may decide.
+
+        Args:
+            probe: Of the plan.
+            before: Other microbatches on which it was below the lines.
+            least: Of both together, how many it takes to pass; by default :meth:`least`.
+        """
+        grams = self.prober.grams(probe)
+        whole = Grams.total(grams.values())
+        damage = estimate(whole, self.per_update) if whole.count > 1 else BROKEN
+        adam_grams = self._in_steps(probe) if probe.finite else {}
+        adam = estimate(Grams.total(adam_grams.values()), self.per_update) if adam_grams else None
+        regions = []
+        for path, names in self._modules().items():
+            part = Grams.total([grams[name] for name in names])
+            live = [adam_grams[name] for name in names if name in adam_grams]
+            in_steps = None
+            if adam is not None and live:
+                bias, noise, _ = share(Grams.total(live), adam.denominator, self.per_update)
+                in_steps = bias + noise
+            regions.append(RegionParity(path, *share(part, damage.denominator, self.per_update), in_steps))
+        seen = len(probe.indices) + before
+        verdict, reason, more = self._verdict(
+            probe, damage, adam, regions, seen, self.least() if least is None else least
+        )
+        return ParityResult(
+            plan=probe.plan, verdict=verdict, reason=reason, damage=damage, adam=adam, regions=tuple(regions),
+            floor=self.floor, repeat=self.repeat, loss_scale=probe.scale, microbatches=len(probe.indices),
+            per_update=self.per_update, passes=self.prober.passes, strayed=probe.strayed, more=more,
+            note=self.prober.positions.note,
+        )  # fmt: skip
+
+    def decide(self, plan: Plan, first: int, most: int, least: int | None = None) -> ParityResult:
+        """Judge a plan by so many microbatches at first, and by more as long as they may change the verdict.
+
+        Args:
+            plan: To be judged.
+            first: Microbatches at first, and for each further look.
+            most: Microbatches in all, at most.
+            least: As for :meth:`judge`.
+        """
+        probe = self.prober.probe(plan, range(first))
+        result = self.judge(probe, least=least)
+        while goes_on(result.verdict, result.more, len(probe.indices), first, most):
+            drawn = len(probe.indices)
+            fresh = range(drawn, min(drawn + first, most))
+            self.prober.extend(max(0, fresh.stop - len(self.prober.micros)))
+            probe = self.prober.probe(plan, fresh, onto=probe)
+            result = self.judge(probe, least=least)
+        return result
+
+    def with_state(self, result: ParityResult) -> ParityResult:
+        """A finding that does not fail, after a look at what the model keeps beside its weights."""
+        if result.verdict == "fail":
+            return result
+        stopped = self._states.stopped(with_scale(result.plan, result.loss_scale))
+        if not stopped:
+            return result
+        name, what = next(iter(stopped.items()))
+        others = f"; so do {len(stopped) - 1} others" if len(stopped) > 1 else ""
+        reason = f"gradients are sound, but the model's state does not follow: {name} {what}{others}"
+        if result.verdict == "undecided":
+            reason = reason.replace("gradients are sound, but the", "the")
+        return dataclasses.replace(
+            result,
+            verdict="fail",
+            reason=reason,
+            more=False,
+            stopped=tuple(stopped),
+            passes=self.prober.passes,
+        )
+
+    def _modules(self) -> dict[str, list[str]]:
+        modules: dict[str, list[str]] = {}
+        for name in self.prober.names:
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+        return modules
+
+    def _verdict(
+        self,
+        probe: Probe,
+        damage: Estimate,
+        adam: Estimate | None,
+        regions: Sequence[RegionParity],
+        seen: int,
+        least: int,
+    ) -> tuple[Verdict, str, bool]:
+        if not probe.finite:
+            where = ", ".join(probe.blame[:3])
+            scale = " at any loss scale" if probe.plan.loss_scale is not None else ""
+            return "fail", f"the gradient of {where} is not finite{scale}", False
+        verdict, reason, more = compare(damage, adam, seen, least)
+        if passes(damage, adam):
+            return verdict, reason, more
+        likely = (
+            severity(damage.value, None if adam is None else adam.value) < 1.0
+        )  # more may bring it below the lines
+        if probe.strayed:
+            return (
+                "undecided",
+                f"{probe.strayed} random draws of the model could not be replayed, so the plan saw other noise than fp32; "
+                f"{reason}",
+                likely,
+            )
+        own = max(self.floor, self.repeat)
+        if own > min(COMPARABLE * damage.value, FAIL):  # above FAIL fp32 is no reference at all
+            what = (
+                "the loss is not deterministic: repeated, it differs from itself"
+                if self.repeat >= self.floor
+                else "fp32 itself, rounding differently, differs from itself"
+            )
+            return (
+                "undecided",
+                f"{what} by {own:.2g} of an update, and the plan from fp32 by {damage.value:.2g}",
+                likely,
+            )
+        if verdict == "fail":
+            at = max(regions, key=lambda r: _weight(r, "Adam" in reason), default=None)
+            reason += "" if at is None else f", most of it in {at.path or 'the model itself'}"
+        return verdict, reason, more
+
+
+def _weight(region: RegionParity, adam: bool) -> float:
+    return (region.adam or 0.0) if adam else region.bias + region.noise
+
+
+def is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer, by its ``betas``, divides by the root of a running mean of squared gradients."""
+    groups = optimizer.param_groups
+    return bool(groups) and "betas" in groups[0] and "Lion" not in type(optimizer).__name__
+
+
+def made(optimizer: Optimizer, model: nn.Module, call: str = "parity") -> torch.optim.Optimizer:
+    """The optimizer that a user's function makes of a model's parameters.
+
+    Raises:
+        WorkloadError: It is no function, or returns something else.
+    """
+    such = "such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
+    if not callable(optimizer):
+        raise WorkloadError(f"{call}: optimizer must be a function, {such}, got {type(optimizer).__name__}")
+    with users_code(f"{call}: optimizer(params) failed"):
+        made = optimizer(model.parameters())
+    if not isinstance(made, torch.optim.Optimizer):
+        raise WorkloadError(
+            f"{call}: optimizer(params) returned {type(made).__name__}, not a torch.optim.Optimizer; return the optimizer, {such}"
+        )
+    return made
+
+
+def parity(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batches: Any,
+    plan: Plan | str,
+    *,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    accumulate: int = 1,
+    world_size: int = 1,
+    microbatches: int = MICROBATCHES,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> ParityResult:
+    """Test whether a plan's gradients can be told from fp32's, whatever its speed.
+
+    Everything runs on copies: the model, random numbers and process-wide settings are as before when it returns or
+    fails. On a CPU fp16 matrix products are computed in fp32 and rounded, so plans for a GPU can be tested there.
+
+    Args:
+        model: In any state of training: its modes (dropout, frozen BatchNorm) are kept. What of it is stored in bf16 or fp16 is
+            widened to be the fp32 that the plan is held against.
+        loss: ``loss(model, batch)`` -> scalar tensor, fp32.
+        batches: A sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator; each batch is
+            one microbatch.
+        plan: What to test.
+        optimizer: ``optimizer(params)`` -> Optimizer. With one of Adam's kind the test is made in the units of its
+            steps too; for plans that store parameters low without masters it is needed to count lost updates.
+        accumulate: Microbatches accumulated per update.
+        world_size: Data-parallel ranks that average their gradients.
+        microbatches: How many to start with, at least 4. To pass takes 29 in all, or all batches where these are fewer;
+            where those do not decide, up to four times as many as at first are drawn.
+        device: By default the device of the model's parameters.
+        seed: Of dither, random draws and, where batches are a function, of these.
+
+    Returns:
+        The finding: ``.verdict``, ``.reason``, ``.regions``, ``.table()``; true where it passed. A failure is confirmed
+        on fresh batches before it is reported.
+
+    Raises:
+        WorkloadError: A loss that is not differentiable or whose gradients are all zero, batches that cannot be used, or a
+            model not in fp32.
+        NonFiniteError: fp32 itself gives gradients that are not finite.
+        PlanError: A plan that does not fit the model, or numbers out of their range.
+        DeviceError: The device cannot run the plan.
+
+    Source: docs/numerics.md derives the test and shows how its lines were calibrated.
+    """
+    chosen = as_plan(plan)
+    for name, value, least in (("accumulate", accumulate, 1), ("world_size", world_size, 1), ("microbatches", microbatches, 4)):  # fmt: skip
+        check_count("parity", name, value, least)
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"parity: model is {type(model).__name__}; give the torch.nn.Module itself")
+    where = find_device("parity", device, str(device_of(model)))
+    make = endless(batches, "parity")
+    failed = "parity: the model, its loss or its optimizer failed"
+    with users_code(failed), undisturbed(), unspoilt(model, "parity"):
+        prober = Prober(
+            model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest(chosen.formats)
+        )
+        adam = optimizer is not None and is_adam(made(optimizer, prober.model))
+        test = ParityTest(prober, accumulate * world_size, adam, optimizer)
+        test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
+        chosen = with_measured_scale(chosen, test.range)
+        result = test.decide(chosen, microbatches, max(MOST * microbatches, LEAST))
+        result, lost = test.with_state(result), None
+        if optimizer is not None:
+            lost = lost_updates(model, loss, make(seed), optimizer, chosen, where, seed)
+    return _with_updates(result, lost, prober.passes)
+
+
+def _with_updates(result: ParityResult, lost: float | None, passes: int) -> ParityResult:
+    plan, verdict, reason = result.plan, result.verdict, result.reason
+    if plan.stores_low and not plan.keeps_masters and verdict == "pass":
+        if lost is None:
+            verdict = "undecided"
+            reason += (
+                "; but parameters are stored low without masters, and without optimizer= nothing tells how many updates "
+                "rounding drops"
+            )
+        elif lost > LOST:
+            verdict = "fail"
+            reason = f"rounding to {plan.compute} drops {lost:.0%} of the updates, since parameters have no masters"
+    return dataclasses.replace(result, verdict=verdict, reason=reason, lost_updates=lost, passes=passes)
+
+
+def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
+    """A plan whose dynamic loss scale starts inside the measured range of loss scales; other plans as they are."""
+    scales = seen.scales()
+    if plan.loss_scale is None or not plan.loss_scale.dynamic or scales is None:
+        return plan
+    return with_scale(plan, scales.init)
+
+
+def with_scale(plan: Plan, init: float | None) -> Plan:
+    """A plan whose loss scale starts at a value, as far as its floor and ceiling allow; without one as it is."""
+    if plan.loss_scale is None or init is None:
+        return plan
+    scale = plan.loss_scale
+    init = max(min(init, scale.ceiling or math.inf), scale.floor or 0.0)
+    return dataclasses.replace(plan, loss_scale=dataclasses.replace(scale, init=init))
+
+
+def coarsest(formats: Iterable[str]) -> str:
+    """The format with the fewest digits, whose last place dither is made of; bf16, whose dither does no harm, for fp32."""
+    return "fp16" if {name for name in formats if name in LOW} == {"fp16"} else "bf16"
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are; without any the accelerator at hand, else the CPU."""
+    for parameter in model.parameters():
+        return parameter.device
+    return torch.device(default_device_type())

@@ -1,0 +1,125 @@
+"""Up to which position a plan was tested: what a format does to positions depends on how large they are.
+
+bf16 tells 256 from 257 no more, so positions that are computed with in it go wrong in long sequences alone. What a model
+does with positions is seen in its forward: tables that it takes the first rows of (embeddings, rotary caches, masks), and
+positions that it makes by ``torch.arange`` or is given. A length is one of the sample's own, other than its batch size; what
+is not recognised is not spoken of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.casting.trees import tensors_in
+
+SHORTEST = 8
+"""Fewer elements than these in a row may be anything."""
+
+
+@dataclass
+class Positions:
+    """What one forward of a model does with positions.
+
+    Attributes:
+        length: Positions that there are in the sample; 0 where none were seen.
+        tables: Of buffers and parameters whose first rows are taken, by name, how many rows they have.
+    """
+
+    length: int = 0
+    tables: dict[str, int] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def observing(self, model: nn.Module, batch: Any) -> Iterator[None]:
+        """Watch the forward of a model on a batch."""
+        watch = _Watch(self, model, batch)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(model.register_forward_pre_hook(watch.enter))
+            stack.enter_context(model.register_forward_hook(watch.leave, always_call=True))
+            with watch:
+                yield
+
+    @property
+    def note(self) -> str:
+        """Up to which position a plan was tested, in a sentence; empty where no later ones are known to come."""
+        longer = {name: size for name, size in self.tables.items() if size > self.length}
+        if not self.length or (self.tables and not longer):
+            return ""
+        why = "" if not longer else " ({} has {})".format(*max(longer.items(), key=lambda item: item[1]))
+        return (
+            f"Tested with positions 0 to {self.length - 1}, those of the sample: what a plan does at later ones{why} was not seen. "
+            "For longer sequences give longer batches."
+        )
+
+
+class _Watch(_torch.OperatorMode):
+    def __init__(self, found: Positions, model: nn.Module, batch: Any) -> None:
+        super().__init__()
+        self._found, self._inside = found, 0
+        given = tensors_in(batch)
+        sizes = {size + more for t in given for size in t.shape[1:] for more in (-1, 0, 1)}
+        self._lengths = {size for size in sizes if size >= SHORTEST} - {t.shape[0] for t in given if t.dim()}
+        self._names = {
+            place: name
+            for name, t in (*model.named_parameters(), *model.named_buffers())
+            if (place := _place(t))
+        }
+        for tensor in given:
+            self._take(self._row(tensor), 0, "")
+
+    def enter(self, _module: nn.Module, _args: Any) -> None:
+        self._inside += 1
+
+    def leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._inside -= 1
+
+    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = op(*args, **kwargs)
+        if not self._inside:
+            return out
+        name = op.overloadpacket.__name__
+        if name == "arange":
+            self._take(out.numel(), 0, "")
+        elif name == "slice":
+            given = dict(zip(("self", "dim", "start", "end", "step"), args, strict=False)) | kwargs
+            table, dim = given["self"], given.get("dim", 0)
+            if not given.get("start") and given.get("step", 1) == 1:
+                self._take(out.shape[dim], table.shape[dim], self._name(table))
+        elif name in ("embedding", "index_select"):
+            table, indices = args[0], args[-1 if name == "index_select" else 1]
+            dim = args[1] if name == "index_select" else 0
+            self._take(self._row(indices), table.shape[dim], self._name(table))
+        elif name == "index":
+            for dim, indices in enumerate(args[1]):
+                if indices is not None:
+                    self._take(self._row(indices), args[0].shape[dim], self._name(args[0]))
+        return out
+
+    def _name(self, table: Tensor) -> str:
+        return self._names.get(_place(table), "?")
+
+    def _row(self, indices: Tensor) -> int:
+        """How far whole numbers count up from 0 in the last dimension; 0 where they do not."""
+        if indices.is_floating_point() or indices.dtype is torch.bool or not indices.dim():
+            return 0
+        length = indices.shape[-1]
+        row = torch.arange(length, device=indices.device)
+        return length if length and bool((indices == row).all()) else 0
+
+    def _take(self, length: int, rows: int, name: str) -> None:
+        """Note that positions up to a length were used, in a table of so many rows where it has a name."""
+        if length in self._lengths and name != "?":
+            self._found.length = max(self._found.length, length)
+            if name:
+                self._found.tables[name] = max(rows, self._found.tables.get(name, 0))
+
+
+def _place(tensor: Tensor) -> int:
+    """Where the memory of a tensor and of its views begins; 0 for what has none of the usual kind."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

@@ -1,0 +1,253 @@
+"""State that stops moving: counters, averages and running statistics that a model keeps beside its trained weights.
+
+Gradients cannot see it. A counter in bf16 stops at 256, since 257 rounds back to it; an average that moves by a thousandth of
+the way never moves at all. So a copy of the model is trained for a few steps in fp32 and under the plan, from one start, on
+one set of batches and random draws, and what moved in fp32 has to have moved alike: by the component of the plan's movement
+along fp32's, which noise on top does not change. Rounding at every step has stopped it where that is far from 1.
+
+Then both start again, from the state that fp32 came to, numbers that grow being far ahead: what stops later, what moves only
+then and what had jumped at first are seen there.
+
+What can do this is a plan that stores the state low, and a forward that computes the new value from low activations by
+itself. BatchNorm's statistics are fp32 in both, and stay out unless a region stores them low; so do the vectors of
+spectral_norm, which are computed anew from the weight in every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core.model.arrival import widen_for
+from castwise.core.plans.formats import FORMATS, LOW
+from castwise.core.plans.plan import Plan
+from castwise.core.ranks import ALONE
+from castwise.core.session import Amp
+from castwise.lab.parity.draws import Recorder, Replayer, Tape
+from castwise.lab.parity.emulation import EmulatedProducts
+from castwise.lab.parity.isolation import seed_all
+from castwise.lab.parity.probes import REFERENCE, Prober, as_real, dithered, state_of
+from castwise.lab.workloads.workload import check_loss
+
+STEPS = 8
+"""Steps that are compared."""
+ALIKE = 0.5
+"""A plan's movement may be so far from fp32's, as a share of it."""
+STEADY = 0.5
+"""A number that grows, and in the second half of the steps by this share of the first half or more, may go on like that."""
+AHEAD = 1250
+"""Such numbers are looked at again, so many times four steps ahead: fp16 too has stopped there."""
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class _Path:
+    """Where one tensor was at the start, halfway and at the end."""
+
+    start: Tensor
+    middle: Tensor
+    end: Tensor
+
+    def moves(self) -> bool:
+        return not (_same(self.start, self.middle) and _same(self.middle, self.end))
+
+    def grows(self) -> Tensor:
+        """Which of its numbers go on growing as they began, as counters do; how they come to stand tells what they are."""
+        start, middle, end = (t.double() for t in (self.start, self.middle, self.end))
+        first, second = middle - start, end - middle
+        return (end.abs() > middle.abs()) & (second * first.sign() >= STEADY * first.abs()) & (first != 0)
+
+    def later(self, far: bool) -> Tensor:
+        """Where it is after these steps, or, as far as it grows, would be many steps later."""
+        start, end = self.start.double(), self.end.double()
+        return torch.where(self.grows(), start + (self.middle.double() - start) * AHEAD, end) if far else end
+
+    def of(self, which: Tensor) -> _Path:
+        return _Path(self.start[which], self.middle[which], self.end[which])
+
+
+@dataclass
+class _Runs:
+    """fp32 from one start, and, once it was needed, from there with other rounding."""
+
+    start: Mapping[str, Tensor]
+    fp32: dict[str, _Path]
+    again: dict[str, _Path] | None = None
+
+
+@dataclass
+class StateTest:
+    """Compares a model's state after a few steps under plans with fp32's.
+
+    Attributes:
+        prober: Has the model, and batches of which as many are used.
+        optimizer: Of the model; without one its weights stand still.
+    """
+
+    prober: Prober
+    optimizer: Optimizer | None = None
+    _base: _Runs | None = None
+    _late: _Runs | None = None
+    _tapes: list[Tape] = field(default_factory=list)
+
+    def stopped(self, plan: Plan) -> dict[str, str]:
+        """Names of the state that does not move under a plan as it does in fp32, each with what it does, in a clause.
+
+        Raises:
+            CastwiseError: The plan does not fit the model or the device.
+        """
+        if not any(name in LOW for name in plan.formats):
+            return {}
+        if not any(self._may_stop(name, plan) for name in self.prober.moving):
+            return {}
+        if self._base is None:
+            self._base = _Runs({}, self._train(REFERENCE))
+        out = self._differing(plan, self._base, self._train(plan))
+        if self._late is None:
+            self._late = self._later(self._base.fp32)
+        if self._late is not None:
+            with contextlib.suppress(Exception):
+                out = self._differing(plan, self._late, self._train(plan, start=self._late.start)) | out
+        return out
+
+    def _later(self, base: dict[str, _Path]) -> _Runs | None:
+        """fp32 from later on: far ahead, if the model's code takes what it counts to be anything."""
+        for far in (True, False):
+            start = {
+                name: path.later(far and not hasattr(self._owner(name), "track_running_stats"))
+                for name, path in base.items()
+            }
+            with contextlib.suppress(Exception):
+                return _Runs(start, self._train(REFERENCE, start=start))
+        return None
+
+    def _differing(self, plan: Plan, runs: _Runs, ours: dict[str, _Path]) -> dict[str, str]:
+        """What moves otherwise than in fp32, and not because that is rounding alone."""
+        out = {}
+        for name, fp32 in runs.fp32.items():
+            if name not in ours or ours[name].end.shape != fp32.end.shape or not self._may_stop(name, plan):
+                continue
+            what, which = "", None
+            if runs is self._late and self._base is not None and name in self._base.fp32:
+                grows = self._base.fp32[name].grows()
+                what, which = _stands(fp32.of(grows), ours[name].of(grows)), ~grows
+            if what or ((what := _differs(fp32, ours[name], which)) and self._repeats(name, runs, which)):
+                out[name] = what
+        return out
+
+    def _owner(self, name: str) -> nn.Module:
+        return self.prober.model.get_submodule(name.rpartition(".")[0])
+
+    def _may_stop(self, name: str, plan: Plan) -> bool:
+        owner = self._owner(name)
+        if "parametrizations" in name.split(".") or hasattr(owner, "weight_orig"):
+            return False
+        low = any(region.params in LOW for region in plan.regions)
+        return low or not hasattr(owner, "track_running_stats")  # torch's norms
+
+    def _repeats(self, name: str, runs: _Runs, which: Tensor | None) -> bool:
+        """Whether fp32, rounding differently, moves it as fp32 does; else its movement is rounding alone."""
+        if runs.again is None:
+            runs.again = self._train(REFERENCE, 2 * FORMATS["fp32"].eps, runs.start)
+        return name in runs.again and not _differs(runs.fp32[name], runs.again[name], which)
+
+    def _train(
+        self, plan: Plan, jitter: float = 0.0, start: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> dict[str, _Path]:
+        """The paths of the state, of fp32 as far as it moves."""
+        prober = self.prober
+        model = prober.as_given()
+        for name, tensor in state_of(model):
+            if name in start:
+                as_real(tensor.data).copy_(start[name])
+        optimizer = None if self.optimizer is None else self.optimizer(model.parameters())
+        if optimizer is None or isinstance(optimizer, torch.optim.LBFGS):  # whose step takes a closure
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        emulate = prober.device.type == "cpu" and "fp16" in plan.formats
+        micros = prober.micros[:STEPS]
+        seen = []
+        with Amp(plan, device=prober.device, group=ALONE) as amp:
+            amp.prepare(model, optimizer, widen=widen_for(plan, model))
+            if jitter:
+                generator = torch.Generator(prober.device).manual_seed(1)
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.data.copy_(dithered(parameter.data, jitter, generator))
+            seen.append(_now(model))
+            for at, micro in enumerate(micros):
+                optimizer.zero_grad()
+                seed_all(micro.seed % 2**32)
+                prober.passes += 1
+                if at == len(self._tapes):
+                    self._tapes.append(Tape())
+                    draws: Recorder | Replayer = Recorder(self._tapes[at])
+                else:
+                    draws = Replayer(self._tapes[at])
+                with draws, EmulatedProducts() if emulate else contextlib.nullcontext():
+                    amp.backward(check_loss(prober.loss(model, micro.batch), prober.call))
+                amp.step(optimizer)
+                if at + 1 in (len(micros) // 2, len(micros)):
+                    seen.append(_now(model, seen[-1]))
+        begin, middle, end = seen
+        paths = {
+            name: _Path(tensor, middle[name], end[name])
+            for name, tensor in begin.items()
+            if name in middle and name in end and tensor.shape == middle[name].shape == end[name].shape
+        }
+        moving = plan == REFERENCE
+        return {name: path for name, path in paths.items() if path.moves() or not moving}
+
+
+def _now(model: nn.Module, before: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
+    """State, without another copy of what is as it was before."""
+    out = {}
+    for name, tensor in state_of(model):
+        value = as_real(tensor.detach())
+        out[name] = before[name] if name in before and _same(before[name], value) else value.clone()
+    return out
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and torch.equal(one, other)
+
+
+def _stands(fp32: _Path, ours: _Path) -> str:
+    """Whether most of what moves on in fp32 has come to stand, in a clause; at the first step all may be rounded."""
+    moves = fp32.middle != fp32.end
+    stands = ours.middle == ours.end
+    if 2 * int((moves & stands).sum()) <= int(moves.sum()):
+        return ""
+    return f"does not move any more at {float(fp32.start.abs().max()):g}, and in fp32 it does"
+
+
+def _differs(fp32: _Path, ours: _Path, which: Tensor | None = None) -> str:
+    """How state moves otherwise than in fp32, in a clause; empty where it moves alike.
+
+    Of a later start, whose growing numbers are looked at by themselves, ``which`` are the rest. There the second half counts
+    too: a first jump, as of an average that begins with the first batch, would outweigh all that follows.
+    """
+    if which is not None:
+        fp32, ours = fp32.of(which), ours.of(which)
+    if not bool(torch.isfinite(fp32.end).all()) or torch.equal(fp32.end.double(), ours.end.double()):
+        return ""
+    if not bool(torch.isfinite(ours.end).all()):
+        return "is not finite after a few steps, and in fp32 it is"
+    for begin, ours_begin in ((fp32.start, ours.start), (fp32.middle, ours.middle))[
+        : 1 if which is None else 2
+    ]:
+        moved, ours_moved = fp32.end.double() - begin.double(), ours.end.double() - ours_begin.double()
+        square = float(moved.square().sum())
+        if square == 0.0:
+            continue
+        if not ours_moved.any():
+            return "does not move in a few steps, and in fp32 it does"
+        share = float((ours_moved * moved).sum()) / square
+        if abs(share - 1.0) > ALIKE:
+            return f"moves {max(share, 0.0):.2g} times as far in a few steps as it does in fp32"
+    return ""

@@ -1,0 +1,77 @@
+"""What results have in common, of jobs and of tools: frozen data that turns into JSON, a table and a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from castwise.core.extras import left_out
+from castwise.core.schemas import RECORD_VERSION
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+class Result:
+    """A result: a frozen dataclass whose fields, and the ``kind`` that it says it is, are the record."""
+
+    kind: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record that reports are made from: plain data, with numbers that are not finite as None."""
+        record: dict[str, Any] = plain({"kind": self.kind, "version": RECORD_VERSION, **self._fields()})
+        return record
+
+    def _fields(self) -> dict[str, Any]:
+        """What is recorded: the dataclass's own fields, and what a kind of result derives from them."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def to_json(self) -> str:
+        """The record as JSON text."""
+        return _text(self.to_dict())
+
+    def table(self) -> RenderableType:
+        """What was found as text and tables for ``rich.print``."""
+        from castwise.report.show import table
+
+        return table(self.to_dict())
+
+    def _save(self, page: Path, data: Path, **about: Any) -> tuple[Path, ...]:
+        """Write the record, and where the libraries are there the page with its pictures; folders are made.
+
+        ``about`` is of the files alone, such as where they were made.
+        """
+        from castwise.report.files import write_whole
+        from castwise.report.show import write
+
+        record = self.to_dict() | about  # once: it may say what time it is
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(data, _text(record) + "\n")
+        with left_out(f"{page.name} with its pictures"):
+            path, *pictures = write(record, page)
+            return (path, data, *pictures)
+        return (data,)
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, indent=1, allow_nan=False)
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
+def plain(value: Any) -> Any:
+    """JSON's own types: mappings, lists, and None for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return finite(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value

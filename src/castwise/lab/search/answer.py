@@ -1,0 +1,286 @@
+"""A search's answer in words: what to do, how much faster that is, and why."""
+
+from __future__ import annotations
+
+from castwise.core.plans.formats import LOW
+from castwise.core.plans.plan import Plan
+from castwise.lab.search.axes import complexity, numerics_of, run_with
+from castwise.lab.search.decision import MARGIN
+from castwise.lab.search.pairs import in_training
+from castwise.lab.search.reasons import NotTried, Spared
+from castwise.lab.search.search import Search
+from castwise.lab.search.state import AUTOCAST, FP32
+from castwise.lab.timing import stats
+
+MOST_NAMED = 3
+"""Regions or operators that a sentence names; beyond it counts them."""
+UNKNOWN = 10.0
+"""An interval whose ends are so many times apart says nothing."""
+_SAME = 0.01
+"""A difference in peak memory that is not worth a word."""
+
+
+def answer(search: Search) -> str:
+    """What to do, and what that brings, in a sentence."""
+    plan = search.chosen
+    if search.settings.goal == "numerics":
+        return _numerics(search)
+    if plan == FP32:
+        if not search.complete:
+            return "Stay in fp32 for now: the search ended before it could choose."
+        does = "Widen the model to fp32" if search.arrived else "Stay in fp32 as it is"
+        return f"{does}: {_why_fp32(search)}."
+    brings = [said for said in (_over_fp32(search), _memory_words(search)) if said]
+    does = advice(plan, search.optimizer)
+    if search.arrived:
+        does = does.replace("Stay in fp32", "Widen the model to fp32")
+    return f"{does}: {', '.join(brings) or 'nothing of it was measured'}."
+
+
+def why(search: Search) -> tuple[str, ...]:
+    """What speaks for the answer, in sentences."""
+    goal, plan = search.settings.goal, search.chosen
+    if goal == "numerics":
+        return ()
+    return tuple(
+        said for said in (_by_race(search), _against_autocast(search), _soundness(search), _ties(search), _why_not_low(search)) if said
+    ) if plan != FP32 or search.complete else ()  # fmt: skip
+
+
+def speed(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
+    """How many times as fast as another a plan is, by the final; None where one of them did not come to it."""
+    return search.final.ratio(plan, over) if search.final is not None else None
+
+
+def advice(plan: Plan, optimizer: str = "optimizer") -> str:
+    """A plan as what to do, for the user of an optimizer of this class: ``Stay in fp32, switch to channels_last``."""
+    low = plan.compute
+    if low == "fp32":
+        does = ["Stay in fp32"]
+    elif plan.stores_low:
+        does = [f"Train in {low} with {low} parameters and {'fp32' if plan.keeps_masters else 'no'} masters"]
+    else:
+        does = [f"Train in {low} by autocast"]
+    inside: dict[str, list[str]] = {}
+    for what, precision in (("products", plan.fp32_matmul), ("convolutions", plan.fp32_conv)):
+        if precision not in ("as_is", "ieee"):
+            inside.setdefault(precision, []).append(what)
+    does += [f"let fp32 {' and '.join(what)} use {precision} inside" for precision, what in inside.items()]
+    for rule, said in (
+        ("fp32", "keep {} in fp32"),
+        ("unfused", "run {} unfused"),
+        ("as_is", "cast nothing for {}"),
+    ):
+        operators = [op for op, mine in plan.ops if mine == rule]
+        if operators:
+            does.append(said.format(_counted(operators, "operators")))
+    for format in dict.fromkeys(region.compute for region in plan.regions if region.compute):
+        patterns = [region.pattern for region in plan.regions if region.compute == format]
+        does.append(f"keep {_counted(patterns, 'regions')} in {format}")
+    switches = [plan.memory_format] if plan.memory_format != "as_is" else []
+    if plan.optimizer == "fused":
+        switches.append(f"the fused {optimizer}")
+    if switches:
+        does.append(f"switch to {' and '.join(switches)}")
+    if plan.host_memory == "keep":
+        does.append("keep freed memory")
+    if plan.compile != "as_given":
+        does.append("compile the model" + (f" with mode {plan.compile}" if plan.compile != "default" else ""))
+    return ", ".join(does)
+
+
+def _counted(names: list[str], what: str) -> str:
+    if len(names) <= MOST_NAMED:
+        return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f"{len(names)} {what} ({', '.join(names[:MOST_NAMED])}, ...)"
+
+
+def _speed_words(ratio: stats.Ratio | None) -> str:
+    """How fast a plan is beside another; no direction where the interval knows none."""
+    if ratio is None:
+        return ""
+    if ratio.high > UNKNOWN * ratio.low:
+        return "at a speed that is not known, since its times differ too much"
+    interval = f"({ratio.low:.2f}-{ratio.high:.2f})"
+    if round(ratio.low, 2) <= 1.0 <= round(ratio.high, 2):  # as it is printed
+        return f"as fast, as far as can be told {interval}"
+    return f"{ratio.value:.2f} times as fast {interval}"
+
+
+def _over_fp32(search: Search) -> str:
+    """How fast the chosen plan is beside fp32, and what was measured by itself where whole steps do not show it."""
+    final, ratio = search.final, speed(search, search.chosen, FP32)
+    said = _speed_words(ratio)
+    if final is None or not final.to_choose or ratio is None or round(ratio.low, 2) > 1.0:
+        return said
+    if run_with(FP32, search.chosen) != search.chosen:  # what sets it apart is more than that
+        return said
+    return f"{100.0 * search.spared:.0f} % less of a step, measured by itself; whole steps are {said}"
+
+
+def _memory_words(search: Search) -> str:
+    if search.chosen not in search.peaks or not search.peaks.get(FP32):
+        return ""
+    change = search.peaks[search.chosen] / search.peaks[FP32] - 1.0
+    return (
+        "same memory"
+        if abs(change) < _SAME
+        else f"{abs(change):.0%} {'less' if change < 0 else 'more'} memory".replace("%", " %")
+    )
+
+
+def _numerics(search: Search) -> str:
+    low = search.settings.formats[0]
+    if search.chosen == FP32:
+        return f"No set of regions that was tried was shown to be sound in {low}: stay in fp32."
+    kept = [region.pattern for region in search.chosen.regions if region.compute == "fp32"]
+    if not kept:
+        return f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."
+    return (
+        f"{low} is sound with {len(kept)} region{'s' * (len(kept) != 1)} kept in fp32 ({', '.join(kept)}): its gradients "
+        "then cannot be told from fp32's within the noise of the data."
+    )
+
+
+def _timed(search: Search) -> list[Plan]:
+    """Plans other than the chosen one that came to the final's end."""
+    final = search.final
+    return [] if final is None else [p for p in final.plans if p != search.chosen and final.seconds(p)]
+
+
+def tied(search: Search) -> list[Plan]:
+    """Sound plans of the final that are not known to be slower than the chosen one."""
+    out = []
+    for plan in _timed(search):
+        ratio = speed(search, search.chosen, plan)
+        simpler = complexity(plan) < complexity(search.chosen)  # it was passed over since another is faster
+        if not simpler and _is_sound(search, plan) and ratio is not None and ratio.low <= 1.0:
+            out.append(plan)
+    return out
+
+
+def _is_sound(search: Search, plan: Plan) -> bool:
+    numerics = numerics_of(plan)
+    found = search.findings.get(numerics)
+    passed = numerics in (FP32, numerics_of(search.chosen)) or (found is not None and found.verdict == "pass")
+    return (passed or trains_like_fp32(search, plan)) and not search.reasons.get(plan)
+
+
+def trains_like_fp32(search: Search, plan: Plan) -> bool:
+    """Whether training runs decided for a plan that its gradients left in doubt."""
+    trained = search.trained.get(numerics_of(plan))
+    return trained is not None and trained.verdict == "not worse"
+
+
+def _why_fp32(search: Search) -> str:
+    others = _timed(search)
+    sound = [plan for plan in others if not search.reasons.get(plan)]
+    if not others and search.settings.goal == "memory" and not search.peaks.keys() - {FP32}:
+        return "the peak memory of no other plan was measured; a longer --budget would do"
+    if not others:
+        return (
+            "all else that was tried is slower"
+            if _all_slower(search)
+            else "no other plan was timed to the end"
+        )
+    if not sound:
+        return "nothing else that was timed was shown to keep the gradients"
+    ahead = [speed(search, plan, FP32) for plan in tied(search)]
+    known = (
+        "known"
+        if all(ratio is None or round(ratio.low, 2) <= 1.0 for ratio in ahead)
+        else "known surely enough"
+    )
+    return f"no sound plan is {known} to be faster" + (", and this one is the simplest" if ahead else "")
+
+
+def _all_slower(search: Search) -> bool:
+    """Whether the race has seen plans, and each of them left it since it is slower, or none came to it for that."""
+    entries = search.contest.entries if search.contest is not None else {}
+    raced = [entry for plan, entry in entries.items() if plan != FP32]
+    if not raced:
+        before = search.passed_over
+        known = not any(isinstance(reason, (NotTried, Spared)) for reason in before.values())
+        return known and any(plan.compute in LOW for plan in before)
+    tried = [entry for entry in raced if not isinstance(entry.reason, NotTried)]
+    return bool(tried) and all(entry.behind or entry.hopeless for entry in tried)
+
+
+def why_chosen(search: Search) -> str:
+    """Why the chosen plan was, in a clause."""
+    if search.settings.goal == "memory" and search.peaks.keys() - {search.chosen}:
+        return "the sound plan with the smallest peak memory"
+    if search.settings.goal == "numerics":
+        return "as few regions in fp32 as pass"
+    if not _timed(search):
+        return (
+            "all else that was tried is slower"
+            if _all_slower(search)
+            else "nothing else was timed to the end"
+        )
+    if _by_race(search):
+        return "ahead in the race, and as fast as can be told in the final"
+    if tied(search):
+        among = search.final.to_choose if search.final is not None else ""
+        return f"the simplest of those{among} that are as fast as can be told"
+    ratios = [speed(search, search.chosen, plan) for plan in _timed(search) if _is_sound(search, plan)]
+    slower = all(ratio is not None and ratio.low > 1.0 for ratio in ratios)
+    return "the fastest sound plan" if slower else "no sound plan is known to be faster"
+
+
+def _by_race(search: Search) -> str:
+    """What the race said of the chosen plan, where it decided since the final could not."""
+    ratio = speed(search, search.chosen, FP32)
+    raced = search.final.behind.get((FP32, search.chosen)) if search.final is not None else None
+    if raced is None or ratio is None or round(ratio.low, 2) > 1.0 or ratio.value <= MARGIN:
+        return ""
+    return f"In the race, where all trained in one process, it was {raced:.2f} times as fast as fp32."
+
+
+def _against_autocast(search: Search) -> str:
+    plan = search.chosen
+    ratio = speed(search, plan, AUTOCAST)
+    if plan == AUTOCAST:
+        return "This is one-line torch.autocast in bf16."
+    if ratio is not None and ratio.high <= UNKNOWN * ratio.low:
+        return f"Beside one-line torch.autocast in bf16 it is {_speed_words(ratio)}."
+    return ""
+
+
+def _soundness(search: Search) -> str:
+    plan, trained, verified = search.chosen, search.verification, search.verified
+    if plan.compute == "fp32" and plan.fp32_matmul in ("as_is", "ieee") and not plan.regions:
+        return "It computes in fp32 throughout, so there is nothing to lose."
+    if verified is not None and verified.verdict != "pass" and trained is not None:
+        return (
+            f"Its gradients left it in doubt ({verified.reason}; damage is the relative error of an update), so training decided: "
+            f"{in_training(trained)}."
+        )
+    if verified is not None and verified.verdict == "pass":
+        return "Its gradients cannot be told from fp32's within the noise of the data, on fresh batches too."
+    return ""
+
+
+def _ties(search: Search) -> str:
+    count = len(tied(search))
+    if not count:
+        return ""
+    return f"{count} other plan{'s tie' if count > 1 else ' ties'} with it as far as can be told, and it is the simplest of them."
+
+
+def _why_not_low(search: Search) -> str:
+    """What keeps a plan in fp32 from being one-line autocast, where that is known."""
+    if search.chosen.compute != "fp32":
+        return ""
+    reason = search.reasons.get(AUTOCAST)
+    ratio = speed(search, AUTOCAST, search.chosen)
+    if reason:
+        fast = f" would be {_speed_words(ratio)}, but it" if ratio is not None and ratio.low > 1.0 else ""
+        found = search.findings.get(AUTOCAST)
+        keeps = (
+            "was not shown to keep" if found is not None and found.verdict == "undecided" else "does not keep"
+        )
+        return f"One-line torch.autocast in bf16{fast} {keeps} the gradients: {reason}."
+    if ratio is None and AUTOCAST in search.passed_over:
+        return f"One-line torch.autocast in bf16 was passed over: {search.passed_over[AUTOCAST].removeprefix('not faster: ')}."
+    return ""

@@ -1,0 +1,37 @@
+"""A search on a model that arrives in bf16 or fp16: what a reader of its evidence should know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from castwise.core.model.arrival import low_tensors, more_bytes, widen_for
+from castwise.lab.search.axes import name_of
+from castwise.lab.search.state import SearchState
+from castwise.report.words import size
+
+AS_GIVEN = "as given"
+"""What tables call the row of the model as it arrives."""
+
+
+def arrival_notes(search: SearchState) -> Iterator[str]:
+    """Say what fp32 is here, what became of the model as it was given, and how the plan is put on it."""
+    model = search.model
+    assert model is not None
+    low = low_tensors(model)
+    formats = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in low.values()}))
+    yield (
+        f"{len(low)} tensors of the model arrive in {formats}. fp32 is the model widened to fp32, which is exact and takes "
+        f"{size(more_bytes(low.values()))} more for these tensors."
+    )
+    if search.contest is None:
+        pass
+    elif search.as_given is None:
+        yield "There is no row for the model as it was given: what it trains is stored in several formats."
+    else:
+        lost = search.lost_as_given
+        dropped = "" if lost is None else f"; rounding drops {lost:.0%} of its updates"
+        yield f"{AS_GIVEN!r} is the model as it arrived, under {search.as_given}, and is never chosen{dropped}."
+    frozen = any(not p.requires_grad for name, p in model.named_parameters() if name in low)
+    widen = widen_for(search.chosen, model)
+    said = f", widen={(widen if frozen else True)!r}" if widen else ""
+    yield f"Apply the plan {name_of(search.chosen)} by amp.prepare(model, optimizer{said})."

@@ -1,0 +1,196 @@
+"""The whole-step axes of a search: what is decided for all of a training step at once.
+
+Compute format, parameter storage with masters, what fp32 products may use inside, and memory format. They are few, so every
+combination is a candidate, and a race on real steps decides. Whether the optimizer is fused is found by itself
+(:mod:`castwise.lab.search.fusing`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from castwise.core.plans.formats import LOW
+from castwise.core.plans.plan import PRESETS, Plan
+from castwise.core.plans.rules import UNFUSED, base_table
+from castwise.core.session.fused import can_fuse, is_fused
+from castwise.core.session.process import check_device
+from castwise.errors import DeviceError, PlanError
+
+FORMATS = ("fp32", "tf32", *LOW)
+"""Formats that a search may choose from, the simplest first."""
+
+
+def check_formats(formats: Iterable[str], goal: str) -> tuple[str, ...]:
+    """The formats that a user allows, without repetition, in the order of ``FORMATS``.
+
+    fp32 is always among them but for ``goal="numerics"``, which takes one low format.
+
+    Raises:
+        PlanError: A name that is none, or not one low format for ``numerics``.
+    """
+    given = (formats,) if isinstance(formats, str) else tuple(formats)
+    for name in given:
+        if name not in FORMATS:
+            raise PlanError(f"tune(formats={given!r}): {name!r} is not one of {', '.join(FORMATS)}")
+    if goal == "numerics":
+        low = [name for name in dict.fromkeys(given) if name in LOW]
+        if len(low) != 1:
+            raise PlanError(
+                f"tune(goal='numerics', formats={given!r}): give the one low format that the model is to run in, "
+                "formats=('bf16',) or ('fp16',)"
+            )
+        return tuple(low)
+    if not given:
+        raise PlanError(f"tune(formats=()): give at least one of {', '.join(FORMATS)}")
+    return tuple(name for name in FORMATS if name in given or name == "fp32")
+
+
+def whole_step_plans(
+    formats: Sequence[str],
+    device: torch.device,
+    optimizer: torch.optim.Optimizer,
+    *,
+    has_images: bool,
+    goal: str = "time",
+    used: Iterable[str] = (),
+    sparse: bool = False,
+) -> tuple[list[Plan], dict[str, str]]:
+    """Every combination of the whole-step axes that the device has.
+
+    Args:
+        formats: As :func:`check_formats` returns them.
+        device: That the model is to run on.
+        optimizer: The user's, on the model's parameters.
+        has_images: Whether channels_last means anything: there are convolutions over images.
+        goal: For ``memory`` parameters may be stored low without masters, and the optimizer is fused in all but fp32 where it can
+            be; for ``time`` attention may be unfused.
+        used: Operators that the model runs, as ``parts.operators_used`` names them.
+        sparse: Whether there are sparse gradients, which no fused kernel takes.
+
+    Returns:
+        The plans, the simplest first, and by format why it is not among them.
+    """
+    numerics: list[Plan] = []
+    dropped: dict[str, str] = {}
+
+    def consider(name: str, plan: Plan) -> None:
+        try:
+            check_device(plan, device.type)
+        except DeviceError as error:
+            dropped[name] = f"not supported by this device: {error}"
+            return
+        numerics.append(plan)
+
+    for name in formats:
+        if name == "fp32":
+            consider("fp32", PRESETS["fp32"])
+            if device.type == "cpu" and "bf16" in formats:
+                consider("fp32_matmul=bf16", Plan(compute="fp32", fp32_matmul="bf16"))
+        elif name == "tf32":
+            consider("tf32", PRESETS["tf32"])
+        else:
+            consider(name, PRESETS[f"{name}-mixed"])
+            consider(name, PRESETS[f"{name}-master"])
+            if goal == "memory":
+                consider(name, PRESETS[f"{name}-true"])
+    # GPUs have fused kernels that win; a CPU's backward in a low format may lose to its own parts
+    unfused = [
+        (op, "unfused") for op in UNFUSED if op in set(used) and goal == "time" and device.type != "cuda"
+    ]
+    if unfused:
+        numerics += [dataclasses.replace(p, ops=(*p.ops, *unfused)) for p in numerics if p.autocasts]
+    layouts = ("as_is", "channels_last") if has_images else ("as_is",)
+    plans = [
+        dataclasses.replace(plan, memory_format=layout)
+        for plan, layout in itertools.product(numerics, layouts)
+    ]
+    if goal == "memory" and can_fuse(optimizer) and not is_fused(optimizer) and not sparse:
+        # the fused kernel never holds more than the loop it replaces
+        plans = [PRESETS["fp32"], *(dataclasses.replace(plan, optimizer="fused") for plan in plans)]
+    return sorted(plans, key=complexity), dropped
+
+
+_MADE_OF = {
+    "cross_entropy_loss": "nll_loss_forward", "group_norm": "native_group_norm", "layer_norm": "native_layer_norm",
+    "log_softmax": "_log_softmax", "mse_loss": "mse_loss", "rms_norm": "_fused_rms_norm", "softmax": "_softmax",
+}  # fmt: skip
+"""Norms, softmax and losses, which tables keep in fp32 for caution: the operator, and what it runs as below autocast."""
+
+
+def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> Plan | None:
+    """A low plan whose norms, softmax and losses follow their inputs instead of being cast to fp32.
+
+    None where the table of this device type casts none of the operators that are used, or another plan is given.
+    """
+    if plan.compute not in LOW or plan.rules != "native":
+        return None
+    seen = set(used)
+    table = base_table("native", device_type)
+    named = {op for op, _ in plan.ops}
+    ops = [
+        (op, "as_is")
+        for op, below in _MADE_OF.items()
+        if below in seen and op in table and table[op].rule == "fp32" and op not in named
+    ]
+    return dataclasses.replace(plan, ops=(*plan.ops, *ops)) if ops else None
+
+
+def complexity(plan: Plan) -> float:
+    """How much a person has to understand, 0 for fp32: of plans equally good the least complex is taken.
+
+    Regions beside the preset's most of all, and overrides of operators; a low format and its storage less, and so does compiling,
+    which changes no numerics and takes its time at each start; the memory format, the fused optimizer and kept memory are nearly
+    free.
+    """
+    usual = next(
+        (p.regions for p in PRESETS.values() if (p.compute, p.params) == (plan.compute, plan.params)), ()
+    )
+    apart = set(plan.regions).difference(usual)
+    out = 2.0 * (plan.compute != "fp32") + (plan.compute == "fp16")
+    out += 2.0 * (plan.params != "fp32") + (plan.master == "none" and plan.params != "fp32")
+    out += plan.rules not in ("native", "none")
+    out += (plan.fp32_matmul != "as_is") + (plan.fp32_conv not in ("as_is", plan.fp32_matmul))
+    out += 2.0 * len(plan.ops)
+    out += 4.0 + len(apart) if apart else 0.0
+    out += plan.compile != "as_given"
+    free = (plan.memory_format != "as_is", plan.optimizer != "as_given", plan.host_memory != "as_given")
+    return out + 0.25 * sum(free)
+
+
+def numerics_of(plan: Plan) -> Plan:
+    """The part of a plan that gradients depend on: layout, the optimizer's kernel and how it is run set to their defaults."""
+    return dataclasses.replace(as_raced(plan), memory_format="as_is")
+
+
+def storage_of(plan: Plan) -> tuple[str, str]:
+    """The format that a plan stores parameters in, and that of their masters."""
+    return (plan.compute if plan.stores_low else "fp32", plan.master)
+
+
+def uncompiled(plan: Plan) -> Plan:
+    """The same plan as it is run without compiling."""
+    return dataclasses.replace(plan, compile="as_given")
+
+
+def as_trained(plan: Plan) -> Plan:
+    """The same plan with nothing but what its training goes by: not compiled, its memory the process's."""
+    return dataclasses.replace(plan, compile="as_given", host_memory="as_given")
+
+
+def as_raced(plan: Plan) -> Plan:
+    """The same plan as it runs beside others in one process: not compiled, its memory the process's, the optimizer as given."""
+    return dataclasses.replace(as_trained(plan), optimizer="as_given")
+
+
+def run_with(plan: Plan, how: Plan) -> Plan:
+    """A plan with another's kernel of the optimizer and its host memory, which change no gradients."""
+    return dataclasses.replace(plan, optimizer=how.optimizer, host_memory=how.host_memory)
+
+
+def name_of(plan: Plan) -> str:
+    """A preset's name where the plan is one, else its line."""
+    return next((name for name, preset in PRESETS.items() if preset == plan), str(plan))

@@ -1,0 +1,148 @@
+"""A digest of a workload's code: it changes with the code, and not with where that lies or when it was read."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.errors import is_users
+
+_PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, types.NoneType)
+
+
+def code_digest(model: nn.Module, functions: Iterable[Any]) -> str:
+    """Of the classes of a model's modules outside torch, of functions, and of what of a user's own these refer to."""
+    reader = _Reader()
+    for kind in sorted({type(module) for module in model.modules()}, key=lambda kind: kind.__qualname__):
+        reader.methods(kind)
+    for function in functions:
+        reader.read(function)
+    return reader.digest.hexdigest()[:16]
+
+
+class Operators(_torch.OperatorMode):
+    """The ATen operators that run inside, by name and in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note an operator and run it."""
+        self.names.append(str(op))
+        return op(*args, **kwargs)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+        self._seen: dict[int, Any] = {}  # with the objects, whose addresses are not given away again as long
+
+    def _say(self, *words: object) -> None:
+        self.digest.update(repr(words).encode())
+
+    def methods(self, kind: type) -> None:
+        """Read a class of modules, an installed library's too, whose versions nothing else knows."""
+        for cls in kind.__mro__:
+            if cls is not object and not cls.__module__.startswith("torch."):
+                self._say(cls.__qualname__)
+                for name, value in sorted(vars(cls).items()):
+                    if not name.startswith("__") or isinstance(value, types.FunctionType):
+                        self.read(value, inside=True)
+
+    def read(self, thing: Any, inside: bool = False) -> None:
+        """Read something, and what it refers to where it is a user's own, or ``inside`` what is read."""
+        if isinstance(thing, _PLAIN):
+            self._say(thing)
+            return
+        if id(thing) in self._seen:
+            return
+        self._seen[id(thing)] = thing
+        if isinstance(thing, (nn.Module, Tensor)):
+            return
+        if isinstance(thing, (tuple, list, set, frozenset, dict)):
+            items = thing.items() if isinstance(thing, dict) else thing
+            for item in sorted(items, key=repr) if isinstance(thing, (set, frozenset)) else items:
+                self.read(item)
+        elif isinstance(thing, types.FunctionType):
+            self._function(thing, inside)
+        elif isinstance(thing, type):
+            if _is_own(thing):
+                self.methods(thing)
+        elif not isinstance(thing, types.ModuleType):
+            parts = list(_parts(thing))
+            for part in parts:
+                self.read(part, inside)
+            if not parts:
+                self.read(type(thing))
+
+    def _function(self, function: types.FunctionType, inside: bool) -> None:
+        code = function.__code__
+        own = is_users(code.co_filename)
+        self._say(function.__qualname__)
+        if inside or own:
+            self._code(code)
+        for held in (function.__defaults__, function.__kwdefaults__, _cells(function)):
+            if own or function.__module__.startswith("castwise."):  # whose closures hold what users gave
+                self.read(held)
+        if own:
+            self._globals(function)
+
+    def _code(self, code: types.CodeType) -> None:
+        self._say(code.co_code, code.co_names)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._code(constant)
+            else:  # by its value: what is one object depends on whether the file was compiled just now
+                self._say(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+
+    def _globals(self, function: types.FunctionType) -> None:
+        names = list(_names(function.__code__))
+        for name in names:
+            value = function.__globals__.get(name)
+            if isinstance(value, types.ModuleType):
+                if is_users(getattr(value, "__file__", None) or "<frozen"):
+                    for other in names:
+                        self.read(vars(value).get(other))
+            else:
+                self.read(value)
+
+
+def _is_own(kind: type) -> bool:
+    return any(is_users(value.__code__.co_filename) for value in vars(kind).values() if isinstance(value, types.FunctionType))  # fmt: skip
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _cells(function: types.FunctionType) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # nothing was put there
+            continue
+    return found
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    """What wraps functions, taken apart."""
+    if isinstance(thing, functools.partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, types.MethodType):
+        yield from (thing.__func__, thing.__self__)
+    elif isinstance(thing, (staticmethod, classmethod)):
+        yield thing.__func__
+    elif isinstance(thing, property):
+        yield from (thing.fget, thing.fset)

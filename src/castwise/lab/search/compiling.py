@@ -1,0 +1,169 @@
+"""Finalists compiled: each is tried in a process of its own, and those that may win come to the final.
+
+A trial takes as long as compiling does, so the fastest finalist is the first, and none begins that the time is too short for.
+Each plan compiles into a folder of its own on disk: what a trial takes is what a first training takes, and the starts of
+the final, which find there what the trial has left, are soon over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from castwise.core.plans.plan import Plan
+from castwise.errors import CastwiseError, WorkloadError
+from castwise.lab.search.axes import as_raced, name_of, uncompiled
+from castwise.lab.search.decision import LEAST as STARTS
+from castwise.lab.search.reasons import NotTried, Spared
+from castwise.lab.search.state import FP32, SearchState
+from castwise.lab.search.trial import Trial, run_trial
+from castwise.lab.timing.apart import Apart
+from castwise.lab.timing.failures import cannot_run, unfit
+from castwise.lab.timing.processes import NotThereError, SilentError, not_there
+from castwise.lab.timing.served import COMPILED
+
+MODE = "default"
+"""torch.compile's mode that a search tries."""
+LEAST_S = 12.0
+"""With less time than this no trial begins."""
+ENDED_S = 2.0
+"""What is killed is gone after this, or waits for a device and will be."""
+AGAIN = 0.25
+"""A start of the final compiles from what is on disk, in about this share of the time; that much is kept for each."""
+MOST = 2
+"""So many compiled plans come to the final: each of its starts waits for all of them."""
+
+
+@contextlib.contextmanager
+def own_cache() -> Iterator[None]:
+    """A block whose processes keep compiled code in a folder that is gone after it."""
+    with tempfile.TemporaryDirectory(prefix="castwise-", ignore_cleanup_errors=True) as folder:
+        os.environ[COMPILED] = folder
+        try:
+            yield
+        finally:
+            del os.environ[COMPILED]
+
+
+def compile_finalists(
+    search: SearchState,
+    plans: Sequence[Plan],
+    until: float,
+    first_until: float,
+) -> list[Plan]:
+    """Try finalists compiled, the fastest first; ``trials`` and ``passed_over`` of the search say what became of each.
+
+    Args:
+        search: Whose workload, device and settings they have.
+        plans: Sound plans.
+        until: Clock time at which the last trial has to be over, and time be left for its starts in the final.
+        first_until: The same for the first, which is the likeliest to win: it may take what the final can spare.
+
+    Returns:
+        The compiled plans that may win the final.
+    """
+    contest, ranks = search.contest, search.ranks
+    assert contest is not None
+    each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they are to run in the final
+    order = contest.order(list(each))
+    try:
+        payload = search.payload(partial(_try_elsewhere, search))
+    except NotThereError as error:
+        search.notes.append(f"Nothing was compiled: {error}.")
+        return []
+    took = 0.0
+    speeds: dict[Plan, float] = {}
+    for number, raced in enumerate(order):
+        plan = each[raced]
+        made = dataclasses.replace(plan, compile=MODE)
+        search.say(search.now, f"compiling {name_of(plan)}", number, len(order))
+        begin = ranks.now()
+        in_final = sum(search.trials[one].compile_s for one in _fastest(speeds))
+        left = (until if search.trials else first_until) - begin
+        room = (left - STARTS * AGAIN * in_final) / (1.0 + STARTS * AGAIN)
+        if room < max(LEAST_S, took):
+            last = f", and the last that was compiled took {took:.0f} s" if took else ""
+            search.passed_over[made] = NotTried(
+                f"not tried: {max(0.0, room):.0f} s of the budget are left to compile it in{last}; a longer --budget would do"
+            )
+            continue
+        trial = ranks.at(f"compiling {plan}").worst(
+            partial(_tried, search, payload, made, room), lambda found: (bool(found.reason), found.step_s)
+        )
+        took = ranks.now() - begin
+        search.trials[made] = trial
+        if trial.reason or (trial.step_s >= trial.eager_s and search.settings.compile == "auto"):
+            slower = f"not faster compiled: takes {trial.step_s / trial.eager_s:.2f} times as long"
+            search.passed_over[made] = trial.reason or slower
+            continue
+        ratio = contest.ratio(raced)
+        speeds[made] = (ratio.value if ratio is not None else 1.0) * trial.eager_s / trial.step_s
+    best = _fastest(speeds)
+    for made in speeds.keys() - set(best):
+        search.passed_over[made] = Spared(f"not in the final: {MOST} others were faster when compiled")
+    return best
+
+
+def _try_elsewhere(search: SearchState, payload: bytes) -> None:
+    """Train for a step in another process: after that, what a trial raises is about compiling."""
+    with contextlib.closing(Apart(search.home, payload, FP32, search.device, search.settings.seed)) as run:
+        try:
+            run.warm_up(1)
+        except Exception as error:
+            raise not_there(search.spec or search.workload, error) from error
+
+
+def _fastest(speeds: Mapping[Plan, float]) -> list[Plan]:
+    return sorted(speeds, key=speeds.__getitem__, reverse=True)[:MOST]
+
+
+def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) -> Trial:
+    process = search.home.start(run_trial, payload, plan.to_json(), str(search.device), search.settings.seed)
+    try:
+        found: Trial = process.answer(timeout_s)
+        return found
+    except SilentError:
+        return Trial(
+            NotTried(
+                f"not tried: compiling took longer than the {timeout_s:.0f} s that were left; a longer --budget would do"
+            )
+        )
+    except WorkloadError:
+        raise
+    except CastwiseError as error:
+        return Trial(f"does not compile: {error}")
+    except Exception as error:  # raised there before anything was compiled
+        if not cannot_run(error):
+            raise
+        return Trial(unfit(error))
+    finally:
+        process.close(ENDED_S)  # they write into a folder that goes
+
+
+def pays_after(search: SearchState, plan: Plan) -> int | None:
+    """Steps after which compiling a plan has paid; None where that is not known, or never."""
+    trial, final = search.trials.get(plan), search.final
+    if trial is None or trial.reason:
+        return None
+    eager_s, step_s = trial.eager_s, trial.step_s
+    ratio = final.ratio(plan, uncompiled(plan)) if final is not None else None
+    if final is not None and ratio is not None:
+        eager_s = statistics.median(final.seconds(uncompiled(plan)))
+        step_s = eager_s / ratio.value
+    return math.ceil(trial.compile_s / (eager_s - step_s)) if step_s < eager_s else None
+
+
+def said(search: SearchState, plan: Plan) -> str:
+    """What compiling the chosen plan takes and when it pays; empty where it is not compiled."""
+    trial = search.trials.get(plan)
+    if trial is None:
+        return ""
+    steps = pays_after(search, plan)
+    when = f"and pays after {steps:,} steps" if steps is not None else "and was not seen to pay"
+    return f"Compiling takes {trial.compile_s:.0f} s at the start of a first training, less where its code is on disk, {when}."

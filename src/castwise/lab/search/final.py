@@ -1,0 +1,330 @@
+"""The final: the plans that are left are started anew, again and again, each in a process of its own, until one is chosen.
+
+fp32 and one-line autocast run beside them, so that every speed that is shown comes from the same starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from castwise.core.plans.plan import Plan
+from castwise.lab.search.axes import as_raced, complexity, name_of, numerics_of, run_with
+from castwise.lab.search.contest import Contest
+from castwise.lab.search.decision import BEHIND, LEAST, MARGIN, MOST, SURE, Decision, among, decide, settle
+from castwise.lab.search.reasons import Spared
+from castwise.lab.search.state import AUTOCAST, FP32, PEAKS_S, SearchState
+from castwise.lab.timing import stats
+from castwise.lab.timing.apart import Timed, race_apart
+from castwise.lab.timing.failures import cannot_run, unfit
+from castwise.lab.timing.processes import NotThereError, not_there
+
+ROUNDS = 6
+"""Of each start. Fewer need more starts, each of which builds all models anew; more take longer where a machine is quiet."""
+OVERRUN = 1.5
+"""After so many budgets not even the second start begins, without which nobody knows what another would have shown."""
+
+
+@dataclass
+class Final:
+    """Plans in their last race.
+
+    Attributes:
+        plans: Who took part.
+        times_s: Of each, per start and per round seconds per step.
+        losses: Of each plan's steps in the first start, all over the same batches.
+        failed: Why a plan did not come to its end.
+        choice: Those that may be chosen; empty: all.
+        decision: Between those.
+        apart: Whether each had a process of its own.
+        behind: How many times as fast as the one the other was in the race, where it was known to be ahead and both run uncompiled.
+        go_on: Starts some plans, and what is shown beside them, until the choice between them is decided as well, as long as
+            there is time; others are refused.
+    """
+
+    plans: Sequence[Plan]
+    times_s: list[list[Sequence[float]]] = field(default_factory=list)
+    losses: dict[Plan, list[float]] = field(default_factory=dict)
+    failed: dict[Plan, str] = field(default_factory=dict)
+    choice: Collection[Plan] = ()
+    decision: Decision | None = None
+    apart: bool = True
+    behind: Mapping[tuple[Plan, Plan], float] = field(default_factory=dict)
+    go_on: Callable[[Collection[Plan], Collection[Plan]], None] = lambda _left, _refused: None
+
+    def __post_init__(self) -> None:
+        """Nobody has been timed yet."""
+        self._ratios: Mapping[tuple[int, int], stats.Ratio] = {}
+        self._known: tuple[int, Decision | None] = 0, None
+
+    @property
+    def starts(self) -> int:
+        """How often those that came to the end were started."""
+        return max(map(len, self.times_s), default=0)
+
+    def seconds(self, plan: Plan) -> list[float]:
+        """All times of a plan, in seconds per step."""
+        if plan not in self.plans or not self.times_s:
+            return []
+        return [time for start in self._times(plan) for time in start]
+
+    def ratio(self, plan: Plan, over: Plan) -> stats.Ratio | None:
+        """How many times as fast as another a plan is; None where one of them was not in it."""
+        if plan == over or not self.seconds(plan) or not self.seconds(over):
+            return None
+        if self._known != (self.starts, self.decision):
+            self._ratios, self._known = self._all_ratios(), (self.starts, self.decision)
+        return self._ratios[self.plans.index(over), self.plans.index(plan)]
+
+    def _all_ratios(self) -> Mapping[tuple[int, int], stats.Ratio]:
+        """Of all pairs; those of which both are left by their own starts alone, as they were decided on."""
+        shown = any(plan not in self.choice for plan in self.plans) and bool(self.choice)
+        out = stats.restarts(self.times_s, expected=shown)  # what is only shown decides nothing
+        if self.decision is None:
+            return out
+        left = [
+            one
+            for one, plan in enumerate(self.plans)
+            if one not in self.decision.out
+            and plan not in self.failed
+            and (not self.choice or plan in self.choice)
+        ]
+        near = stats.restarts([self.times_s[one] for one in left])
+        return {**out, **{(left[i], left[j]): ratio for (i, j), ratio in near.items()}}
+
+    def in_turn(self, plans: Sequence[Plan], refused: Collection[Plan] = ()) -> Iterator[Plan]:
+        """The plan to choose, and, each time that one is refused, the one to choose among the others.
+
+        One that left since it is slower comes after all that did not, until one is refused: then the others, who may have
+        left for its speed alone, are started again, as long as there is time and the choice between them is not decided.
+
+        Args:
+            plans: To choose among.
+            refused: Those that cannot be any more; may grow between the turns.
+        """
+        left = [plan for plan in dict.fromkeys(plans) if self.seconds(plan) and plan not in self.failed]
+        running = [plan for plan in left if len(self._times(plan)) == self.starts] or left
+        while left:
+            weights, times_s = [complexity(plan) for plan in running], [self._times(plan) for plan in running]
+            plan = running[decide(weights, times_s, among(self.behind, running)).chosen]
+            yield plan
+            left = [one for one in left if one != plan and one not in refused]
+            if len(left) > 1:
+                self.go_on(left, refused)
+            left = running = [plan for plan in left if plan not in self.failed]
+
+    def _times(self, plan: Plan) -> list[Sequence[float]]:
+        return self.times_s[self.plans.index(plan)]
+
+    def reason(self, plan: Plan, chosen: Plan) -> str:
+        """Why a plan that was in to the end was not chosen; empty for one that was not in it."""
+        ratio = self.ratio(chosen, plan)
+        if ratio is None or plan in self.failed:
+            return self.failed.get(plan, "")
+        if round(ratio.low, 2) > 1.0:  # as it is printed
+            return f"not faster: takes {_interval(ratio)} times as long"
+        if self.choice and plan not in self.choice and (twin := self._twin(plan)) is not None:
+            apart = f"only shown: what sets {name_of(twin)} apart was measured by itself"
+            return Spared(apart) if plan == FP32 else ran_as(twin)
+        if complexity(plan) < complexity(chosen) and (ahead := self._ahead(plan, chosen)):
+            return f"not faster: {ahead}"
+        simpler = complexity(chosen) < complexity(plan)
+        if ratio.value < 1.0 and simpler:
+            sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"
+            if round(ratio.high, 2) < 1.0 and ratio.low <= 1.0 / MARGIN:  # as it is printed
+                sure = f"faster, but not as surely as a choice asks ({SURE:.0%}),"
+            return f"{sure} than the chosen plan, which is simpler"
+        same = "as fast as" if ratio.high < MARGIN else "not known to be slower than"
+        return f"{same} the chosen plan{', which is simpler' * simpler}"
+
+    @property
+    def to_choose(self) -> str:
+        """Which plans are meant, where fp32 is only shown."""
+        return " to choose among" if self.choice and FP32 not in self.choice else ""
+
+    def _twin(self, plan: Plan) -> Plan | None:
+        """The same plan with another optimizer's kernel or other memory, which may be chosen."""
+        return next((one for one in self.choice if run_with(one, plan) == plan), None)
+
+    def _ahead(self, plan: Plan, chosen: Plan) -> str:
+        """A plan that this one is known to be slower than, and by how much; empty if there is none."""
+        for other in self.plans:
+            ratio = self.ratio(other, plan)
+            if ratio is not None and round(ratio.low, 2) > 1.0:
+                return f"{name_of(other)} is {_interval(ratio)} times as fast"
+        ahead = self._ahead_in_race(plan)
+        best = chosen if chosen in ahead else next(iter(ahead), None)
+        return f"{name_of(best)} was {ahead[best]:.2f} times as fast in the race" if best is not None else ""
+
+    def _ahead_in_race(self, plan: Plan) -> dict[Plan, float]:
+        """What was how many times as fast as a plan in the race, where that is believed."""
+        return {
+            two: ahead
+            for (one, two), ahead in self.behind.items()
+            if one == plan
+            and two not in self.failed
+            and (now := self.ratio(two, plan)) is not None
+            and now.value > MARGIN
+        }
+
+    def doubt(self, chosen: Plan, refused: Collection[Plan] = ()) -> str:
+        """What to tell where it was not decided whether another plan that could be chosen is faster; empty where it was."""
+        if self.decision is None or self.decision.decided:
+            return ""
+        could = {*(self.choice or self.plans)}.difference(refused, self.failed)
+        ratios = {plan: ratio.high for plan in could if (ratio := self.ratio(plan, chosen)) is not None}
+        plan = max(ratios, key=ratios.__getitem__, default=chosen)
+        if ratios.get(plan, 1.0) < MARGIN:
+            return ""
+        more = ratios[plan] - 1.0
+        faster = f"up to {100.0 * more:.0f} % faster" if more < 1.0 else "much faster"
+        idle = "a machine with nothing else to do"
+        late = self.starts <= LEAST if self.apart else min(map(len, self._times(chosen))) < 2 * ROUNDS
+        helps = late or (self.apart and self.starts < MOST)
+        longer = f"A longer --budget, and {idle}," if helps else idle.capitalize()
+        raced = any(self._ahead_in_race(one) for one in could if complexity(one) < complexity(chosen))
+        why = "The time was too short" if late else "The machine is too noisy"
+        return (
+            f"{why} to decide: after {self.starts} start{'s' * (self.starts != 1)} {name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
+            f"those{self.to_choose} that are not known to be slower{', here or in the race' * raced}. {longer} would tell."
+        )
+
+
+def ran_as(plan: Plan) -> Spared:
+    """Why a plan was not chosen, or not timed, that came to the final as another."""
+    return Spared(f"the final ran it as {name_of(plan)}")
+
+
+def _interval(ratio: stats.Ratio) -> str:
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def race_final(
+    search: SearchState,
+    eligible: Sequence[Plan],
+    until: float,
+    beside: Collection[Plan] = (),
+) -> Final:
+    """Race plans to the decision.
+
+    Args:
+        search: Whose workload, device and settings they have.
+        eligible: The plans to choose among; fp32 is one too.
+        until: Clock time after which no third start, or further one, is to end; the first begins in any case.
+        beside: Of these, and of fp32, those that cannot be chosen.
+
+    Raises:
+        Exception: What fp32 raised here, or another plan, unless it says that the plan cannot run.
+    """
+    contest, ranks = search.contest, search.ranks
+    assert contest is not None
+    runs = contest.entries
+    beside_all = [plan for plan in (AUTOCAST, search.as_given) if plan is not None and plan in runs]
+    shows = [plan for plan in beside_all if runs[plan].behind or not runs[plan].reason]
+    plans = list(dict.fromkeys([FP32, *eligible, *shows]))
+    choice = {FP32, *eligible}.difference(beside)
+    final = Final(plans, choice=choice, behind=_behind_in_race(contest, plans))
+    taken_s = 0.0
+
+    def over() -> bool:
+        last = until if starts >= LEAST else search.start + OVERRUN * search.settings.budget_s
+        nothing = choice.issubset(final.failed)  # what is left cannot be chosen
+        return starts > 0 and (ranks.now() + taken_s > last or nothing)
+
+    def note(found: Mapping[int, Timed]) -> dict[int, Sequence[float]]:
+        for index, timed in found.items():
+            if timed.error is not None:
+                if plans[index] == FP32:  # it has run here
+                    raise not_there(search.spec or search.workload, timed.error) from timed.error
+                if not cannot_run(timed.error):
+                    raise timed.error
+                final.failed[plans[index]] = unfit(timed.error)
+            else:
+                final.losses.setdefault(plans[index], timed.losses)
+        return {index: timed.times_s for index, timed in found.items() if timed.error is None}
+
+    starts = 0
+
+    def apart(payload: bytes, racing: Sequence[int]) -> dict[int, Sequence[float]]:
+        nonlocal starts, taken_s
+        begin = ranks.now()
+        share = max(1, LEAST - starts)
+        what = (
+            f"start {starts + 1}: {len(racing)} plan{'s' * (len(racing) > 1)}, each in a process of its own"
+        )
+        search.say(search.now, what, 0, ROUNDS)
+        found = race_apart(
+            search.home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,
+            first=starts * ROUNDS, seed=search.settings.seed, until=begin + (until - begin) / share,
+            on_round=lambda done: search.say(search.now, what, done, ROUNDS), ranks=ranks,
+        )  # fmt: skip
+        starts += 1
+        contest.steps += sum(len(timed.losses) for timed in found)
+        taken_s = ranks.now() - begin
+        return note(dict(zip(racing, found, strict=True)))
+
+    def decide_by(
+        start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]],
+        is_over: Callable[[], bool],
+        left: Collection[Plan] = choice,
+        refused: Collection[Plan] = (),
+    ) -> None:
+        def places(those: Callable[[Plan], bool]) -> frozenset[int]:
+            return frozenset(i for i, plan in enumerate(plans) if those(plan))
+
+        final.decision, final.times_s = settle(
+            [complexity(plan) for plan in plans], start, is_over=is_over, reference=places(lambda plan: plan == FP32),
+            beside=places(lambda plan: plan not in left), times=final.times_s,
+            without=places(lambda plan: (plan in choice and plan in refused) or plan in final.failed),
+            behind=among(final.behind, plans),
+        )  # fmt: skip
+
+    def go_on(left: Collection[Plan], refused: Collection[Plan]) -> None:
+        nonlocal until
+        if all(numerics_of(plan) == FP32 for plan in left):  # nothing is verified after this
+            until = max(until, search.start + search.settings.budget_s - PEAKS_S)
+        try:
+            with search.stage("final"):
+                decide_by(partial(apart, search.payload()), over, left, refused)
+        except NotThereError as error:
+            search.notes.append(f"The finalists were not started again: {error}.")
+
+    contest.close()
+    try:
+        decide_by(partial(apart, search.payload()), over)
+        final.go_on = go_on
+    except NotThereError as error:
+        search.notes.append(f"The finalists were timed once, in one process: {error}.")
+        final.apart = False
+        decide_by(lambda racing: _here(contest, [plans[i] for i in racing], racing, until), lambda: True)
+    return final
+
+
+def _behind_in_race(contest: Contest, plans: Collection[Plan]) -> dict[tuple[Plan, Plan], float]:
+    """By a plan and another, how many times as fast the other was in the race, where it is known to be ahead."""
+    eager = [plan for plan in plans if plan.compile == "as_given"]
+    out = {}
+    for one, two in itertools.permutations(eager, 2):
+        fast, slow = as_raced(two), as_raced(one)
+        if contest.times_as_fast(fast, slow) > BEHIND:
+            ratio = contest.ratio(fast, slow)
+            if ratio is not None and ratio.low > BEHIND:
+                out[one, two] = ratio.value
+    return out
+
+
+def _here(
+    contest: Contest, plans: Sequence[Plan], indices: Sequence[int], until: float
+) -> dict[int, list[float]]:
+    """Times of one start of plans in this process, by index."""
+    before = len(contest.entries[FP32].times_s)
+    for plan in plans:  # one that has left may run again beside the others
+        if plan in contest.entries:
+            contest.entries[plan].reason = ""
+    contest.run(plans, 2 * ROUNDS, until=until)
+    times = {
+        index: contest.entries[plan].times_s[before:] for index, plan in zip(indices, plans, strict=True)
+    }
+    return {index: [t for t in found if t is not None] for index, found in times.items() if None not in found}

@@ -1,0 +1,270 @@
+"""What searches found before, in the user's cache folder, for the next search for the same job.
+
+A job is known by what a search is asked, by the structure of its model and optimizer and by the shapes of its first batch; that
+the weights, the data and the loss are those of before is told by the loss and the norm of its gradient on that batch. Where
+device, threads and versions are the same too, the evidence of before is the answer; a plan from elsewhere is a first
+candidate, and so is one that was found by other code, or with less time or fewer measurements than are asked for now. Only
+searches that came to their end are kept. Files that cannot be read or written are as if they were not there, and so are those
+that somebody else than this user or root has written, or could write: the folder may be shared (``CASTWISE_CACHE_DIR``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.casting.trees import map_tensors, to_device
+from castwise.core.plans.plan import Plan
+from castwise.core.plans.text import read_json
+from castwise.lab.parity.isolation import seed_all, undisturbed
+from castwise.lab.parity.probes import as_real
+from castwise.lab.search.code import Operators, code_digest
+from castwise.lab.search.evidence import Evidence
+from castwise.lab.search.state import Settings
+from castwise.lab.timing.environment import environment
+from castwise.lab.timing.steps import build_model
+from castwise.lab.workloads.workload import Workload
+
+ALIKE = 0.01
+"""Two losses, and two norms, are of one job where they differ by no more than this share."""
+_FREE = ("budget_s", "memory", "verify_seeds", "seed")
+"""Settings that change how well a plan is known, and not which is sought."""
+_MORE_TIME = ("--budget", "the time was spent")
+"""Words by which notes and reasons say that something was left open or out for want of time."""
+_LARGEST = 1 << 26
+_DEEPEST = 200
+"""Bytes of an entry, and levels of its JSON: more has none that was written here."""
+_HEAP = re.compile("MALLOC_|GLIBC_TUNABLES$|LD_PRELOAD$")
+"""Variables that decide where tensors on the host lie, and with it whether each step meets page faults."""
+_SAID = (
+    "Found on {date} for the same model, optimizer, loss, data and code, on the same device and with the same versions; nothing was "
+    "measured again. --fresh, or tune(fresh=True), searches anew."
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a search is for.
+
+    Attributes:
+        digest: Of the settings, and of the structures of model, optimizer and batch.
+        loss: On the first batch in fp32.
+        norm: Of its gradient.
+        code: A digest of the code of model, loss, optimizer and batches, and of the operators that a forward runs: what may
+            change how fast a step is and not what it gives.
+    """
+
+    digest: str
+    loss: float
+    norm: float
+    code: str
+
+    def is_like(self, other: Mapping[str, float]) -> bool:
+        """Whether another's loss and norm are this one's but for rounding."""
+        return all(
+            math.isclose(mine, other[name], rel_tol=ALIKE)
+            for name, mine in (("loss", self.loss), ("norm", self.norm))
+        )
+
+
+def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job | None:
+    """Look at a job, at the cost of one forward and backward; None for one that fails, which its search says better."""
+    try:
+        with undisturbed():
+            model = build_model(workload, device, settings.seed)
+            optimizer = workload.optimizer(model.parameters())
+            batch = next(iter(workload.batches(settings.seed)))
+            batch = to_device(batch, device)
+            seed_all(settings.seed)
+            with Operators() as seen:
+                loss = workload.loss(model, batch)
+            loss.backward()
+            gradients = [_torch.dense_values(p.grad.coalesce() if p.grad.is_sparse else p.grad) for p in model.parameters() if p.grad is not None]  # fmt: skip
+            norm = math.sqrt(sum(float(as_real(gradient).double().square().sum()) for gradient in gradients))
+            said = repr([_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)])
+            said = re.sub(r" at 0x[0-9a-f]+", "", said)  # where an object lies in memory
+            functions = (workload.model, workload.loss, workload.optimizer, type(optimizer), workload.batches)
+            code = _digest(repr([code_digest(model, functions), seen.names]))
+            return Job(_digest(said), float(loss.detach()), norm, code)
+    except (Exception, SystemExit):
+        return None
+
+
+def _digest(said: str) -> str:
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _settings(settings: Settings) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(settings).items() if name not in _FREE}
+
+
+def _structure(model: nn.Module) -> list[Any]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [repr(model), [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]]
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return [type(optimizer).__qualname__, [sorted(map(repr, group.items())) for group in groups]]
+
+
+def _shapes(batch: Any) -> str:
+    def shape(tensor: Tensor) -> Any:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    return repr(map_tensors(shape, batch))
+
+
+def folder() -> Path | None:
+    """Where it is kept: ``CASTWISE_CACHE_DIR``, or ``castwise`` in the user's cache folder; None where that variable is empty."""
+    chosen = os.environ.get("CASTWISE_CACHE_DIR")
+    if chosen == "":
+        return None
+    return Path(chosen or _users_cache()) / "plans"
+
+
+def _users_cache() -> Path:
+    """``castwise`` where the system wants what programs can make again."""
+    home = Path.home()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "castwise" / "Cache"
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "castwise"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "castwise"
+
+
+def _place(device: torch.device) -> dict[str, Any]:
+    """What a plan's speed and numerics depend on beside the job."""
+    now = dataclasses.asdict(environment(device))
+    place = {key: value for key, value in now.items() if key not in ("command", "date")}
+    if device.type == "cpu" and (
+        heap := {key: os.environ[key] for key in sorted(os.environ) if _HEAP.match(key)}
+    ):
+        place["heap"] = _digest(repr(heap))
+    return place
+
+
+def keep(job: Job, device: torch.device, plan: Plan, record: Mapping[str, Any]) -> None:
+    """Remember what a search found: its plan, and its evidence as JSON's own types."""
+    where, place = folder(), _place(device)
+    if where is None:
+        return
+    path = where / f"{job.digest}-{_digest(repr(sorted(place.items())))}.json"
+    found = [plan.to_json(), record]
+    entry = {"job": dataclasses.asdict(job), "place": place, "found": found, "seal": _seal(found)}
+    with contextlib.suppress(OSError):  # without it the next search takes as long as this one
+        where.parent.mkdir(parents=True, exist_ok=True)
+        where.mkdir(mode=0o700, exist_ok=True)
+        if where.stat().st_uid == getattr(os, "getuid", int)():
+            where.chmod(0o700)  # an earlier castwise made it as the umask has it
+        if not _is_ours(where.stat()):
+            return
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.unlink(missing_ok=True)
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # nobody's link is followed
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(entry, file)
+        partial.replace(path)
+
+
+def _is_ours(about: os.stat_result) -> bool:
+    """Whether only this user and root can have written a file or a folder; on Windows folders of users are theirs anyway."""
+    if os.name == "nt":
+        return True
+    return about.st_uid in (os.getuid(), 0) and not stat.S_IMODE(about.st_mode) & (
+        stat.S_IWGRP | stat.S_IWOTH
+    )
+
+
+def _read(path: Path) -> str:
+    """A plain file of this user or of root, which nobody else can write.
+
+    Raises:
+        OSError: It is anything else, or a link.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(handle, encoding="utf-8") as file:
+        about = os.fstat(handle)  # of what was opened
+        if not stat.S_ISREG(about.st_mode) or not _is_ours(about) or about.st_size > _LARGEST:
+            raise OSError("not a plain file of this user's")
+        return file.read()
+
+
+def _seal(found: Any) -> str:
+    """Of what an entry says was found, as JSON has it: an answer that somebody edited is none."""
+    return _digest(json.dumps(found, sort_keys=True))
+
+
+def find(
+    job: Job, device: torch.device, settings: Settings
+) -> tuple[tuple[Plan, Evidence] | None, list[Plan]]:
+    """What a search for the same job found here, if it answers what is asked now, and the plans that are candidates if not."""
+    here: tuple[Plan, Evidence] | None = None
+    elsewhere: list[Plan] = []
+    where, place = folder(), _place(device)
+    with contextlib.suppress(OSError):
+        where = None if where is None or not _is_ours(where.stat()) else where
+    for path in sorted(where.glob(f"{job.digest}-*.json")) if where is not None else ():
+        with contextlib.suppress(Exception):  # of another version, cut off, edited: as if it were not there
+            entry = read_json(_read(path), deepest=_DEEPEST)
+            if not job.is_like(entry["job"]) or _seal(entry["found"]) != entry["seal"]:
+                continue
+            plan = Plan.from_json(entry["found"][0])
+            if entry["place"] == place and entry["job"]["code"] == job.code:
+                found = restored(Evidence, entry["found"][1])
+                if _answers(found, settings):
+                    said = _SAID.format(date=found.environment.date[:10])
+                    here = (plan, dataclasses.replace(found, notes=(said, *found.notes)))
+                    continue
+            elsewhere.append(dataclasses.replace(plan, provenance=None))
+    return here, elsewhere
+
+
+def _answers(found: Evidence, settings: Settings) -> bool:
+    """Whether a search with other ``_FREE`` settings knows all that one with these would."""
+    asked = found.settings
+    if settings.verify_steps and settings.verify_seeds > asked["verify_seeds"]:
+        return False
+    timed = settings.memory and settings.goal == "time"
+    if timed and not asked["memory"]:
+        return False
+    if settings.budget_s <= asked["budget_s"]:
+        return True
+    said = (*found.notes, *(row.reason for row in found.candidates))
+    if any(word in sentence for sentence in said for word in _MORE_TIME):
+        return False
+    return not timed or any(row.peak_bytes is not None for row in found.candidates)
+
+
+def restored(kind: Any, value: Any) -> Any:
+    """Records from JSON's types, by the types that their fields are declared with; a float that JSON has not is infinite."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        known = [field.name for field in dataclasses.fields(kind) if field.init and field.name in value]
+        return kind(**{name: restored(hints[name], value[name]) for name in known})  # type: ignore[operator]
+    if origin in (typing.Union, types.UnionType):
+        some = next(one for one in inner if one is not type(None))
+        return None if value is None else restored(some, value)
+    if origin is tuple:
+        return tuple(restored(inner[0], item) for item in value)
+    if kind is float and value is None:
+        return math.inf
+    return value

@@ -1,0 +1,152 @@
+"""Short training runs of a plan against fp32, paired by seed, with a test of non-inferiority.
+
+The mean over the last steps of (loss under the plan - loss in fp32) is taken per pair; the plan is *not worse* if the upper
+95 % bound of its mean over pairs is below a margin, a share of how far fp32's loss fell that was fixed before: what plans that
+pass by their gradients may cost. A constant in the loss changes neither. A run never shows that two plans are equal, so what it could have shown is reported beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from castwise.core.plans.plan import PRESETS, Plan
+from castwise.errors import PlanError
+from castwise.lab.parity.parity import COMPARABLE, ParityResult
+from castwise.lab.search.evidence import Verification
+from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
+from castwise.lab.timing.steps import TrainingRun
+from castwise.lab.workloads.workload import Workload
+
+FEWEST, MOST = 20, 100
+"""Steps of training runs that decide what gradients leave in doubt."""
+DOUBT = 30.0
+"""Up to this many times the lines below which a plan passes, 3 times those above which it fails, training runs may show that
+it does no harm."""
+LAST = 0.2
+"""Share of the steps, at their end, whose losses count."""
+MARGIN = 0.0056
+"""Share of how far fp32's loss fell by which a plan's may be worse: the most that a format cost in the calibration whose damage
+lies below the lines of the gradient test. What a few short runs spread over seeds would be wider the noisier they are.
+
+Source: bench/results/calibration-cpu.json, by bench/bench_calibration.py.
+"""
+_T95 = (
+    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740,
+    1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699,
+)  # fmt: skip
+"""One-sided 95 % points of Student's t for 1, 2, ... degrees of freedom."""
+_POWER = 0.842
+"""The normal distribution's 80 % point."""
+
+
+def train_pairs(
+    workload: Workload,
+    plan: Plan,
+    device: torch.device,
+    *,
+    steps: int,
+    seeds: int,
+    first_seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+    ranks: Lockstep = BY_ITSELF,
+    until_hopeless: bool = False,
+) -> Verification:
+    """Train pairs of runs, one by the plan and one in fp32 from equal weights on equal batches, and judge their losses.
+
+    ``seeds`` is how many pairs there are, from ``first_seed`` on; ``on_progress`` is told pairs done and pairs in all. With
+    ``until_hopeless`` half of them are enough where the others could not make it "not worse" even without any difference.
+
+    Raises:
+        PlanError: Fewer than 5 steps or 2 seeds.
+    """
+    if steps < 5 or seeds < 2:
+        raise PlanError(f"verify_steps={steps}, verify_seeds={seeds}: needs 5 steps and 2 seeds at least")
+    last = max(1, round(LAST * steps))
+    starts: list[float] = []
+    reference: list[float] = []
+    candidate: list[float] = []
+
+    def margin() -> float:
+        return MARGIN * max(0.0, statistics.fmean(starts) - statistics.fmean(reference))
+
+    for number in range(seeds):
+        on_progress(number, seeds)
+        for one, ends in ((PRESETS["fp32"], reference), (plan, candidate)):
+            with contextlib.closing(TrainingRun(workload, one, device, first_seed + number)) as run:
+                run.block(steps)
+                ends.append(statistics.fmean(run.losses[-last:]))
+                if ends is reference:
+                    starts.append(run.losses[0])
+        if until_hopeless and seeds > number + 1 >= max(2, seeds / 2):
+            hopeless = ranks.at("losses so far").worst(
+                lambda: is_hopeless(reference, candidate, seeds, margin()), bool
+            )
+            if hopeless:
+                break
+    on_progress(seeds, seeds)
+    verdicts = ("not worse", "not shown", "worse")
+    return ranks.at("the losses of training runs").worst(
+        lambda: judge_losses(reference, candidate, steps, margin()),
+        lambda found: (verdicts.index(found.verdict), found.upper),
+    )  # fmt: skip
+
+
+def is_doubtful(found: ParityResult) -> bool:
+    """Whether a plan that did not pass the gradient test is near enough to its lines to be decided by training runs.
+
+    The lines come from a few workloads, and gradients at fresh weights can show damage that is gone after some steps.
+    """
+    own = max(found.floor, found.repeat)
+    near = found.severity <= DOUBT and own <= COMPARABLE * found.damage.value
+    return (
+        near and not found.strayed and not found.stopped
+    )  # losses in training know nothing of running statistics
+
+
+def affordable_steps(room_s: float, a_pair_s: float, pairs: int, asked: int = 0) -> int:
+    """How many steps each run of so many pairs can have within ``room_s`` seconds; 0 where there is no time for enough.
+
+    ``a_pair_s`` is one step in fp32 and one of the plan, ``asked`` how many were asked for, if any.
+    """
+    steps = int(0.8 * room_s / (a_pair_s * pairs))  # models have to be built too
+    return min(asked or MOST, steps) if steps >= min(asked or FEWEST, FEWEST) else 0
+
+
+def is_hopeless(reference: Sequence[float], candidate: Sequence[float], pairs: int, margin: float) -> bool:
+    """Whether so many pairs could not be "not worse" any more though those that are left differed by nothing at all."""
+    left = [0.0] * (pairs - len(reference))
+    best = judge_losses([*reference, *left], [*candidate, *left], 0, margin)
+    return best.verdict != "not worse"
+
+
+def judge_losses(
+    reference: Sequence[float], candidate: Sequence[float], steps: int, margin: float
+) -> Verification:
+    """Judge pairs of final losses, fp32's and the plan's by seed, after runs of so many steps.
+
+    ``not worse`` if the upper bound of the mean difference is not above the margin, ``worse`` if its lower bound is, else
+    ``not shown``.
+    """
+    differences = [c - r for c, r in zip(candidate, reference, strict=True)]
+    n = len(differences)
+    t = _T95[n - 2] if n - 2 < len(_T95) else 1.645
+    if not all(math.isfinite(d) for d in differences):
+        big = 1.7e308
+        return Verification(steps, n, big, big, 0.0, 0.0, "worse")
+    mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(n)
+    upper, lower = mean + t * error, mean - t * error
+    verdict = "not worse" if upper <= margin else "worse" if lower > margin else "not shown"
+    return Verification(steps, n, mean, upper, margin, (t + _POWER) * error, verdict)
+
+
+def in_training(trained: Verification) -> str:
+    """What training runs found, in a clause."""
+    return (
+        f"over {trained.seeds} pairs of {trained.steps} steps its loss differs from fp32's by {trained.difference:.2g} (95 % below "
+        f"{trained.upper:.2g}; allowed {trained.margin:.2g}, {100 * MARGIN:.2g} % of what it fell in fp32)"
+    )

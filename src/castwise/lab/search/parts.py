@@ -1,0 +1,346 @@
+"""The regions a search may decide about, found in a model's module tree.
+
+A *part* is a module that computes something itself, or modules of one structure at the same place of repeated blocks
+(``blocks.*.norm``): identical blocks share one probe and one timing. What a module computes itself is seen by running
+it: operators, and Python functions with a backward of their own, are attributed to the innermost module whose ``forward``
+is running. Views, copies and sums of what its children made (a residual connection) are nothing to decide about, so a
+module that does only these joins its surroundings.
+
+A called module around parts is a *container*. It can be decided about as a whole, with what it does between its parts;
+where all its parts are decided alike it is one region.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from castwise.core import _torch
+from castwise.core.casting.trees import tensors_in
+from castwise.core.model.resolve import assign
+from castwise.core.plans.plan import Plan, Region
+from castwise.core.plans.rules import UNFUSED
+from castwise.errors import PatternError
+
+_TRIVIAL = frozenset({
+    "_local_scalar_dense", "_reshape_alias", "_to_copy", "_unsafe_view", "add", "add_", "alias", "arange", "as_strided",
+    "cat", "chunk", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach", "empty", "empty_like", "expand",
+    "flatten", "full", "full_like", "index", "lift_fresh", "narrow", "new_empty", "new_zeros", "ones", "ones_like",
+    "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "transpose",
+    "unbind", "unsqueeze", "view", "zeros", "zeros_like",
+})  # fmt: skip
+"""Operators that neither round nor amplify: they move values, or add what has been rounded anyway."""
+_SUMS = frozenset({"add", "add_"})
+"""Of these the ones that compute where they add a number, or run in a module without children: that is no residual."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """A module around parts, or modules of one structure at the same place of repeated blocks.
+
+    Attributes:
+        pattern: As a plan's region names it.
+        like: As :attr:`Part.like`.
+    """
+
+    pattern: str
+    like: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A region of a model, as a search sees it.
+
+    Attributes:
+        pattern: As a plan's region names it; matches exactly ``paths``.
+        kind: Class name of its modules.
+        paths: Module paths, in the model's order.
+        parameters: Elements in the parameters that are its modules' own (not their children's).
+        inner: Patterns of parts inside it. Where a part has some, the part itself is what its modules' ``forward``
+            computes beside calling them.
+        like: The pattern with every number as a ``*``, where all modules that it matches belong to parts that share it;
+            else empty. Parts that are decided alike are so written as one region.
+        around: Containers that it lies in, the innermost first, itself with what lies in it among them; the model is none.
+    """
+
+    pattern: str
+    kind: str
+    paths: tuple[str, ...]
+    parameters: int
+    inner: tuple[str, ...] = ()
+    like: str = ""
+    around: tuple[Container, ...] = ()
+
+
+class _Attribution(_torch.OperatorMode):
+    """Notes which operators run, and which modules compute on floating tensors themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.leaves: set[str] = set()
+        self.names: set[str] = set()
+        self.computes: set[str] = set()
+        self.called: set[str] = set()
+        self._seen: set[Any] = set()
+
+    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out, name = op(*args, **kwargs), op.overloadpacket.__name__
+        self.names.add(name)
+        if self.running and (name not in _TRIVIAL or (name in _SUMS and self._is_no_residual(args))):
+            results = out if isinstance(out, (tuple, list)) else (out,)
+            if any(isinstance(r, Tensor) and r.is_floating_point() for r in results):
+                self.computes.add(self.running[-1])
+        return out
+
+    def _is_no_residual(self, args: tuple[Any, ...]) -> bool:
+        return self.running[-1] in self.leaves or not all(isinstance(arg, Tensor) for arg in args[:2])
+
+    def _look_back(self, values: Any) -> None:
+        """Find the functions with a backward of their own that made some values since the last look."""
+        nodes = [tensor.grad_fn for tensor in tensors_in(values)]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in self._seen:
+                continue
+            self._seen.add(node)
+            if self.running and _torch.is_users_function(node):
+                self.computes.add(self.running[-1])
+            nodes += [before for before, _ in node.next_functions]
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._look_back(output)
+            self.running.pop()
+
+        with contextlib.ExitStack() as hooks:
+            for path, module in model.named_modules():
+
+                def enter(_module: nn.Module, args: Any, path: str = path) -> None:
+                    self._look_back(args)  # what made these is the doing of the module around
+                    self.running.append(path)
+                    self.called.add(path)
+
+                if next(module.children(), None) is None:
+                    self.leaves.add(path)
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+            with self:
+                yield
+
+
+def find_parts(model: nn.Module, forward: Callable[[], Any]) -> tuple[Part, ...]:
+    """Find the parts of a model in fp32, in its order; modules that are never called are in none.
+
+    ``forward`` runs its forward pass as training does: ``lambda: loss(model, batch)``.
+    """
+    seen = _Attribution()
+    with torch.enable_grad(), seen.watching(model):
+        forward()
+    modules = dict(model.named_modules())
+    keys = _keys(model)
+    paths = [path for path in modules if path in seen.called and path in seen.computes]
+    parts: list[Part] = []
+    for pattern, own in _grouped(model, keys, paths):
+        size = sum(p.numel() for path in own for p in modules[path].parameters(recurse=False))
+        parts.append(Part(pattern, type(modules[own[0]]).__name__, tuple(own), size))
+    like = _alike(model, {part.pattern: part.paths for part in parts})
+    parts = [_with_inner(part, parts, like) for part in parts]
+    nests = [path for path in modules if path and path in seen.called and path not in seen.leaves]
+    return tuple(
+        sorted(
+            _with_containers(model, parts, _grouped(model, keys, nests)),
+            key=lambda p: paths.index(p.paths[0]),
+        )
+    )
+
+
+def _grouped(model: nn.Module, keys: Mapping[str, str], paths: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Modules as regions can name them: those of one structure under one pattern, where it matches them exactly."""
+    modules = dict(model.named_modules())
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        groups.setdefault((keys[path], _structure(modules[path])), []).append(path)
+    out: list[tuple[str, list[str]]] = []
+    for (pattern, _), members in groups.items():
+        exact = _matched(model, pattern) == members
+        out += (
+            [(pattern, members)] if exact else [(_literal(path, modules[path]), [path]) for path in members]
+        )
+    return out
+
+
+def _alike(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """By pattern without its numbers the same, where it matches nothing but the modules that are given."""
+    together: dict[str, list[str]] = {}
+    for pattern, own in paths.items():
+        together.setdefault(_numberless(pattern), []).extend(own)
+    return {p: p for p, members in together.items() if sorted(_matched(model, p)) == sorted(members)}
+
+
+def _with_containers(
+    model: nn.Module, parts: Sequence[Part], nests: Sequence[tuple[str, list[str]]]
+) -> list[Part]:
+    """The parts, each with the modules around it that hold all or nothing of every part."""
+    held: dict[str, list[Part]] = {}
+    for pattern, paths in nests:
+        inside = [[_is_in(path, paths) for path in part.paths] for part in parts]
+        whole = [part for part, ins in zip(parts, inside, strict=True) if all(ins)]
+        if any(part.pattern != pattern for part in whole) and all(all(ins) or not any(ins) for ins in inside):
+            held[pattern] = whole
+    like = _alike(model, {pattern: paths for pattern, paths in nests if pattern in held})
+    order = sorted(held, key=lambda pattern: (len(held[pattern]), -pattern.count(".")))
+    return [
+        dataclasses.replace(
+            part,
+            around=tuple(
+                Container(pattern, like.get(_numberless(pattern), ""))
+                for pattern in order
+                if part in held[pattern]
+            ),
+        )
+        for part in parts
+    ]
+
+
+def _is_in(path: str, outer: Iterable[str]) -> bool:
+    return any(path == at or not at or path.startswith(at + ".") for at in outer)
+
+
+def operators_used(forward: Callable[[], Any]) -> frozenset[str]:
+    """Names of the ATen operators that run in a forward pass, composite ones as what they are made of.
+
+    Attention is named as it is called too: with dropout on a CPU it is nothing but its parts.
+    """
+    seen, called = _Attribution(), _Called()
+    with torch.no_grad(), seen, called:
+        forward()
+    return frozenset(seen.names | called.names)
+
+
+class _Called(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in UNFUSED:
+            self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _numberless(pattern: str) -> str:
+    return ".".join("*" if name.isdigit() else name for name in pattern.split("."))
+
+
+def _with_inner(part: Part, parts: Sequence[Part], like: Mapping[str, str]) -> Part:
+    inner = tuple(
+        other.pattern
+        for other in parts
+        if other is not part and all(_is_in(path, part.paths) for path in other.paths)
+    )
+    return dataclasses.replace(part, inner=inner, like=like.get(_numberless(part.pattern), ""))
+
+
+def _literal(path: str, module: nn.Module) -> str:
+    return path or f"type:{type(module).__name__}"
+
+
+def _structure(module: nn.Module) -> str:
+    """What makes two modules the same but for their weights."""
+    shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+    return f"{type(module).__module__}.{type(module).__qualname__} {module!r} {shapes}"
+
+
+def _keys(model: nn.Module) -> dict[str, str]:
+    """Path -> pattern in which the numbers of structurally equal siblings are a ``*``."""
+    keys = {"": f"type:{type(model).__name__}"}
+
+    def walk(module: nn.Module, path: str) -> None:
+        children = dict(module.named_children())
+        alike = Counter(map(_structure, children.values()))
+        for name, child in children.items():
+            repeated = name.isdigit() and alike[_structure(child)] == len(children) > 1
+            at = f"{path}.{name}" if path else name
+            step = "*" if repeated else name
+            keys[at] = f"{keys[path]}.{step}" if path else step
+            walk(child, at)
+
+    walk(model, "")
+    return keys
+
+
+def _matched(model: nn.Module, pattern: str) -> list[str]:
+    try:
+        return list(assign(model, (Region(pattern, compute="fp32"),)))
+    except PatternError:
+        return []
+
+
+# --- plans from parts ---------------------------------------------------------------------------------------
+
+
+def exempt(plan: Plan, parts: Sequence[Part], kept: Iterable[str]) -> Plan:
+    """A plan with regions that keep parts of these patterns in fp32, and containers of which all parts are kept whole.
+
+    Where a part has others inside that are not kept, these are given back to the plan's own format.
+    """
+    regions = _nested(parts, set(kept), "fp32", plan.compute)
+    return dataclasses.replace(plan, regions=(*plan.regions, *regions))
+
+
+def only(low: Plan, parts: Sequence[Part], chosen: Iterable[str]) -> Plan:
+    """A low plan's format, rules and loss scale for parts of these patterns alone; all else runs in fp32."""
+    regions = _nested(parts, set(chosen), low.compute, "fp32")
+    return dataclasses.replace(
+        low, compute="fp32", params="fp32", master="fp32", regions=tuple(regions), memory_format="as_is",
+        optimizer="as_given",
+    )  # fmt: skip
+
+
+def whole(parts: Sequence[Part], container: Container) -> tuple[str, ...]:
+    """Patterns that choose a container: of all its parts, and where that is one alone, whose choice it is not, its own."""
+    own = tuple(part.pattern for part in parts if container in part.around)
+    return own if len(own) > 1 else (*own, container.pattern)
+
+
+def _nested(parts: Sequence[Part], chosen: set[str], inner: str, outer: str) -> list[Region]:
+    """Regions that put the chosen parts, and no others, into a format."""
+    held = {c: whole(parts, c) for part in parts for c in part.around}
+    chosen_whole = {c for c, patterns in held.items() if chosen.issuperset(patterns)}
+    regions: list[tuple[int, bool, str, str]] = []
+    for part in parts:
+        covered = [c for c in part.around if c in chosen_whole]
+        enclosed = any(p.pattern in chosen for p in parts if part.pattern in p.inner)
+        if covered:
+            widest = covered[-1]
+            alike = {c for c in held if c.like and c.like == widest.like}
+            regions.append((
+                len(held[widest]),
+                True,
+                _name(widest, len(alike) > 1 and alike <= chosen_whole),
+                inner,
+            ))
+        elif part.pattern in chosen or enclosed:
+            like = {p.pattern for p in parts if p.like and p.like == part.like}
+            same = len(like) > 1 and (like <= chosen or not like & chosen)
+            wanted = inner if part.pattern in chosen else outer
+            regions.append((len(part.inner), False, _name(part, same), wanted))
+    # what holds more comes first, since the last match wins; a part's own forward before a container inside it
+    regions.sort(key=lambda region: (-region[0], region[1]))
+    return [Region(name, compute=wanted) for name, wanted in dict.fromkeys(region[2:] for region in regions)]
+
+
+def _name(unit: Part | Container, alike: bool) -> str:
+    return unit.like if alike else unit.pattern

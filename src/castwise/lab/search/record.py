@@ -1,0 +1,253 @@
+"""A search as evidence: turns what a :class:`~castwise.lab.search.search.Search` holds into plain records."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from castwise.core.model.resolve import assign, region_of
+from castwise.core.plans.plan import Plan
+from castwise.lab.parity.parity import ParityResult
+from castwise.lab.search.answer import answer, speed, tied, why, why_chosen
+from castwise.lab.search.arrived import AS_GIVEN
+from castwise.lab.search.axes import name_of, numerics_of
+from castwise.lab.search.compiling import pays_after
+from castwise.lab.search.contest import Entry
+from castwise.lab.search.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
+from castwise.lab.search.pairs import in_training
+from castwise.lab.search.reasons import NotTried, Spared
+from castwise.lab.search.search import Search
+from castwise.lab.search.state import AUTOCAST, FP32
+from castwise.lab.timing import stats
+from castwise.lab.timing.environment import environment
+
+LAST = 5
+"""Steps whose losses a candidate's loss is the mean of."""
+_PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "tie", "rejected", "not tried")
+
+
+def evidence(search: Search) -> Evidence:
+    """All that a search, ended or interrupted, has found so far."""
+    asked, test, plan = dataclasses.asdict(search.settings), search.test, search.chosen
+    where = environment(search.device)
+    return Evidence(
+        workload=search.workload.name,
+        description=search.workload.description,
+        command=where.command,
+        goal=asked.pop("goal"),
+        formats=asked.pop("formats"),
+        plan=str(plan),
+        digest=plan.digest,
+        compute=plan.compute,
+        answer=answer(search),
+        why=why(search),
+        complete=search.complete,
+        settings=asked,
+        environment=where,
+        world_size=search.ranks.size,
+        candidates=_candidates(search),
+        regions=_regions(search),
+        histograms=_histograms(search),
+        scale=test.range.scales() if test is not None and "fp16" in search.settings.formats else None,
+        floor=test.floor if test is not None else None,
+        repeat=test.repeat if test is not None else None,
+        stages=tuple(search.stages),
+        verification=search.verification,
+        notes=tuple(dict.fromkeys(search.notes)),
+    )
+
+
+def _finding(search: Search, plan: Plan) -> ParityResult | None:
+    """What is known of a plan's gradients: on fresh batches rather than on the search's own."""
+    known = (search.verified if plan == search.chosen else None, search.findings.get(plan))
+    return next((found for found in known if found is not None), search.findings.get(numerics_of(plan)))
+
+
+def _candidates(search: Search) -> tuple[Candidate, ...]:
+    entries = search.contest.entries if search.contest is not None else {}
+    finalists = search.final.plans if search.final is not None else ()
+    seen = [
+        FP32,
+        AUTOCAST,
+        *finalists,
+        *entries,
+        *search.trials,
+        *search.peaks,
+        *search.passed_over,
+        *search.reasons,
+        *([] if search.as_given is None or search.contest is None else [search.as_given]),
+        search.chosen,
+    ]
+    rows = [_candidate(search, plan) for plan in dict.fromkeys(seen)]
+
+    def rank(row: Candidate) -> tuple[int, float]:
+        place = 0 if row.plan == str(search.chosen) else _PLACES.index(row.status)
+        return place, -row.speedup.value if row.speedup is not None else 0.0
+
+    return tuple(sorted(rows, key=rank))
+
+
+def _candidate(search: Search, plan: Plan) -> Candidate:
+    contest, final = search.contest, search.final
+    entry = contest.entries.get(plan, Entry(plan)) if contest is not None else Entry(plan)
+    found = _finding(search, plan)
+    status, reason = _standing(search, plan, entry, found)
+    times, losses = (
+        (final.seconds(plan), final.losses.get(plan, [])) if final is not None else (entry.lap.seconds, [])
+    )
+    over_fp32 = speed(search, plan, FP32)
+    return Candidate(
+        name=AS_GIVEN if plan == search.as_given else name_of(plan), plan=str(plan), status=status, reason=reason, rounds=len(times),
+        time=_time(search, times, over_fp32), speedup=over_fp32,
+        versus_autocast=speed(search, plan, AUTOCAST),
+        peak_bytes=search.peaks.get(plan), parity=_parity(search, plan, found),
+        loss=statistics.fmean(losses[-LAST:]) if losses else None,
+        compile_s=(trial.compile_s or None) if (trial := search.trials.get(plan)) is not None else None,
+        pays_after_steps=pays_after(search, plan),
+    )  # fmt: skip
+
+
+def _time(search: Search, times: Sequence[float], over_fp32: stats.Ratio | None) -> stats.Summary | None:
+    """Seconds per step: fp32's median over a plan's speed, since not all were timed in the same starts."""
+    if not times:
+        return None
+    own, final = stats.summarise(times), search.final
+    if over_fp32 is None or final is None:
+        return own
+    drift = statistics.median(final.seconds(FP32)) / over_fp32.value / own.median_s
+    return stats.Summary(own.median_s * drift, own.q1_s * drift, own.q3_s * drift, own.n)
+
+
+def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | None) -> tuple[Status, str]:
+    """What became of a plan, and why."""
+    final, unsound = search.final, search.reasons.get(plan, "")
+    if plan == search.chosen:
+        return ("baseline" if plan == FP32 else "chosen"), why_chosen(search)
+    why = (
+        unsound or _heavier(search, plan) or (final.reason(plan, search.chosen) if final is not None else "")
+    )
+    why = why or search.passed_over.get(plan, "") or entry.reason
+    if plan == FP32:
+        return "baseline", why
+    if plan in tied(search):
+        return "tie", why
+    if unsound:
+        return "rejected", why
+    if isinstance(why, NotTried):
+        return "not tried", why
+    in_final = final is not None and bool(final.seconds(plan))
+    ratio = speed(search, search.chosen, plan)
+    if found is None and numerics_of(plan) != FP32 and ratio is not None and round(ratio.low, 2) <= 1.0:
+        untested = search.passed_over.get(plan, "its gradients were not tested")
+        return "not tried", f"{untested}; in the final it was {why}"
+    ran = bool(entry.rounds or entry.reason or in_final) or plan.compile != "as_given"
+    if why and ran and not isinstance(why, Spared):
+        return "rejected", why
+    if found is not None:
+        unknown = "its peak memory was not measured" if search.settings.goal == "memory" else ""
+        return ("sound" if found.verdict == "pass" else "rejected"), why or unknown
+    if why:
+        return "not tried", why
+    if entry.rounds:
+        return "not tried", f"not tried to the end{_race_speed(search, plan)}"
+    return "not tried", _not_asked(search)
+
+
+def _heavier(search: Search, plan: Plan) -> str:
+    """What a plan's peak memory says against it, where memory is what was asked for."""
+    peaks = search.peaks
+    if search.settings.goal != "memory" or plan not in peaks or search.chosen not in peaks:
+        return ""
+    more = peaks[plan] / peaks[search.chosen] - 1.0
+    return (
+        f"takes {100.0 * more:.0f} % more memory"
+        if more >= 0.01
+        else "takes as much memory, and is no simpler"
+    )
+
+
+def _race_speed(search: Search, plan: Plan) -> str:
+    """How fast a plan was in the race, in a clause; the final alone has intervals."""
+    ratio = search.contest.ratio(plan) if search.contest is not None else None
+    return f": about {ratio.value:.2f} times as fast as fp32 in the race" if ratio is not None else ""
+
+
+def _not_asked(search: Search) -> str:
+    low = AUTOCAST.compute
+    if low not in search.settings.formats:
+        return f"{low} is not among the formats that were asked for"
+    if search.settings.goal == "numerics":
+        return "speed was not asked for"
+    return "the search ended before it"
+
+
+def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | None:
+    """A finding as a record: of the plain damage, with the verdict over all that was asked."""
+    if found is None:
+        return None
+    d, trained = found.damage, search.trained.get(numerics_of(plan))
+    if plan == search.chosen:
+        trained = search.verification
+    if found.verdict == "pass" or trained is None or trained.verdict != "not worse":
+        return Damage(found.verdict, d.value, d.low, d.high, d.bias, d.noise, found.reason)
+    reason = f"{found.reason}; {in_training(trained)}"
+    return Damage("decided by training", d.value, d.low, d.high, d.bias, d.noise, reason)
+
+
+def _regions(search: Search) -> tuple[RegionEvidence, ...]:
+    if not search.parts:
+        return ()
+    assert search.test is not None
+    plan, seen = search.chosen, search.test.range
+    low = (
+        plan.compute
+        if plan.compute != "fp32"
+        else next((f for f in search.settings.formats if f != "fp32"), "bf16")
+    )
+    found = _finding(search, plan)
+    shares = {region.path: region for region in found.regions} if found is not None else {}
+    assigned = assign(search.test.prober.model, [r for r in plan.regions if r.compute is not None])
+    out = []
+    for part in search.parts:
+        cost = search.costs.get(part.pattern)
+        alone = search.numerics.alone.get(part.pattern) if search.numerics is not None else None
+        own = [shares[path] for path in part.paths if path in shares]
+        bias, noise, data = (
+            sum(getattr(share, name) for share in own) if own else None
+            for name in ("bias", "noise", "data_noise")
+        )
+        histogram = seen.histogram(part.pattern, part.paths)
+        region = region_of(part.paths[0], assigned)
+        runs_in = (region.compute if region is not None else None) or plan.compute
+        out.append(RegionEvidence(
+            pattern=part.pattern, kind=part.kind, modules=len(part.paths), parameters=part.parameters,
+            format=runs_in, reason=search.kept.get(part.pattern) or _slower(search, part.pattern, runs_in, low),
+            time_fp32_s=cost.times_s.get("fp32") if cost is not None else None,
+            time_low_s=cost.times_s.get(low) if cost is not None else None,
+            damage=None if alone is None else Damage(
+                "pass" if alone.severity < 1.0 else "fail", alone.damage, None, None, None, None, alone.reason
+            ),
+            share=None if bias is None or noise is None else bias + noise, bias=bias, noise=noise, data_noise=data,
+            grad_largest=max(seen.largest.get(path, 0.0) for path in part.paths) or None,
+            grad_smallest=(histogram.smallest(0.001) or None) if histogram is not None else None,
+        ))  # fmt: skip
+    return tuple(out)
+
+
+def _slower(search: Search, pattern: str, region: str, low: str) -> str:
+    cost = search.costs.get(pattern)
+    if cost is None or region != "fp32" or search.chosen.compute == "fp32":
+        return ""
+    if low in cost.reasons:
+        return f"in {low} it {cost.reasons[low]}"
+    if low in cost.times_s and cost.bordered_s.get(low, 0.0) > cost.times_s[low]:
+        return f"those that its region names are together faster in fp32 than in {low}"
+    return f"faster in fp32, casts included, than in {low}"
+
+
+def _histograms(search: Search) -> tuple[Histogram, ...]:
+    if search.test is None:
+        return ()
+    found = (search.test.range.histogram(part.pattern, part.paths) for part in search.parts)
+    return tuple(h for h in found if h is not None and h.counts)

@@ -1,0 +1,330 @@
+"""Whether a plan can be compiled: one trial, in the process that it runs in.
+
+A compiled model may be wrong without a word (pytorch issues 179804, 194329: a backward that forgets an fp32 island, garbage
+after a change of shapes under autocast). So its gradients are compared with those of the same plan run as it is, at the same
+weights, batches and random draws. What they may differ by is what the format leaves open: as much as they move when each
+weight moves by a unit in the format's last place.
+
+One such draw is enough in a low format. In fp32 it may miss what is rare: a ReLU that lies at zero to the last place flips in
+one draw of sixteen, though in most where activations are rounded otherwise, as compiled code does, and moves the gradients
+before it a thousand times as far as a draw that flips none (ResNet, 7e-3 and 1e-6). So where they differ by more, weights are
+moved further, several times, until the whole gradient has once jumped about as far as the parameter's differs.
+
+Some gradients are rounding and nothing else, that of a bias before a BatchNorm for one: zero in exact arithmetic. A unit in
+the last place moves such a gradient by as much as there is of it, and kernels that round otherwise make it 90 times as large
+(bf16 and channels_last on a CPU). No signal is lost in that; it has to be small beside the gradient of the whole model.
+
+That, and not a test against fp32, since the plan's numerics have been tested before, by means that only eager code allows.
+fp32 is asked where they differ by more: kernels that are not compiled may be those that round worse, and a gradient that is
+nearer to fp32's than the tested one is no fault. Over 4,096 rows a layer norm's backward in bf16 on a CPU is off by 7 %, and
+compiled by 0.2 % (bench/results/compare-causes-cpu.json).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from castwise.core import _torch
+from castwise.core.casting.trees import to_device
+from castwise.core.plans.formats import FORMATS
+from castwise.core.plans.plan import Plan
+from castwise.errors import sentence
+from castwise.lab.parity.isolation import seed_all
+from castwise.lab.parity.probes import REFERENCE, as_real, dithered
+from castwise.lab.timing.processes import received
+from castwise.lab.timing.served import belong_to
+from castwise.lab.timing.steps import TrainingRun
+from castwise.lab.timing.timing import synchronize
+from castwise.lab.workloads.workload import Workload, check_loss
+
+BATCHES = 3
+"""Over which gradients are compared; with ``STEPS`` fewer than Dynamo compiles before it gives up in silence."""
+STEPS, SETTLED = 4, 2
+"""Steps that are watched for compilations, and how many of the last have to be without any."""
+TIMED, BLOCK_S = 5, 0.1
+FACTOR = 25.0
+"""A squared difference may be so many times that which a unit in the last place of each weight makes."""
+MOST, SURE = 0.25, 4.0
+"""But no more than this part of its squared norm, or so many times that difference where that is more: a gradient that is
+forgotten differs by all of its norm, and five units in the last place of bf16 move one through twenty layers by as much."""
+JUMPS, DRAWS, SHARE = 4.0, 24, 0.5
+"""In fp32 its relative size may besides be so many times that of the whole gradient's largest jump in so many draws, in which
+weights move by the root of ``FACTOR`` units; they may take so much of the time that compiling took."""
+NOISE = {"fp32": 0.01, "tf32": 0.5, "bf16": 0.5, "fp16": 0.5}
+"""A gradient has no signal where a unit in the last place moves it by so much of its squared norm, or more: in fp32 signals were
+seen to move by 1 % of their norm at most and noise by 18 %, in bf16 by 56 % and 100 %."""
+NEAR = 0.25
+"""Squared relative error, of a gradient that is not compiled, up to which fp32 may say which of two is the better."""
+LEAST = {"fp32": 1e-6, "tf32": 1e-3, "bf16": 1e-3, "fp16": 1e-3}
+"""Squared relative difference of a parameter's gradient that is never held against a plan, by its coarsest format; relative to
+the gradient of the whole model where the parameter's own has no signal."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial found.
+
+    Attributes:
+        reason: Why the plan is not compiled; empty where it can be.
+        compile_s: Seconds that compiling took, with nothing of it on disk.
+        eager_s: Seconds per step as it is, and ``step_s`` compiled.
+        difference: The largest difference of a gradient, over what it may be.
+    """
+
+    reason: str = ""
+    compile_s: float = 0.0
+    eager_s: float = math.nan
+    step_s: float = math.nan
+    difference: float = 0.0
+
+
+def run_trial(_pipe: Connection, workload: bytes, line: str, device: str, seed: int) -> Trial:
+    """Try a plan that compiles; what :class:`castwise.lab.timing.processes.Home` starts."""
+    plan = Plan.from_json(line)
+    belong_to(plan)
+    return try_compiled(received(workload), plan, torch.device(device), seed)
+
+
+def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int) -> Trial:
+    """Compile a plan, and compare its gradients and its steps with those of the same plan as it is.
+
+    Changes settings of the process that compiling follows: it should hold nothing else.
+    """
+    _torch.refuse_to_give_up()
+    eager = TrainingRun(workload, dataclasses.replace(plan, compile="as_given"), device, seed)
+    batches = iter(workload.batches(seed))
+    data = [to_device(next(batches), device) for _ in range(BATCHES)]
+    first = _gradients(eager, workload, data[0], 0)
+    draws = _differs(first, _gradients(eager, workload, data[0], 1))
+    try:
+        with _torch.eager_random_numbers() if draws else contextlib.nullcontext():
+            compiled = TrainingRun(workload, plan, device, seed)
+            worst, where = _difference(eager, compiled, workload, plan, data, device)
+        if compiled.compilations == 0:
+            return Trial("not compiled: torch.compile finds nothing in it that it can compile")
+        if math.isnan(worst):
+            return Trial(
+                "not compiled: its gradients at its first loss scale are not finite, so that nothing tells whether they are right",
+                compiled.compile_s,
+            )
+        if worst > 1.0:
+            return Trial(
+                f"not compiled: the gradient of {where} differs from the same plan's uncompiled by {math.sqrt(worst):.1f} times what "
+                "its format leaves open",
+                compiled.compile_s, difference=worst,
+            )  # fmt: skip
+        if draws:  # what was compared is not what will run
+            compiled.close()
+            torch.compiler.reset()
+            compiled = TrainingRun(workload, plan, device, seed)
+        counts = []
+        for _ in range(STEPS):
+            compiled.block(1)
+            counts.append(compiled.compilations)
+        if counts[-1] > counts[-1 - SETTLED]:
+            return Trial(
+                "not compiled: it is compiled anew at every step", compiled.compile_s, difference=worst
+            )
+        eager.block(2)
+        eager_s, step_s = _times([eager, compiled], device)
+    except Exception as error:
+        if _torch.gave_up(error):
+            return Trial(
+                "not compiled: it is compiled anew without end, for batches that differ in shape or the like"
+            )
+        return Trial(f"does not compile: {sentence(getattr(error, 'inner_exception', error), whole=False)}")
+    return Trial("", compiled.compile_s, eager_s, step_s, worst)
+
+
+@contextlib.contextmanager
+def _in_force(run: TrainingRun) -> Iterator[None]:
+    try:
+        run.before(0)
+        yield
+    finally:
+        run.after()
+
+
+@contextlib.contextmanager
+def _buffers_stay(model: torch.nn.Module) -> Iterator[None]:
+    """Running statistics, power iterations and counters put back: each pass of each model begins with the same."""
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, values in kept:
+                setattr(module, name, buffer)
+                if not _torch.is_dense(buffer) or not torch.equal(buffer, values):
+                    buffer.copy_(values)
+
+
+def _gradients(run: TrainingRun, workload: Workload, batch: Any, seed: int) -> dict[str, Tensor]:
+    """Unscaled gradients of one batch, by parameter; no step is taken, and no buffer moves."""
+    with _in_force(run), _buffers_stay(run.model):
+        run.model.zero_grad(set_to_none=True)
+        seed_all(seed)
+        run.amp.backward(check_loss(workload.loss(run.model, batch), workload))
+        scale = run.amp.get_scale()
+        found = {
+            name: as_real(_torch.to_dense(p.grad).detach()).float() / scale
+            for name, p in run.model.named_parameters()
+            if p.grad is not None
+        }
+        run.optimizer.zero_grad()
+    return found
+
+
+def _differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(one[name], other[name]) for name in one.keys() & other.keys())
+
+
+def _difference(
+    eager: TrainingRun,
+    compiled: TrainingRun,
+    workload: Workload,
+    plan: Plan,
+    data: Sequence[Any],
+    device: torch.device,
+) -> tuple[float, str]:
+    """The largest squared difference of a parameter's gradient over what it may be, and whose it is; NaN where none is finite."""
+    coarsest = next((name for name in ("bf16", "fp16") if name in plan.formats), "fp32")
+    if coarsest == "fp32" and plan.fp32_matmul in FORMATS:
+        coarsest = plan.fp32_matmul
+    eps = FORMATS[coarsest].eps
+    signal: dict[str, float] = {}
+    moved: dict[str, float] = {}
+    error: dict[str, float] = {}
+    for seed, batch in enumerate(data):
+        want = _gradients(eager, workload, batch, seed)
+        with _moved(eager.model, eps, seed):
+            near = _gradients(eager, workload, batch, seed)
+        got = _gradients(compiled, workload, batch, seed)
+        for name, mine in want.items():
+            beside = [other.get(name, torch.zeros_like(mine)) for other in (near, got)]  # none is zero
+            if not all(bool(torch.isfinite(one).all()) for one in (mine, beside[0])):
+                continue  # a loss scale that is too high, or at the edge: nothing to compare
+            for found, one in zip((moved, error), beside, strict=True):
+                d = float((one - mine).double().square().sum())
+                found[name] = found.get(name, 0.0) + (d if math.isfinite(d) else math.inf)
+            signal[name] = signal.get(name, 0.0) + float(mine.double().square().sum())
+    if not signal:
+        return math.nan, ""
+    over = _over(signal, moved, error, coarsest)
+    if max(over.values(), default=0.0) > 1.0:
+        if coarsest in ("bf16", "fp16"):
+            nearer = _nearer(eager, compiled, workload, data, device)
+            over = {name: value for name, value in over.items() if value <= 1.0 or name not in nearer}
+        elif coarsest == "fp32":
+            until = time.monotonic() + SHARE * compiled.compile_s
+            for jump in _jumps(eager, workload, data, eps):
+                over = _over(signal, moved, error, coarsest, jump)
+                if max(over.values()) <= 1.0 or time.monotonic() > until:
+                    break
+    worst = max(over, key=over.__getitem__, default="")
+    return over.get(worst, 0.0), worst
+
+
+def _over(
+    signal: Mapping[str, float],
+    moved: Mapping[str, float],
+    error: Mapping[str, float],
+    coarsest: str,
+    jump: float = 0.0,
+) -> dict[str, float]:
+    """Squared differences over what they may be, by parameter."""
+    whole, least = sum(signal.values()), LEAST[coarsest]
+    over = {}
+    for name, mine in signal.items():
+        move = moved[name]
+        noise = move > 0.0 and move >= NOISE[coarsest] * mine
+        if noise:
+            allowed = FACTOR * move + least * whole
+        else:
+            allowed = min(FACTOR * move, max(MOST * mine, SURE * move)) + (least + JUMPS * jump) * mine
+        over[name] = error[name] / allowed if allowed else error[name] and math.inf
+    return over
+
+
+def _jumps(eager: TrainingRun, workload: Workload, data: Sequence[Any], eps: float) -> Iterator[float]:
+    """After each draw the largest so far: a squared move of a batch's whole gradient, over its squared norm."""
+    wants = [_gradients(eager, workload, batch, seed) for seed, batch in enumerate(data)]
+    norms = [sum(float(mine.square().sum()) for mine in want.values()) for want in wants]
+    largest = 0.0
+    for draw in range(1, 1 + DRAWS):
+        for seed, (batch, want, norm) in enumerate(zip(data, wants, norms, strict=True)):
+            with _moved(eager.model, math.sqrt(FACTOR) * eps, draw * len(data) + seed):
+                near = _gradients(eager, workload, batch, seed)
+            move = sum(
+                float((near[name] - mine).square().sum()) for name, mine in want.items() if name in near
+            )
+            if math.isfinite(move) and norm:
+                largest = max(largest, move / norm)
+        yield largest
+
+
+def _nearer(
+    eager: TrainingRun, compiled: TrainingRun, workload: Workload, data: Sequence[Any], device: torch.device
+) -> set[str]:
+    """Parameters whose compiled gradients are no further from fp32's than the others, which are near enough to tell."""
+    signal: dict[str, float] = {}
+    errors: dict[str, list[float]] = {}
+    with contextlib.closing(TrainingRun(workload, REFERENCE, device, 0)) as reference:
+        reference.model.load_state_dict(eager.amp.model_state_dict(eager.model))
+        for seed, batch in enumerate(data):
+            right = _gradients(reference, workload, batch, seed)
+            found = [_gradients(run, workload, batch, seed) for run in (eager, compiled)]
+            for name in right.keys() & found[0].keys() & found[1].keys():
+                signal[name] = signal.get(name, 0.0) + float(right[name].square().sum())
+                mine = errors.setdefault(name, [0.0, 0.0])
+                for at, other in enumerate(found):
+                    mine[at] += float((other[name] - right[name]).square().sum())
+    return {name for name, (one, other) in errors.items() if other <= one <= NEAR * signal[name]}
+
+
+@contextlib.contextmanager
+def _moved(model: torch.nn.Module, eps: float, seed: int) -> Iterator[None]:
+    """Weights moved at random by up to a unit in the last place of a format, and put back."""
+    kept = {p: p.detach().clone() for p in model.parameters() if p.is_floating_point() or p.is_complex()}
+    try:
+        with torch.no_grad():
+            for p, weight in kept.items():
+                generator = torch.Generator(p.device).manual_seed(seed + 1)
+                p.data.copy_(dithered(weight if weight.is_complex() else weight.float(), 2 * eps, generator))
+        yield
+    finally:
+        for p, weight in kept.items():
+            p.data.copy_(weight)
+
+
+def _times(runs: Sequence[TrainingRun], device: torch.device) -> list[float]:
+    """Seconds per step of each, in turns."""
+    times: list[list[float]] = [[] for _ in runs]
+    count = 1
+    for number in range(1 + TIMED):
+        for run, found in zip(runs, times, strict=True):
+            run.before(count)
+            synchronize(device)
+            start = time.perf_counter()
+            run.run(count)
+            synchronize(device)
+            found.append((time.perf_counter() - start) / count)
+            run.after()
+        if number == 0:
+            count = max(1, min(64, round(BLOCK_S / min(found[0] for found in times))))
+    return [statistics.median(found[1:]) for found in times]

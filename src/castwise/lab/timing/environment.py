@@ -1,0 +1,133 @@
+"""What a result was measured on: attached to every result file.
+
+Nothing in it names the machine's owner: no host name, no user, no path.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where, when, by which versions and by which command, paths cut down to their last part, something was measured.
+
+    Attributes:
+        device: As its maker calls it.
+        cores: That this process may use.
+        threads: That torch uses for one operator.
+        capability: The CPU's vector instructions or the GPU's compute capability.
+        commit: Of castwise's own checkout, with ``+`` if files in it were changed, results apart; None when installed.
+    """
+
+    device: str
+    device_type: str
+    cores: int
+    threads: int
+    capability: str
+    torch: str
+    python: str
+    castwise: str
+    commit: str | None
+    system: str
+    command: str
+    date: str
+
+
+def environment(device: torch.device | str = "cpu") -> Environment:
+    """What this process measures on, and its command line."""
+    device = torch.device(device)
+    return Environment(
+        device=_device_name(device),
+        device_type=device.type,
+        cores=_cores(),
+        threads=torch.get_num_threads(),
+        capability=_capability(device),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        castwise=_version(),
+        commit=_commit(),
+        system=f"{platform.system()} {platform.machine()}",
+        command=command_line(sys.argv),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def command_line(argv: list[str]) -> str:
+    """A command line in which absolute and home paths are reduced to their last part."""
+    words = []
+    for index, word in enumerate(argv):
+        word = re.sub(r"(?:~|(?<![\w.:/])/)[\w.~+@-]*(?:/[\w.~+@-]*)*", lambda m: Path(m.group()).name, word)
+        if index == 0 and word == "__main__.py":
+            word = "castwise"
+        words.append(f'"{word}"' if re.search(r"\s", word) or not word else word)
+    return " ".join(words)
+
+
+def cpuinfo() -> str:
+    """What Linux says of its processors; empty where nothing does."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type in ("cuda", "xpu"):
+        return str(getattr(torch, device.type).get_device_name(device))
+    if match := re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE):
+        return match.group(1).strip()
+    return platform.processor() or platform.machine()
+
+
+def _capability(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{major}.{minor}"
+    if device.type != "cpu":
+        return ""
+    # AMX goes beside AVX-512 and decides whether low formats are fast; torch names only the vector units
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return f"{vectors} and AMX" if re.search(r"\bamx_tile\b", cpuinfo()) else vectors
+
+
+def _version() -> str:
+    # by name: the package's front door stands above this room in the order of imports
+    return str(importlib.import_module("castwise").__version__)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _commit() -> str | None:
+    """Commit of the checkout that this very file belongs to; not of a project that merely contains an installation."""
+    package = Path(__file__).resolve().parents[2]
+    root = package.parent.parent
+    if package != root / "src" / "castwise" or not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "--short=12", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+" if changed else "")
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10
+    )
+    return done.stdout.strip()

@@ -1,0 +1,80 @@
+"""Which errors say that a plan cannot run, and why, in a clause.
+
+Errors about dtypes, missing kernels and memory do. They are told by torch's words for them, since torch raises the same
+few types for everything; the tests have each of them from torch itself, or from where it was reported.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+
+import torch
+
+from castwise.core.ranks.group import first_line
+from castwise.errors import CastwiseError, RankError, WorkloadError, place
+
+_DTYPE = re.compile(
+    r"dtype|scalar ?type|data type|types other than|float, double, cfloat"
+    r"|(?i:bfloat16|float16|float8|\b(?:bf|fp)16\b)|'Half'|Half(?:Type|Tensor)|::Half|type:? Half"
+    r"|\bHalf\b.*\b(?:Float|Double)\b|\b(?:Float|Double)\b.*\bHalf\b"
+)
+"""An operator that lacks a dtype, two dtypes that meet, a number that one of them does not hold."""
+_KERNEL = re.compile(
+    r"Could not run '\w+::|not currently implemented for the MPS device|could not create a primitive|[Nn]o available kernel"
+    r"|no kernel image is available|invalid device function|STATUS_(?:NOT_SUPPORTED|ARCH_MISMATCH)"
+    r"|[Uu]nable to find (?:an engine|a valid cuDNN)|no valid convolution algorithms|compute capability"
+    r"|_fused_\w+` does not support"
+)
+"""An operator without a kernel for this device: torch's dispatcher, oneDNN, attention, CUDA, cuBLAS, cuDNN."""
+_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|STATUS_ALLOC_FAILED", re.IGNORECASE
+)
+"""What is no ``torch.OutOfMemoryError``: the CPU's allocator, MPS, CUDA itself and its libraries."""
+_OF_PYTHON = re.compile(
+    r"Got unsupported ScalarType|(?:BFloat16|Half|Float8\w*) is not supported on MPS|support for that dtype"
+    r"|Cannot convert a MPS Tensor|^RNN input dtype \("
+)
+"""Complaints about dtypes that come as TypeError or ValueError, as faults of a user's own code do."""
+
+
+def cannot_run(error: BaseException) -> bool:
+    """Whether an error says that a plan cannot run.
+
+    That is a format that an operator or the device lacks, no memory, or what castwise refuses of a plan. Any other error
+    is a fault of the code that ran, the workload's own checks of its numbers among them, and no plan is to blame for it.
+    """
+    if isinstance(error, RankError):
+        return error.cannot_run
+    if isinstance(error, CastwiseError):
+        return not isinstance(error, WorkloadError)
+    return _is_memory(error) or _is_lacking(error)
+
+
+def _is_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and bool(_MEMORY.search(str(error)))
+
+
+def _is_lacking(error: BaseException) -> bool:
+    said = str(error)
+    if isinstance(error, (TypeError, ValueError)):
+        return bool(_OF_PYTHON.search(said))
+    return isinstance(error, RuntimeError) and bool(_DTYPE.search(said) or _KERNEL.search(said))
+
+
+def unfit(error: BaseException) -> str:
+    """Why a plan could not be tried, as a reason in a table."""
+    if isinstance(error, RankError):
+        return error.reason
+    if isinstance(error, CastwiseError):
+        return first_line(error)
+    if _is_memory(error):
+        return "out of memory"
+    if _is_lacking(error):
+        return f"not supported by this device: {first_line(error)}"
+    where = place(error)
+    return f"{type(error).__name__}: {first_line(error)}" + (f" ({where})" if where else "")

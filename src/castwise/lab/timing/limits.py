@@ -1,0 +1,366 @@
+"""Where a training step's time goes: data, operators by class, matrix sizes, and the launching of operators."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+import timeit
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+
+from castwise.core.casting.trees import to_device
+from castwise.core.model.arrival import widen_
+from castwise.lab.timing import stats
+from castwise.lab.timing.rates import ROUNDS, Loop, Variant, matmul
+from castwise.lab.timing.steps import build_model
+from castwise.lab.timing.timing import race, speedup, synchronize
+from castwise.lab.workloads.workload import (
+    Workload,
+    check_loss,
+    check_no_backward,
+    make_optimizer,
+    next_batch,
+)
+
+STEPS = 20
+PROFILED = 5
+BUDGET_S = 4.0
+"""Steps are timed until there are STEPS of them or this much time has gone, but three at least."""
+
+MATRIX = frozenset(operator.__name__ for operator in flop_registry) | {
+    "addbmm", "mkldnn_linear", "mkldnn_linear_backward", "mkldnn_convolution", "cudnn_convolution_transpose",
+    "miopen_convolution", "_slow_conv2d_backward", "thnn_conv2d", "slow_conv3d_forward", "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward",
+}  # fmt: skip
+"""Operators whose work is matrix products, without the namespace: those whose flops torch counts, and others of their kind.
+Attention is told apart by its name."""
+_ATTENTION = ("_attention_", "_dot_product_")
+_VIEWS = frozenset({
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand",
+    "is_nonzero", "item", "lift_fresh", "permute", "reshape", "resolve_conj", "resolve_neg", "result_type", "select",
+    "slice", "squeeze", "t", "to", "transpose", "unsqueeze", "view",
+})  # fmt: skip
+"""Operators that compute nothing; they cost less than one that does, so they are not counted as launches."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product ``[m, k] @ [k, n]``, or the one that a convolution amounts to.
+
+    Attributes:
+        kind: ``matmul``, ``convolution`` or ``depthwise``.
+        m: Rows; for convolutions 0, since they depend on more than the operands' shapes.
+        n: Columns: output features or channels per group.
+        k: Terms of each sum: input features or channels per group.
+    """
+
+    kind: str
+    m: int
+    n: int
+    k: int
+
+    def missed(self, multiples: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        """By side its size and the next that fits, for sides that are no multiple of what they should be."""
+        sides = {"m": self.m, "n": self.n, "k": self.k}
+        return {
+            side: (size, -(-size // multiples[side]) * multiples[side])
+            for side, size in sides.items()
+            if side in multiples and size % multiples[side]
+        }
+
+
+@dataclass(frozen=True)
+class OperatorTime:
+    """The calls per step of one operator on one set of shapes, and their share of the time of all operators.
+
+    Attributes:
+        product: For matrix operators what they multiply, where their shapes tell.
+        kind: ``matrix``, ``depthwise``, ``optimizer`` or ``other``.
+    """
+
+    name: str
+    share: float
+    calls: float
+    product: Product | None
+    kind: str
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Where the time of a training step goes.
+
+    Attributes:
+        step_s: Forward, backward and optimizer, without the profiler.
+        data_s: ``next(batches)``, before the batch goes to the device.
+        data_share: Median over steps of the data's part in data plus step.
+        operators: By shapes, those that take longest first.
+        launches: Operators per step that compute something and call no other.
+        launch_s: Least time of one operator call, forward or backward, on this machine.
+        busy_share: How much of a step an accelerator computes; None on a CPU.
+    """
+
+    step_s: stats.Summary
+    data_s: stats.Summary
+    data_share: float
+    operators: tuple[OperatorTime, ...]
+    launches: float
+    launch_s: float
+    busy_share: float | None
+
+    @property
+    def outside_share(self) -> float:
+        """Share of operator time outside of what matrix units can do."""
+        return sum(operator.share for operator in self.operators if operator.kind != "matrix")
+
+    @property
+    def launch_share(self) -> float:
+        """Share of a step that launching operators takes on the host, an estimate from their number."""
+        return min(1.0, self.launches * self.launch_s / self.step_s.median_s)
+
+
+def profile_steps(
+    workload: Workload, device: torch.device, *, seed: int = 0, steps: int = STEPS, budget_s: float = BUDGET_S
+) -> StepProfile:
+    """Train a fresh copy of a workload's model in fp32 for a few steps, timed and then profiled.
+
+    Random numbers are drawn from the seed and torch's own generators are given back as they were. At most ``steps``
+    steps are timed, and only three once ``budget_s`` seconds have gone.
+
+    Raises:
+        WorkloadError: The batches end, or the loss is not a scalar.
+        NonFiniteError: The loss of the first step is not finite.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        model = build_model(workload, device, seed).train()
+        widen_(model)
+        optimizer = make_optimizer(workload, model.parameters())
+        batches = iter(workload.batches(seed))
+        for number in range(2):
+            batch = to_device(next_batch(workload, batches, number), device)
+            _step(workload, model, optimizer, batch, check=number == 0)
+        data: list[float] = []
+        taken: list[float] = []
+        begin = time.perf_counter()
+        while len(taken) < 3 or (len(taken) < steps and time.perf_counter() - begin < budget_s):
+            synchronize(device)
+            start = time.perf_counter()
+            batch = next_batch(workload, batches, 2 + len(taken))
+            came = time.perf_counter()
+            batch = to_device(batch, device)
+            synchronize(device)
+            ready = time.perf_counter()
+            _step(workload, model, optimizer, batch)
+            synchronize(device)
+            data.append(came - start)
+            taken.append(time.perf_counter() - ready)
+        ready_made = [
+            to_device(next_batch(workload, batches, 2 + len(taken) + i), device) for i in range(PROFILED)
+        ]
+        with _profiled(device) as profiler:
+            for batch in ready_made:
+                _step(workload, model, optimizer, batch)
+            synchronize(device)
+    step = stats.summarise(taken)
+    operators, total_s = _operators(profiler, device)
+    share = stats.quantile([d / (d + s) for d, s in zip(data, taken, strict=True)], 0.5)
+    busy = min(1.0, total_s / step.median_s) if _has_device_times(device) else None
+    return StepProfile(
+        step, stats.summarise(data), share, operators, _launches(profiler) / PROFILED, _launch_s(), busy
+    )
+
+
+def _step(
+    workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, check: bool = False
+) -> None:
+    loss = workload.loss(model, batch)
+    if check:
+        check_no_backward(model, f"workload {workload.name!r}")
+        check_loss(loss, workload, batch, step=1)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- operators ----------------------------------------------------------------------------------------------
+
+
+def _has_device_times(device: torch.device) -> bool:
+    return device.type in ("cuda", "xpu")
+
+
+@contextmanager
+def _profiled(device: torch.device) -> Iterator[Any]:
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if _has_device_times(device):
+        activities.append(getattr(ProfilerActivity, device.type.upper()))
+    profiler = profile(activities=activities, record_shapes=True, acc_events=True)
+    with _quiet():
+        profiler.start()
+    try:
+        yield profiler
+    finally:
+        with _quiet():
+            profiler.stop()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing on standard error: torch 2.13's profiler writes a line there when it starts and when it stops."""
+    try:
+        sys.stderr.flush()
+        kept = os.dup(2)
+    except (OSError, ValueError):  # there is no standard error
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def operator_class(name: str, shapes: Sequence[Sequence[int]]) -> str:
+    """What kind of work an operator does, by the profiler's name of it and the shapes of its operands.
+
+    Returns:
+        ``matrix``, ``depthwise`` (a convolution that matrix units cannot speed up), ``optimizer`` or ``other``.
+    """
+    base = name.rpartition("::")[2]
+    if base in MATRIX or any(part in base for part in _ATTENTION):
+        product = product_of(name, shapes)
+        return "depthwise" if product is not None and product.kind == "depthwise" else "matrix"
+    if base.startswith(("_foreach_", "_fused_")) or name.startswith("Optimizer."):
+        return "optimizer"
+    return "depthwise" if "depthwise" in base else "other"
+
+
+def product_of(name: str, shapes: Sequence[Sequence[int]]) -> Product | None:
+    """The matrix product that an operator does; None where it does none or the shapes do not tell.
+
+    An argument that is no tensor has an empty shape.
+    """
+    base = name.rpartition("::")[2]
+    operands = [tuple(shape) for shape in shapes if len(shape) >= 2]
+    if base in ("mm", "bmm", "addmm", "baddbmm", "addbmm"):
+        # the operand to be added comes first and may be one-dimensional
+        left_right = operands[-2:]
+        if len(left_right) < 2 or left_right[0][-1] != left_right[1][-2]:
+            return None
+        left, right = left_right
+        return Product("matmul", left[-2], right[-1], left[-1])
+    if "conv" not in base:
+        return None
+    images = [shape for shape in operands if len(shape) >= 3]
+    if base.startswith(("convolution_backward", "_slow_conv2d_backward")):
+        images = images[1:]  # the gradient of the output comes first
+    if len(images) < 2:
+        return None
+    image, weight = images[:2]
+    if weight[1] == 1 and image[1] > 1:
+        return Product("depthwise", 0, weight[0], 1)
+    groups = image[1] // weight[1] if image[1] % weight[1] == 0 else 0
+    if groups and weight[0] % groups == 0:
+        return Product("convolution", 0, weight[0] // groups, weight[1])
+    return Product("convolution", 0, weight[1], weight[0])  # transposed: input channels come first
+
+
+def _operators(profiler: Any, device: torch.device) -> tuple[tuple[OperatorTime, ...], float]:
+    """Own times of operators by shapes, and their sum in seconds: of the device where the profiler knows them."""
+    taken: dict[tuple[str, tuple[tuple[int, ...], ...]], list[float]] = defaultdict(list)
+    on_device = _has_device_times(device)
+    for event in profiler.events():
+        if not _is_operator(event.name):
+            continue
+        if on_device and str(event.device_type) != "DeviceType.CPU":
+            continue  # the kernel itself, which is counted with the operator that launched it
+        shapes = tuple(tuple(s) for s in event.input_shapes or () if _is_shape(s))
+        taken[event.name, shapes].append(
+            event.self_device_time_total if on_device else event.self_cpu_time_total
+        )
+    # a median, as a busy neighbour stretches a call now and then to many times its length
+    own = {key: statistics.median(spent) * len(spent) / PROFILED for key, spent in taken.items()}
+    total = sum(own.values())
+    found = []
+    for (name, shapes), spent in own.items():
+        share, calls = spent / total if total else 0.0, len(taken[name, shapes]) / PROFILED
+        found.append(OperatorTime(name, share, calls, product_of(name, shapes), operator_class(name, shapes)))
+    return tuple(sorted(found, key=lambda operator: -operator.share)), total * 1e-6
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(size, int) for size in value)
+
+
+def _is_operator(name: str) -> bool:
+    """Whether an event is an operator: what nodes of autograd and ranges compute, operators inside them do."""
+    return "::" in name and not name.startswith("autograd::")
+
+
+def _launches(profiler: Any) -> int:
+    """Calls of operators that compute something and call no other that does."""
+
+    def computes(name: str) -> bool:
+        return _is_operator(name) and name.rpartition("::")[2] not in _VIEWS
+
+    return sum(
+        computes(event.name) and not any(computes(child.name) for child in event.cpu_children)
+        for event in profiler.events()
+    )
+
+
+def _launch_s() -> float:
+    """Time of an operator on four elements on the CPU: on any device, a call costs the host at least this."""
+    return (
+        min(
+            timeit.repeat(
+                "add(x, x)",
+                globals={"add": torch.add, "x": torch.zeros(4, device="cpu")},
+                number=200,
+                repeat=5,
+            )
+        )
+        / 200
+    )
+
+
+# --- sizes --------------------------------------------------------------------------------------------------
+
+
+def padding_gain(
+    product: Product,
+    multiples: Mapping[str, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    rounds: int = ROUNDS,
+) -> stats.Ratio | None:
+    """How much faster a product becomes when its sides are rounded up to the multiples, more arithmetic included.
+
+    None for convolutions, and where no round succeeded.
+    """
+    if product.kind != "matmul":
+        return None
+    sizes = {"m": product.m, "n": product.n, "k": product.k}
+    padded = sizes | {side: fits for side, (_, fits) in product.missed(multiples).items()}
+    runners = [
+        (name, Loop(matmul(**sides), Variant("", dtype), device))
+        for name, sides in (("as it is", sizes), ("padded", padded))
+    ]
+    steps = max(1, min(200, round(2e7 / max(1, product.m * product.n * product.k))))
+    laps = race(runners, rounds=rounds, steps=steps, device=device)
+    return speedup(laps["as it is"], laps["padded"])

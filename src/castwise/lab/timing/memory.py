@@ -1,0 +1,221 @@
+"""Peak memory of a training step and of inference, each plan in a process of its own.
+
+On a CPU the bytes that torch's allocator holds are counted, from torch's profiler: the same run gives the same
+number to the byte, where the resident size of a process (``VmHWM`` of ``/proc/self/status``) moves between runs
+that differ by nothing. What libraries allocate behind torch's back is not in it. On an accelerator it is ``max_memory_allocated`` with its peak reset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise.core.plans.plan import Plan
+from castwise.errors import CastwiseError, WorkloadError, told
+from castwise.lab.timing.processes import FORKS, Home, Process, delivered, received
+from castwise.lab.timing.served import belong_to
+from castwise.lab.timing.steps import InferenceRun, TrainingRun
+from castwise.lab.timing.timing import synchronize
+from castwise.lab.workloads.workload import Workload
+
+_MARK = "castwise::peak"
+_WARMUP = 2
+"""Steps before the one that is measured: optimizer state exists after the first, casts are cached after it."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a workload under a plan, all in bytes.
+
+    Attributes:
+        training_peak_bytes: Most that was allocated at once during one training step: weights, masters,
+            gradients, optimizer state, activations and the batch.
+        inference_peak_bytes: The same during one inference call, without anything training needs.
+        saved_bytes: Storages kept for the backward pass that are neither parameters nor buffers.
+        method: How the peaks were found.
+    """
+
+    training_peak_bytes: int | None
+    inference_peak_bytes: int | None
+    saved_bytes: int | None
+    method: str
+
+
+def measure_memory(
+    workload: Workload | str,
+    plan: Plan,
+    device: torch.device,
+    *,
+    seed: int = 0,
+    inference: bool = True,
+    home: Home | None = None,
+) -> Memory:
+    """Measure a plan's memory in a new process, for which its home's patience is waited.
+
+    A workload that cannot be sent to it (it holds a lock, an open file, a module that is nowhere else) is measured in a copy of
+    this process, where the operating system and the device allow it.
+
+    Args:
+        workload: A workload, or how :func:`castwise.lab.workloads.workload.find_workload` finds it there.
+        plan: What it runs by.
+        device: Where.
+        seed: Of weights and data.
+        inference: Whether to measure inference too.
+        home: Where the process starts; one of its own, by default.
+
+    Raises:
+        CastwiseError: The workload cannot be sent, or the process failed; the message says why.
+    """
+    try:
+        with Home() if home is None else contextlib.nullcontext(home) as place:
+            process = _start(place, workload, plan, device, seed, inference)
+            try:
+                found: Memory = process.answer()
+            finally:
+                process.close()
+    except Exception as error:
+        raise CastwiseError(f"memory was not measured: {told(error, whole=False)}") from error
+    return found
+
+
+def _start(
+    home: Home, workload: Workload | str, plan: Plan, device: torch.device, seed: int, inference: bool
+) -> Process:
+    try:
+        sent = delivered(home, workload)
+    except WorkloadError:
+        if isinstance(workload, str) or device.type != "cpu" or not FORKS:
+            raise
+        return home.fork(_measure_in_copy, workload, plan, device, seed, inference)
+    return home.start(_measure, sent, plan.to_json(), str(device), seed, inference)
+
+
+def _measure_in_copy(*what: Any) -> Memory:
+    found = measure_here(*what)
+    return replace(found, method=f"{found.method}, one thread")
+
+
+def _measure(
+    _pipe: Connection, workload: bytes, plan: str, device: str, seed: int, inference: bool
+) -> Memory:
+    made = Plan.from_json(plan)
+    belong_to(made)
+    return measure_here(received(workload), made, torch.device(device), seed, inference)
+
+
+def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int, inference: bool) -> Memory:
+    """Measure a plan's memory in this process, which should hold nothing else."""
+    training = peak_bytes(lambda: TrainingRun(workload, plan, device, seed), device)
+    called = peak_bytes(lambda: InferenceRun(workload, plan, device, seed), device) if inference else None
+    with (
+        contextlib.closing(TrainingRun(workload, plan, device, seed)) as run,
+        count_saved_bytes(run.model) as saved,
+    ):
+        run.block(1)
+    method = "bytes held by torch's allocator" if device.type == "cpu" else "max_memory_allocated"
+    return Memory(training, called, saved.total_bytes, method)
+
+
+def peak_bytes(build: Callable[[], TrainingRun | InferenceRun], device: torch.device) -> int | None:
+    """Most bytes allocated at once during one step, after others that warm it up; None where the device does not tell.
+
+    What the runner that ``build`` makes allocates and keeps is counted.
+    """
+    gc.collect()
+    if device.type == "cpu":
+        return _cpu_peak_bytes(build)
+    try:
+        torch.accelerator.empty_cache()
+        before = torch.accelerator.memory_allocated(device)
+    except (RuntimeError, NotImplementedError):  # MPS keeps no such statistics
+        return None
+    with contextlib.closing(build()) as run:
+        run.block(_WARMUP)
+        gc.collect()
+        synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        run.block(1)
+        synchronize(device)
+        return int(torch.accelerator.max_memory_allocated(device)) - before
+
+
+def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        run = build()
+        run.block(_WARMUP)
+        gc.collect()
+        run.before(1)
+        try:
+            with record_function(_MARK):
+                run.run(1)
+        finally:
+            run.after()
+        # freed while the profiler looks on: its count of what is held outlives it
+        run.close()
+        del run
+        gc.collect()
+    with tempfile.TemporaryDirectory(prefix="castwise-") as folder:
+        trace = os.path.join(folder, "trace.json")
+        profiler.export_chrome_trace(trace)
+        with open(trace, encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+    return _peak_of_marked_step(events)
+
+
+def _peak_of_marked_step(events: list[dict[str, Any]]) -> int:
+    """The largest total of the allocator's events inside the marked step of a trace.
+
+    Blocks from before the step are part of the total, since the trace saw them too; what the count began with,
+    left over from an earlier trace in this process, is not.
+    """
+    step = next(e for e in events if e.get("name") == _MARK and e.get("ph") == "X")
+    start, end = step["ts"], step["ts"] + step["dur"]
+    memory = [e for e in events if e.get("name") == "[memory]" and e["args"].get("Device Type") == 0]
+    memory.sort(key=lambda event: event["ts"])
+    totals = [(event["ts"], event["args"]["Total Allocated"]) for event in memory]
+    before = totals[0][1] - memory[0]["args"]["Bytes"]
+    held = [total for ts, total in totals if ts < start][-1:]
+    return int(max([*held, *(total for ts, total in totals if start <= ts <= end)])) - int(before)
+
+
+class _Saved:
+    def __init__(self) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the distinct storages."""
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+@contextlib.contextmanager
+def count_saved_bytes(model: nn.Module) -> Iterator[_Saved]:
+    """Count what autograd keeps for the backward pass of the code inside, as ``total_bytes`` of what is yielded.
+
+    A storage that several operators save is counted once, and those of the model's parameters and buffers not at
+    all. Casts of weights to a lower format are counted: they are memory that training needs. The storages stay
+    alive until the block ends, so peaks should be measured elsewhere.
+    """
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    saved = _Saved()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved.storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved

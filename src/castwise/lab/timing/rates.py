@@ -1,0 +1,404 @@
+"""How fast a device multiplies matrices and convolves in each format, and how fast it moves memory.
+
+Formats take turns on the same operator, and each is judged by the interval of its ratio to fp32. A small probe goes
+first: some formats are emulated (fp16 on most CPUs is a hundred times slower than fp32), and at full size one call
+of theirs would take seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from castwise.core.plans.plan import Plan
+from castwise.core.ranks.group import first_line
+from castwise.core.session.process import Claim, check_device
+from castwise.errors import DeviceError
+from castwise.lab.timing import stats
+from castwise.lab.timing.timing import Lap, race, speedup, synchronize
+
+Verdict = Literal["fast", "no gain", "avoid"]
+
+HOPELESS = 8.0
+"""A format this many times slower than fp32 in the probe is not measured at full size."""
+CALL_S = 0.25
+"""A format at less than half of fp32's rate that would take longer than this per call is not measured at full size either."""
+ROUNDS = 9
+BLOCK_S = 0.01
+"""Aimed length of a block of calls, in fp32: far above the clock's resolution."""
+
+
+# --- what is measured ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to compute: a format, and what fp32 operators may use inside.
+
+    Attributes:
+        name: ``fp32``, ``fp32 (tf32 inside)``, ``fp32 (bf16 inside)``, ``bf16`` or ``fp16``.
+        inside: For fp32 the value of a plan's ``fp32_matmul`` and ``fp32_conv``; fp32 itself is ``ieee``, so that
+            the baseline is fp32 where torch defaults to TF32 too.
+    """
+
+    name: str
+    dtype: torch.dtype
+    inside: Literal["as_is", "ieee", "tf32", "bf16"] = "as_is"
+
+    @property
+    def plan(self) -> Plan:
+        """The process-wide settings as a plan, with the format as ``compute``."""
+        compute = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, "fp32")
+        return Plan(compute=compute, fp32_matmul=self.inside, fp32_conv=self.inside)
+
+
+FP32 = Variant("fp32", torch.float32, "ieee")
+VARIANTS = (
+    FP32,
+    Variant("fp32 (tf32 inside)", torch.float32, "tf32"),
+    Variant("fp32 (bf16 inside)", torch.float32, "bf16"),
+    Variant("bf16", torch.bfloat16),
+    Variant("fp16", torch.float16),
+)
+
+
+def variants(device_type: str) -> tuple[tuple[Variant, ...], tuple[tuple[Variant, str], ...]]:
+    """The variants that a device can run, fp32 first, and the others with the reason."""
+    can: list[Variant] = []
+    cannot: list[tuple[Variant, str]] = []
+    for variant in VARIANTS:
+        if device_type in ("xpu", "mps") and variant.inside in ("tf32", "bf16"):
+            cannot.append((variant, f"torch has no such setting on {device_type}"))
+            continue
+        try:
+            # without bf16 instructions a CPU still computes in bf16, and the measurement tells how slowly
+            if not (device_type == "cpu" and variant.dtype.itemsize == 2):
+                check_device(variant.plan, device_type)
+        except DeviceError as error:
+            cannot.append((variant, str(error)))
+        else:
+            can.append(variant)
+    return tuple(can), tuple(cannot)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operator on one size.
+
+    Attributes:
+        name: ``matmul``, ``conv3x3``, ``conv1x1`` or ``depthwise``.
+        flops: Floating-point operations of one call, a multiplication and an addition counted as two.
+        inputs: Shapes of its two operands.
+    """
+
+    name: str
+    size: str
+    flops: int
+    inputs: tuple[tuple[int, ...], tuple[int, ...]]
+    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        """The call on random operands; images are ``channels_last``, the layout that matrix units read."""
+        generator = torch.Generator().manual_seed(0)
+        tensors = []
+        for shape in self.inputs:
+            # near 1 / sqrt(terms), so that no format overflows and none meets subnormal numbers
+            scale = 1.0 / math.sqrt(math.prod(shape[1:]))
+            tensor = (torch.randn(shape, generator=generator, device="cpu") * scale).to(
+                device=device, dtype=dtype
+            )
+            if len(shape) == 4:
+                tensor = tensor.to(memory_format=torch.channels_last)
+            tensors.append(tensor)
+        first, second = tensors
+        return lambda: self.call(first, second)
+
+
+def kernels(device_type: str, *, small: bool = False) -> tuple[Kernel, ...]:
+    """The operators that stand for a device's rates: matrix product, 3x3, 1x1 and depthwise 3x3 convolution.
+
+    A CPU gets sizes that take it some 10 ms in fp32, a GPU sizes that fill it; ``small`` ones are for a probe.
+    """
+    cpu = device_type == "cpu"
+    side = (256 if cpu else 512) if small else (1024 if cpu else 4096)
+    batch = (1 if cpu else 8) if small else (8 if cpu else 64)
+    wide = 1 if cpu else 2
+    return (
+        matmul(side, side, side),
+        _conv("conv3x3", batch, 64 * wide, 3, 28 if small else 56),
+        _conv("conv1x1", batch, 256 * wide, 1, 14 if small else 28),
+        _conv("depthwise", batch, 128 * wide, 3, 28 if small else 56, groups=128 * wide),
+    )
+
+
+def matmul(m: int, n: int, k: int) -> Kernel:
+    """The product ``[m, k] @ [k, n]``."""
+    return _kernel("matmul", f"{m} x {k} x {n}", ((m, k), (k, n)), torch.mm)
+
+
+def _conv(name: str, batch: int, channels: int, kernel: int, side: int, groups: int = 1) -> Kernel:
+    size = f"batch {batch}, {channels} to {channels} channels, {side} x {side}"
+    shapes = ((batch, channels, side, side), (channels, channels // groups, kernel, kernel))
+    return _kernel(
+        name, size, shapes, functools.partial(functional.conv2d, padding=kernel // 2, groups=groups)
+    )
+
+
+def _kernel(
+    name: str,
+    size: str,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Kernel:
+    with FlopCounterMode(display=False) as counter:
+        call(*(torch.empty(shape, device="meta") for shape in shapes))
+    return Kernel(name, size, counter.get_total_flops(), shapes, call)
+
+
+# --- verdicts -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast one operator is in one format.
+
+    Attributes:
+        gflops: Median rate over rounds, in 1e9 operations per second, with its quartiles; None where it could not run.
+        speedup: Ratio to fp32; None for fp32 itself and where the times do not give one.
+        verdict: None for fp32.
+        probe: Whether it comes from the small probe, since full size would take too long.
+        error: Why it could not run; else empty.
+    """
+
+    kernel: str
+    size: str
+    format: str
+    gflops: float | None
+    gflops_low: float | None = None
+    gflops_high: float | None = None
+    speedup: stats.Ratio | None = None
+    verdict: Verdict | None = None
+    probe: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What to do with a format on this device.
+
+    Attributes:
+        verdict: ``fast`` if an operator gains and, apart from those in ``avoid_in``, none loses.
+        reason: The measured ratios, or why it cannot run.
+        avoid_in: Operators in which an otherwise fast format loses.
+    """
+
+    format: str
+    verdict: Verdict
+    reason: str
+    avoid_in: tuple[str, ...] = ()
+
+
+LOSS = 0.9
+"""A format is to be avoided if it is known to run at less than this part of fp32's speed: what loses less gains nothing, and
+harms nobody."""
+
+
+def verdict_of(speedup: stats.Ratio) -> Verdict:
+    """What a ratio to fp32 says of a format, by its interval: all of it above 1, all of it below ``LOSS``, or neither."""
+    if speedup.low > 1.0:
+        return "fast"
+    return "avoid" if speedup.high < LOSS else "no gain"
+
+
+def judge(name: str, rates: Sequence[Rate]) -> Judgement:
+    """One verdict on the variant of this name, from its rates among those of all.
+
+    Depthwise convolutions are told but do not count: they move memory rather than multiply matrices.
+    """
+    mine = [rate for rate in rates if rate.format == name]
+    counted = [rate for rate in mine if rate.kernel != "depthwise"]
+    fast = [rate.kernel for rate in counted if rate.verdict == "fast"]
+    slow = [rate.kernel for rate in mine if rate.verdict == "avoid"]
+    loses = any(rate.verdict == "avoid" for rate in counted)
+    verdict: Verdict = "fast" if fast else "avoid" if loses else "no gain"
+    reason = ", ".join(_ratio_words(rate) for rate in mine) or "not measured"
+    return Judgement(name, verdict, f"{reason} of fp32's rate", tuple(slow) if fast else ())
+
+
+def _ratio_words(rate: Rate) -> str:
+    if rate.error:
+        return f"{rate.kernel} fails ({rate.error})"
+    if rate.speedup is None:
+        return f"{rate.kernel} not compared"
+    return f"{rate.kernel} {_figures(rate.speedup.value)}x{' (small probe)' if rate.probe else ''}"
+
+
+def _figures(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.1g}"
+
+
+# --- measuring ----------------------------------------------------------------------------------------------
+
+
+class Loop:
+    """A runner that calls one kernel in one variant."""
+
+    def __init__(self, kernel: Kernel, variant: Variant, device: torch.device) -> None:
+        self._call = kernel.on(device, variant.dtype)
+        self._claim = Claim(replace(variant.plan, compute="fp32"), device.type)
+
+    def before(self, steps: int) -> None:
+        """Put the variant's settings in force."""
+        self._claim.take()
+
+    def run(self, steps: int) -> None:
+        """Call it."""
+        call = self._call
+        with torch.inference_mode():
+            for _ in range(steps):
+                call()
+
+    def after(self) -> None:
+        """Give the process back as it was."""
+        self._claim.close()
+
+
+def measure_rates(
+    device: torch.device,
+    *,
+    rounds: int = ROUNDS,
+    small: bool = False,
+    on_kernel: Callable[[str, int, int], None] | None = None,
+) -> tuple[Rate, ...]:
+    """Measure every operator in every variant that the device can run, fp32 first, while nothing else runs on it.
+
+    With fewer than six interleaved rounds intervals are wide; ``small`` measures the probe's sizes alone, quick and rough;
+    ``on_kernel`` is told an operator's name, how many are done and how many there are.
+    """
+    can, _ = variants(device.type)
+    probes = kernels(device.type, small=True)
+    full = probes if small else kernels(device.type)
+    rates: list[Rate] = []
+    for number, (probe, kernel) in enumerate(zip(probes, full, strict=True)):
+        if on_kernel is not None:
+            on_kernel(kernel.name, number, len(full))
+        if small:
+            rates += _rates(probe, can, device, rounds)
+            continue
+        out = {rate.format: rate for rate in _probe(probe, kernel, can, device)}
+        kept = [variant for variant in can if variant.name not in out]
+        measured = {rate.format: rate for rate in _rates(kernel, kept, device, rounds)}
+        rates += [out.get(variant.name) or measured[variant.name] for variant in can]
+    if on_kernel is not None:
+        on_kernel(full[-1].name, len(full), len(full))
+    return tuple(rates)
+
+
+def _probe(probe: Kernel, kernel: Kernel, can: Sequence[Variant], device: torch.device) -> list[Rate]:
+    """Rates of the variants that full size would be a waste for: they fail, are hopeless, or slower and too long."""
+    out: list[Rate] = []
+    least: dict[str, float] = {}
+    for variant in can:
+        try:
+            least[variant.name] = _least_s(Loop(probe, variant, device), device)
+        except RuntimeError as error:
+            if variant is not can[0]:
+                out.append(_failed(probe, variant.name, error, probe=True))
+            continue
+        ratio = least[can[0].name] / least[variant.name] if can[0].name in least else 1.0
+        gflops = probe.flops / least[variant.name] / 1e9
+        if ratio * HOPELESS < 1.0 or (ratio < 0.5 and kernel.flops / gflops / 1e9 > CALL_S):
+            out.append(Rate(
+                probe.name, probe.size, variant.name, gflops, speedup=_single(ratio), verdict="avoid", probe=True
+            ))  # fmt: skip
+    return out
+
+
+def _rates(kernel: Kernel, run: Sequence[Variant], device: torch.device, rounds: int) -> list[Rate]:
+    runners = [(variant.name, Loop(kernel, variant, device)) for variant in run]
+    try:
+        steps = max(1, min(200, math.ceil(BLOCK_S / _least_s(runners[0][1], device))))
+    except RuntimeError:  # the race will tell
+        steps = 1
+    laps = race(runners, rounds=rounds, steps=steps, device=device, hopeless=HOPELESS, sure_s=0.25)
+    baseline = laps[runners[0][0]]
+    return [_rate(kernel, name, baseline, laps[name]) for name, _ in runners]
+
+
+def _least_s(loop: Loop, device: torch.device) -> float:
+    """The least of six single calls, after one that builds the kernel: a busy neighbour only ever makes one longer."""
+    lap = race([("", loop)], rounds=6, steps=1, device=device, warmup=1)[""]
+    if lap.error is not None:
+        raise lap.error
+    return min(lap.seconds)
+
+
+def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
+    if lap.error is not None:
+        return _failed(kernel, name, lap.error)
+    times = lap.seconds
+    ratio: stats.Ratio | None = None
+    verdict: Verdict | None = None
+    if lap is not baseline and baseline.error is None:
+        ratio = speedup(baseline, lap)
+        if ratio is None and lap.slowdown is not None:
+            ratio = _single(1.0 / lap.slowdown)
+            times = [stats.quantile(baseline.seconds, 0.5) * lap.slowdown] if baseline.seconds else []
+        if ratio is not None:
+            verdict = verdict_of(ratio)
+    if not times:
+        return Rate(kernel.name, kernel.size, name, None, None, None, ratio, verdict)
+    middle, low, high = (kernel.flops / stats.quantile(times, q) / 1e9 for q in (0.5, 0.75, 0.25))
+    return Rate(kernel.name, kernel.size, name, middle, low, high, ratio, verdict)
+
+
+def _single(value: float) -> stats.Ratio:
+    """A ratio of one comparison, of which no interval can be given."""
+    return stats.Ratio(value, value, value, 0.0, 1)
+
+
+def _failed(kernel: Kernel, name: str, error: Exception, *, probe: bool = False) -> Rate:
+    return Rate(kernel.name, kernel.size, name, None, verdict="avoid", probe=probe, error=first_line(error))
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """How fast a device moves memory.
+
+    Attributes:
+        gb_per_s: Median rate of a copy, in 1e9 bytes per second, bytes read plus bytes written, with its quartiles.
+        copied_bytes: Size of what was copied: beyond most caches.
+    """
+
+    gb_per_s: float
+    gb_per_s_low: float
+    gb_per_s_high: float
+    copied_bytes: int
+
+
+def measure_bandwidth(
+    device: torch.device, *, copied_bytes: int = 256 * 2**20, repetitions: int = 7
+) -> Bandwidth:
+    """Time copies of a tensor of so many bytes, a multiple of 4; it is held twice."""
+    source = torch.ones(copied_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    taken = []
+    calls = 1 if device.type == "cpu" else 10
+    for repetition in range(repetitions + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            target.copy_(source)
+        synchronize(device)
+        if repetition:  # the first touches the target's pages
+            taken.append((time.perf_counter() - start) / calls)
+    middle, low, high = (2 * copied_bytes / stats.quantile(taken, q) / 1e9 for q in (0.5, 0.75, 0.25))
+    return Bandwidth(middle, low, high, copied_bytes)

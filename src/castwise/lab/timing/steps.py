@@ -1,0 +1,312 @@
+"""A workload's training step and its inference call under a plan, as runners of a race."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise.core import _torch
+from castwise.core.casting.trees import to_device
+from castwise.core.model.arrival import store_, widen_, widen_for
+from castwise.core.plans.plan import Plan
+from castwise.core.ranks import ALONE
+from castwise.core.scaler import StepResult
+from castwise.core.session import Amp
+from castwise.core.session.process import Claim, check_device
+from castwise.errors import WorkloadError
+from castwise.lab.workloads.workload import (
+    Workload,
+    check_loss,
+    check_no_backward,
+    make_optimizer,
+    next_batch,
+)
+
+
+def build_model(
+    workload: Workload, device: torch.device, seed: int, state: Mapping[str, torch.Tensor] | None = None
+) -> nn.Module:
+    """A fresh copy of a workload's model, with weights drawn from the seed or given as a state dict.
+
+    It is in training mode; modules that are in evaluation mode inside a training model (frozen BatchNorm) stay so.
+
+    Raises:
+        WorkloadError: ``workload.model()`` returned something else.
+    """
+    torch.manual_seed(seed)
+    model = workload.model()
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(
+            f"workload {workload.name!r}: model() returned {type(model).__name__}, not a torch.nn.Module; "
+            "return the module"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise WorkloadError(
+            f"workload {workload.name!r}: model() returned a scripted or traced model, which runs code of its own that a plan's "
+            "casts do not reach; return the module that it was made from"
+        )
+    model = model.to(device)
+    if state is not None:
+        model.load_state_dict(state)
+    return model if model.training else model.train()
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """A block in which compiled models run as they are: to evaluate once takes less time than to compile for it."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+class _RandomState:
+    """Torch's random numbers as one candidate sees them: dropout draws the same whatever runs in between."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._modules: list[tuple[Any, tuple[torch.device, ...]]] = [(torch, ())]
+        if device.type != "cpu":
+            self._modules.append((torch.get_device_module(device), () if device.type == "mps" else (device,)))
+        with self.in_force():
+            torch.manual_seed(seed)
+            self._mine = self._get()
+        self._outer: list[torch.Tensor] | None = None
+
+    def _get(self) -> list[torch.Tensor]:
+        return [module.get_rng_state(*where) for module, where in self._modules]
+
+    def _set(self, states: list[torch.Tensor]) -> None:
+        for (module, where), state in zip(self._modules, states, strict=True):
+            module.set_rng_state(state, *where)
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        outer = self._get()
+        try:
+            yield
+        finally:
+            self._set(outer)
+
+    def enter(self) -> None:
+        self._outer = self._get()
+        self._set(self._mine)
+
+    def leave(self) -> None:
+        if self._outer is not None:
+            self._mine = self._get()
+            self._set(self._outer)
+            self._outer = None
+
+
+class _Run:
+    """A model under a plan, for a race: process-wide settings and random numbers are its own while its block runs alone.
+
+    Plans that disagree on process-wide settings can so be timed in turns.
+
+    Attributes:
+        compilations: How often something was compiled in its blocks, under a plan that compiles.
+        compile_s: Seconds of its blocks that this took.
+        losses: Of the steps that it trained.
+    """
+
+    model: nn.Module
+    amp: Amp
+
+    def __init__(self, plan: Plan, device: torch.device, seed: int) -> None:
+        check_device(plan, device.type)
+        self._device = device
+        self._claim = Claim(plan, device.type)
+        self._random = _RandomState(device, seed)
+        self._compiles = plan.compile != "as_given"
+        self._compiled = 0, 0.0
+        self.compilations = 0
+        self.compile_s = 0.0
+        self.losses: list[float] = []
+        self._without_settings = replace(plan, fp32_matmul="as_is", fp32_conv="as_is", host_memory="as_given")
+
+    def before(self, steps: int) -> None:
+        """Fetch what a block needs, and put the plan's process-wide settings in force."""
+        if self._compiles:
+            self._compiled = _torch.compilations()
+        self._random.enter()
+        self._fetch(steps)
+        self._claim.take()
+
+    def _fetch(self, steps: int) -> None:
+        pass
+
+    def run(self, steps: int) -> None:
+        """Run a block of steps."""
+        raise NotImplementedError
+
+    def after(self) -> None:
+        """Give the process back as it was."""
+        self._claim.close()
+        self._random.leave()
+        if self._compiles:
+            count, seconds = _torch.compilations()
+            self.compilations += count - self._compiled[0]
+            self.compile_s += seconds - self._compiled[1]
+            self._compiled = count, seconds
+
+    def block(self, steps: int) -> None:
+        """Run a block of steps outside of a race."""
+        try:
+            self.before(steps)
+            self.run(steps)
+        finally:
+            self.after()
+
+    def close(self) -> None:
+        """Take the plan off the model and let go of it."""
+        self.amp.close()
+        del self.model
+
+
+class TrainingRun(_Run):
+    """A model in training under a plan, with the losses it went through.
+
+    Every run with the same seed starts from the same weights and sees the same batches and random draws.
+
+    Args:
+        workload: Makes the model, the optimizer and the batches.
+        plan: What training runs by.
+        device: For model and batches.
+        seed: Of weights and data.
+        state: Initial weights, where they must equal another run's.
+
+    Attributes:
+        skipped_steps: How many the scaler skipped.
+        updates_s: Seconds that the host was in the optimizer's part, by step.
+
+    Raises:
+        DeviceError: The device cannot run the plan.
+        CastwiseError: The plan does not fit the model.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        device: torch.device,
+        seed: int = 0,
+        state: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(plan, device, seed)
+        self._workload = workload
+        with self._random.in_force():
+            self.model = build_model(workload, device, seed, state)
+            self.optimizer = make_optimizer(workload, self.model.parameters())
+            self.amp = Amp(self._without_settings, device=device, group=ALONE)
+            self.amp.prepare(self.model, self.optimizer, widen=widen_for(plan, self.model))
+            self._batches = iter(workload.batches(seed))
+        self._block: list[Any] = []
+        self._losses: list[torch.Tensor] = []
+        self._results: list[StepResult] = []
+        self.skipped_steps = 0
+        self.updates_s: list[float] = []
+
+    def _fetch(self, steps: int) -> None:
+        taken = len(self.losses)
+        batches = (next_batch(self._workload, self._batches, taken + i) for i in range(steps))
+        self._block = [to_device(batch, self._device) for batch in batches]
+
+    def run(self, steps: int) -> None:
+        """Train on the block that was fetched; never waits for the device, except where the scaler has to."""
+        workload, model, optimizer, amp = self._workload, self.model, self.optimizer, self.amp
+        for batch in self._block[:steps]:
+            loss = workload.loss(model, batch)
+            if not self.losses and not self._losses:
+                check_no_backward(model, f"workload {workload.name!r}")
+            check_loss(loss, workload)
+            amp.backward(loss)
+            begin = time.perf_counter()
+            result = amp.step(optimizer)
+            self.updates_s.append(time.perf_counter() - begin)
+            optimizer.zero_grad()
+            self._losses.append(loss.detach())
+            self._results.append(result)
+
+    def after(self) -> None:
+        """Read the block's losses and give the process back as it was."""
+        super().after()
+        self._block = []
+        self.losses += [float(loss) for loss in self._losses]
+        self.skipped_steps += sum(result.skipped for result in self._results)
+        self._losses, self._results = [], []
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of the weights as they are now, in fp32 under the model's own keys, on the CPU."""
+        return {
+            key: value.detach().to("cpu", copy=True)
+            for key, value in self.amp.model_state_dict(self.model).items()
+        }
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """The model in evaluation mode, without gradients and uncompiled, by the whole plan; in training mode after it."""
+        try:
+            self.before(0)
+            with torch.inference_mode(), uncompiled():
+                yield self.model.eval()
+        finally:
+            self.model.train()
+            self.after()
+
+    def close(self) -> None:
+        """Take the plan off the model and let go of both."""
+        super().close()
+        del self.optimizer
+
+
+class InferenceRun(_Run):
+    """The model's own forward under a plan, with weights cast once, under ``torch.inference_mode``.
+
+    What is called is the model with the arguments that ``workload.loss`` gives it, without the loss around it;
+    where the loss calls the model more than once, or not at all, the whole loss.
+
+    Raises:
+        DeviceError: The device cannot run the plan.
+        CastwiseError: The plan does not fit the model.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(plan, device, seed)
+        with self._random.in_force():
+            self.model = build_model(workload, device, seed).eval()
+            batch = to_device(next(iter(workload.batches(seed))), device)
+            calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+            hook = self.model.register_forward_pre_hook(
+                lambda _module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+            )
+            arrived = widen_(self.model)
+            with torch.no_grad():
+                workload.loss(self.model, batch)
+            hook.remove()
+            store_(self.model, arrived)
+        if len(calls) == 1:
+            args, kwargs = calls[0]
+            self._call: Callable[[], Any] = lambda: self.model(*args, **kwargs)
+        else:
+            self._call = lambda: workload.loss(self.model, batch)
+        self.amp = Amp(self._without_settings, device=device, group=ALONE)
+        self.amp.prepare(self.model, inference=True, widen=widen_for(plan, self.model))
+
+    def run(self, steps: int) -> None:
+        """Call the model."""
+        with torch.inference_mode():
+            for _ in range(steps):
+                self._call()
+
+    def close(self) -> None:
+        """Take the plan off the model and let go of it."""
+        super().close()
+        del self._call

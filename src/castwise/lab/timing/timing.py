@@ -1,0 +1,209 @@
+"""Interleaved rounds of steps.
+
+Every candidate runs a block of steps in every round, so that a slow spell of the machine falls on all of them,
+and ratios are formed within rounds (see :mod:`castwise.lab.timing.stats`). Each round has an order of its own
+(:func:`turn`): a block begins with the caches that the one before it left.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from castwise.lab.timing import stats
+from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
+
+HOPELESS = 10.0
+"""A candidate whose first steps take this many times the baseline's is stopped."""
+PATIENCE_S = 30.0
+"""A first step is not held against a candidate (kernels are built in it) unless it takes longer than this."""
+SURE_S = 1.0
+"""A shorter step can look hopeless by a neighbour's doing, so two rounds beside the baseline must agree."""
+WARMUP = 2
+
+
+def turn(count: int, number: int) -> list[int]:
+    """The order of one round of ``count`` candidates: over 2 * ``count`` rounds each follows each other as often.
+
+    Source: E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949.
+    """
+    order = [((place + 1) // 2 * (1 if place % 2 else -1) + number // 2) % count for place in range(count)]
+    return order if number % 2 == 0 else order[::-1]
+
+
+class Runner(Protocol):
+    """One candidate. ``run`` alone is timed; ``before`` and ``after`` frame each block of steps."""
+
+    def before(self, steps: int) -> None:
+        """Get ready for a block: fetch its data, set the process up."""
+
+    def run(self, steps: int) -> None:
+        """Run the block; it may leave work in the device's queue."""
+
+    def after(self) -> None:
+        """Clean up after a block, a failed one too."""
+
+
+@dataclass
+class Lap:
+    """What a race says about one candidate.
+
+    Attributes:
+        times_s: Seconds per step in each round, None in rounds it did not run.
+        slowdown: How many times as slow as the baseline its first steps were, where that stopped it.
+        error: The exception that ended it, if one did.
+    """
+
+    times_s: list[float | None] = field(default_factory=list)
+    slowdown: float | None = None
+    error: Exception | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        """Its times, of the rounds that it ran."""
+        return [t for t in self.times_s if t is not None]
+
+    @property
+    def done(self) -> bool:
+        """Whether the candidate has left the race early."""
+        return self.slowdown is not None or self.error is not None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it; nothing to wait for on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _block_s(runner: Runner, steps: int, device: torch.device, ranks: Lockstep) -> float:
+    def get_ready() -> None:
+        runner.before(steps)
+        synchronize(device)
+
+    def timed() -> list[float]:
+        try:
+            start = time.perf_counter()
+            runner.run(steps)
+            synchronize(device)
+            return [(time.perf_counter() - start) / steps]
+        finally:
+            runner.after()
+
+    try:
+        ranks.at("the start of a block").each(get_ready)  # ranks that measure together start together
+    except BaseException:
+        runner.after()
+        raise
+    return ranks.at("a block").slowest(timed)[0]
+
+
+def race(
+    runners: Sequence[tuple[str, Runner]],
+    *,
+    rounds: int,
+    steps: int,
+    device: torch.device,
+    warmup: int = WARMUP,
+    hopeless: float = HOPELESS,
+    sure_s: float = SURE_S,
+    against_s: Sequence[float] = (),
+    first: int = 0,
+    on_block: Callable[[str, int], None] | None = None,
+    ranks: Lockstep = BY_ITSELF,
+) -> dict[str, Lap]:
+    """Time candidates against each other.
+
+    Args:
+        runners: Names and candidates; the first is the baseline, unless there is ``against_s``.
+        rounds: Rounds in which every candidate runs one block.
+        steps: Steps per block.
+        device: Waited for at both ends of each block.
+        warmup: Single steps before the first round, not counted.
+        hopeless: A candidate that takes more than this many times the baseline's time is stopped: after its first step if
+            that took longer than ``PATIENCE_S``, after two if they are long (``sure_s``), else when two rounds say so and
+            the median of all so far does. What compiling took of the first steps (``compile_s``, where a candidate has it)
+            does not count.
+        sure_s: Length of a step, in seconds, that cannot be the machine's noise.
+        against_s: Seconds of a baseline's steps, where that has run before and is none of the runners.
+        first: Rounds of these candidates that there were before; the order goes on from there.
+        on_block: Called with a name and the steps just run, after each block.
+        ranks: Run each block at once: times are the slowest rank's, and a candidate that fails on one fails on all.
+
+    Returns:
+        Per name what was measured. An exception ends its candidate alone and is kept in ``error``.
+    """
+    laps = {name: Lap() for name, _ in runners}
+    reference = list(against_s)
+    for index, (name, runner) in enumerate(runners):
+        taken: list[float] = []
+        for _ in range(warmup):
+            compiled_s = getattr(runner, "compile_s", 0.0)
+            try:
+                step_s = _block_s(runner, 1, device, ranks)
+                taken.append(step_s - getattr(runner, "compile_s", 0.0) + compiled_s)
+            except Exception as error:  # one candidate's failure is its result, not the end of the others
+                laps[name].error = error
+                break
+            if on_block is not None:
+                on_block(name, 1)
+            if (index or against_s) and reference:
+                laps[name].slowdown = _hopeless(taken, reference, hopeless, sure_s)
+                if laps[name].done:
+                    break
+        if index == 0 and not against_s and not laps[name].done:
+            reference = taken
+    for number in range(rounds):
+        for index in turn(len(runners), first + number):
+            name, runner = runners[index]
+            lap = laps[name]
+            seconds: float | None = None
+            if not lap.done:
+                try:
+                    seconds = _block_s(runner, steps, device, ranks)
+                except Exception as error:
+                    lap.error = error
+                if on_block is not None:
+                    on_block(name, steps)
+            lap.times_s.append(seconds)
+        for name, _ in runners[1:]:
+            if not laps[name].done:
+                laps[name].slowdown = _hopeless_rounds(laps[runners[0][0]], laps[name], hopeless)
+    return laps
+
+
+def _hopeless_rounds(baseline: Lap, lap: Lap, factor: float) -> float | None:
+    ratios = [after / before for before, after in zip(*paired(baseline, lap), strict=True)]
+    if sum(ratio > factor for ratio in ratios) < 2:
+        return None
+    slowdown = statistics.median(ratios)
+    return slowdown if slowdown > factor else None
+
+
+def _hopeless(taken: list[float], reference: list[float], factor: float, sure_s: float) -> float | None:
+    """The slowdown that ends a candidate after the first steps ``taken``, or None to go on."""
+    if len(taken) == 1:
+        slowdown = taken[0] / reference[0]
+        return slowdown if slowdown > factor and taken[0] > PATIENCE_S else None
+    slowdown = min(taken) / min(reference)
+    return slowdown if slowdown > factor and min(taken) > sure_s else None
+
+
+def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
+    """The times, in seconds per step, of the rounds that both ran."""
+    both = [
+        (a, b)
+        for a, b in zip(baseline.times_s, candidate.times_s, strict=True)
+        if a is not None and b is not None
+    ]
+    return [a for a, _ in both], [b for _, b in both]
+
+
+def speedup(baseline: Lap, candidate: Lap) -> stats.Ratio | None:
+    """How many times as fast as the baseline a candidate is, by the rounds that both ran; None without any."""
+    before, after = paired(baseline, candidate)
+    return stats.paired_speedup(before, after) if before else None

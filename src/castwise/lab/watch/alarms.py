@@ -1,0 +1,203 @@
+"""Lines with hysteresis: an alarm is raised once when a line is crossed, and again only after it was cleared.
+
+Per kind one alarm is open at a time: where many regions cross a line it names the worst.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from castwise.errors import PlanError, UnknownNameError
+from castwise.lab.watch.records import Alarm
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where an alarm is raised, and where it ends; in between it stays what it is.
+
+    Attributes:
+        raise_at: Values beyond it are bad.
+        clear_at: Values on the other side of it are good; the good side is that on which it lies.
+        patience: Bad values in a row before the alarm is raised.
+
+    Raises:
+        PlanError: The two are equal or no numbers, or ``patience`` is no whole number from 1 on.
+    """
+
+    raise_at: float
+    clear_at: float
+    patience: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what is no line."""
+        numbers = (self.raise_at, self.clear_at)
+        if not all(
+            isinstance(n, (int, float)) and not isinstance(n, bool) and math.isfinite(n) for n in numbers
+        ):
+            raise PlanError(f"{self!r}: raise_at and clear_at are finite numbers")
+        if self.raise_at == self.clear_at:
+            raise PlanError(
+                f"{self!r}: raise_at and clear_at are equal, so that nobody knows which side is good; put clear_at on the good side"
+            )
+        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
+            raise PlanError(f"{self!r}: patience is a whole number >= 1")
+
+    def is_bad(self, value: float) -> bool:
+        """Whether a value is beyond the line; one that is no number is."""
+        if math.isnan(value):
+            return True
+        return value > self.raise_at if self.raise_at > self.clear_at else value < self.raise_at
+
+    def is_good(self, value: float) -> bool:
+        """Whether a value ends an alarm."""
+        return value < self.clear_at if self.raise_at > self.clear_at else value > self.clear_at
+
+
+LINES: Mapping[str, Line] = MappingProxyType({
+    "skipped_in_a_row": Line(4.5, 0.5),
+    "skipped_share": Line(0.2, 0.05),
+    "loss_scale": Line(1.0, 8.0),
+    "nonfinite": Line(0.5, 0.25),
+    "near_overflow": Line(0.25, 0.125),
+    "underflow": Line(0.01, 0.003, patience=2),
+    "update_ratio": Line(0.2, 0.05, patience=3),
+    "grad_norm": Line(100.0, 10.0),
+    "lost_updates": Line(0.5, 0.4),
+    "audit": Line(0.5, 0.25),
+})
+"""The kinds of alarms, and their lines by default.
+
+- ``skipped_in_a_row``: skipped steps; before the first step that is made, while the scale is sought, 16 are allowed.
+- ``skipped_share``: of the last 64 steps.
+- ``loss_scale``: a dynamic one, at each sample and each skipped step.
+- ``nonfinite``: 1 where a gradient of a step that was made, or an output, is not finite.
+- ``near_overflow``: a region's largest output in fp16 over 65504.
+- ``underflow``: a region's, as in :class:`RegionSample`; 0.01 is the damage below which nothing shows in training.
+- ``update_ratio``: a region's.
+- ``grad_norm``: over the median of the last 32 samples, from the ninth sample on.
+- ``lost_updates``: over all regions; above a half a run stalls.
+- ``audit``: 1 where an audit failed, 0 where it passed.
+"""
+
+_SAYS = {
+    "skipped_in_a_row": (
+        "{value:.0f} steps in a row were skipped, since gradients were not finite{detail}. Look at these modules, the data and "
+        "the learning rate; castwise.first_nonfinite finds the operator"
+    ),
+    "skipped_share": (
+        "{value:.0%} of the last 64 steps were skipped, since gradients were not finite{detail}. Clip, lower the learning rate or "
+        "use a bf16 plan"
+    ),
+    "loss_scale": (
+        "the loss scale has fallen to {value:g}: small gradients underflow in fp16. Something overflows at every larger "
+        "scale{detail}: keep it in fp32 by a Region, or use a bf16 plan"
+    ),
+    "nonfinite": "{where} is not finite in a step that was made. castwise.first_nonfinite finds the operator",
+    "near_overflow": (
+        "outputs of {where} reach {value:.0%} of fp16's largest number, 65504. Keep it in fp32, Region({region!r}, "
+        "compute='fp32'), or use a bf16 plan"
+    ),
+    "underflow": (
+        "rounding of small gradients behind {where} adds up to {value:.2g} of their square. Use a larger loss scale, or keep it in "
+        "fp32, Region({region!r}, compute='fp32')"
+    ),
+    "update_ratio": "{where} moves by {value:.2g} of its own size in one step. Lower the learning rate, clip, or warm up",
+    "grad_norm": "the gradients' norm is {value:.3g} times its median. Look at the batch; clip by amp.step(optimizer, max_norm=...)",
+    "lost_updates": (
+        "rounding drops {value:.0%} of the updates: parameters are stored low without masters. Use a plan with masters, such as "
+        "'bf16-master'"
+    ),
+    "audit": "held against fp32 the plan's gradients fail now: {detail}. Tune again from these weights, or use an fp32 plan",
+}
+
+
+def lines_of(given: Mapping[str, Line | None] | None) -> dict[str, Line]:
+    """The lines by default, with others in their place.
+
+    Raises:
+        UnknownNameError: A kind that does not exist.
+        PlanError: Something that is no line.
+    """
+    out = dict(LINES)
+    if given is not None and not isinstance(given, Mapping):
+        raise PlanError(f"Monitor(lines={given!r}): needs a mapping from kinds of alarms to Line or None")
+    for kind, line in (given or {}).items():
+        if kind not in LINES:
+            raise UnknownNameError(f"Monitor(lines=...): no alarm {kind!r}; allowed: {', '.join(LINES)}")
+        if line is None:
+            del out[kind]
+        elif isinstance(line, Line):
+            out[kind] = line
+        else:
+            raise PlanError(
+                f"Monitor(lines={{{kind!r}: {line!r}}}): needs castwise.lab.watch.Line(raise_at, clear_at) or None"
+            )
+    return out
+
+
+@dataclass
+class Alarms:
+    """Which alarms are open.
+
+    Attributes:
+        lines: By kind.
+        open: By kind and optimizer.
+    """
+
+    lines: Mapping[str, Line]
+    open: dict[tuple[str, int], Alarm] = field(default_factory=dict)
+    _bad: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def see(
+        self,
+        kind: str,
+        values: Mapping[str, float],
+        step: int,
+        optimizer: int = 0,
+        detail: Callable[[], str] = str,
+    ) -> Alarm | None:
+        """Take note of values by region; ``detail`` says more, should an alarm be raised.
+
+        Returns:
+            The alarm that is raised by them, or the one that they end, with ``cleared`` set.
+        """
+        line = self.lines.get(kind)
+        if line is None or not values:
+            return None
+        key = kind, optimizer
+        low = line.raise_at < line.clear_at
+
+        def badness(region: str) -> float:
+            value = values[region]
+            return math.inf if math.isnan(value) else -value if low else value
+
+        region = max(values, key=badness)
+        value = values[region]
+        current = self.open.get(key)
+        if current is not None:
+            if not line.is_good(value):
+                return None
+            del self.open[key]
+            self._bad.pop(key, None)
+            return dataclasses.replace(current, cleared=step)
+        self._bad[key] = self._bad.get(key, 0) + 1 if line.is_bad(value) else 0
+        if self._bad[key] < line.patience:
+            return None
+        said = _SAYS[kind].format(value=value, region=region, where=region or "the model", detail=detail())
+        alarm = self.open[key] = Alarm(kind, step, region, value, line.raise_at, said, optimizer=optimizer)
+        return alarm
+
+    def state(self) -> list[dict[str, Any]]:
+        """The open ones as plain values."""
+        return [dataclasses.asdict(alarm) for alarm in self.open.values()]
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        """Go on with open ones."""
+        alarms = [Alarm(**values) for values in state]
+        self.open = {(alarm.kind, alarm.optimizer): alarm for alarm in alarms}
+        self._bad = {}

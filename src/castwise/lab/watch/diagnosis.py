@@ -1,0 +1,179 @@
+"""Whose fault is it that a step diverged: the batch's, the format's, or nobody's any more? Each answer is tried.
+
+The step runs on a copy of the model, from good weights: under the plan, and in fp32. What is wrong in fp32 too is the batch;
+what is wrong under the plan alone is the format, and :func:`castwise.first_nonfinite` says which region; what is right
+under the plan was an accident of the weights, which are good again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core.casting.trees import to_device
+from castwise.core.model.arrival import widen_
+from castwise.core.parallel.whole import gathered, is_cut
+from castwise.core.plans.plan import Plan, Region
+from castwise.core.ranks import ALONE, Ranks
+from castwise.core.session import Amp
+from castwise.errors import CastwiseError, sentence
+from castwise.lab.inspect.nonfinite import first_nonfinite
+from castwise.lab.parity.isolation import copied, undisturbed, unspoilt
+from castwise.lab.parity.probes import REFERENCE
+from castwise.lab.watch.moments import Moment, set_generators
+from castwise.lab.watch.passes import Loss, Ran, run_step, total
+from castwise.lab.workloads.workload import non_finite_parts
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What made a step diverge.
+
+    Attributes:
+        cause: ``batch``, ``format``, ``loss scale`` or ``transient``.
+        evidence: What was tried and seen, in clauses.
+        plan: For ``format`` and ``loss scale``, one under which the step is sound, as has been tried.
+    """
+
+    cause: str
+    evidence: str
+    plan: Plan | None = None
+
+
+def diagnose(
+    amp: Amp, model: nn.Module, loss: Loss, moments: Sequence[Moment], limit: float, ranks: Ranks
+) -> list[Verdict]:
+    """Find out why a step diverges, or that it does not from these weights. Nothing of the training notices.
+
+    A collective: each rank tries its own microbatches, on a whole copy of the model.
+
+    Args:
+        amp: The session.
+        model: The module that it has prepared, with good weights.
+        loss: From the model and a batch.
+        moments: The step's microbatches.
+        limit: The largest loss of a step, as :func:`castwise.lab.watch.passes.mean_loss` has it, that training brings.
+        ranks: That train together.
+
+    Returns:
+        The verdict of each rank.
+    """
+    parts = [part for number, moment in enumerate(moments) for part in _parts(moment, number, len(moments))]
+    holders = ranks.gather(parts[:3])
+    if any(holders):
+        return [
+            Verdict("batch" if found else "transient", f"not finite in the data: {'; '.join(found)}")
+            for found in holders
+        ]
+    with unspoilt(model, "Recovery"), undisturbed():
+        weights = {
+            name: gathered(value) if isinstance(value, Tensor) else value
+            for name, value in amp.model_state_dict(model).items()
+        }
+        twin = copied(model, "Recovery") if is_cut(model) else model
+        return ranks.every(lambda: _Trials(amp, twin, weights, loss, moments, limit).verdict())
+
+
+def _parts(moment: Moment, number: int, of: int) -> list[str]:
+    return non_finite_parts(moment.batch, "batch" if of == 1 else f"microbatch {number}")
+
+
+class _Trials:
+    def __init__(
+        self,
+        amp: Amp,
+        model: nn.Module,
+        weights: Mapping[str, Any],
+        loss: Loss,
+        moments: Sequence[Moment],
+        limit: float,
+    ) -> None:
+        self._plan = dataclasses.replace(amp.plan, compile="as_given")
+        self._model, self._loss, self._moments, self._limit = model, loss, moments, limit
+        self._device = next((p.device for p in model.parameters()), torch.device(amp.device_type))
+        self._weights = weights
+        scale = self._plan.loss_scale
+        # a dynamic scale is sought anew by skipping: what counts is whether any would do
+        self._scale = None if scale is None else 1.0 if scale.dynamic else scale.init
+
+    def verdict(self) -> Verdict:
+        ran, said = self._try(self._plan)
+        if self._is_sound(ran):
+            return Verdict(
+                "transient", f"from the good state the same batch is sound under {self._plan}: {said}"
+            )
+        reference, also = self._try(REFERENCE)
+        if not self._is_sound(reference):
+            return Verdict("batch", f"in fp32 it is no better: {also} (under {self._plan}: {said})")
+        told = f"{said} under {self._plan}, {also} in fp32"
+        for cause, what, plan in self._cures():
+            cured, how = self._try(plan)
+            if self._is_sound(cured):
+                return Verdict(cause, f"{told}; {what}; tried under {plan}: {how}", plan)
+        return Verdict("batch", f"{told}, and no plan that was tried cures it")
+
+    def _cures(self) -> Iterator[tuple[str, str, Plan]]:
+        """Plans that may cure it, from the one that changes least: cause, what points to it, and the plan."""
+        scale = self._plan.loss_scale
+        for moment in self._moments:
+            set_generators(moment.random)
+            try:
+                found = first_nonfinite(
+                    _fp32_of(self._model, self._weights), lambda m, b: total(self._loss(m, b)), to_device(moment.batch, self._device), self._plan,
+                    device=self._device, loss_scale=None if scale is None else self._scale, group=ALONE,
+                )  # fmt: skip
+            except CastwiseError:
+                continue
+            for trial in found.trials:
+                if not trial.finite:
+                    continue
+                where = found.module or "the model"
+                lower = trial.plan.loss_scale is not None and trial.plan.regions == self._plan.regions
+                cause = "loss scale" if lower and trial.plan.ops == self._plan.ops else "format"
+                if cause == "format" and trial.what not in ("fp32", "fp64"):
+                    plan = dataclasses.replace(trial.plan, loss_scale=scale)
+                    yield (
+                        cause,
+                        f"{found.operator} in {where} is the first that is not finite ({found.why})",
+                        plan,
+                    )
+                elif cause == "loss scale" and not (scale is not None and scale.dynamic):
+                    yield cause, f"the backward of {where} overflows", trial.plan
+        whole = dataclasses.replace(self._plan, regions=(*self._plan.regions, Region("**", compute="fp32")))
+        yield "format", "no single region was found to do it", whole
+
+    def _try(self, plan: Plan) -> tuple[Ran | None, str]:
+        """A run of the step, and what became of it in a clause."""
+        scales = (
+            {} if self._scale is None or plan.loss_scale != self._plan.loss_scale else {"loss": self._scale}
+        )
+        moments = [(moment.batch, moment.random) for moment in self._moments]
+        try:
+            ran = run_step(
+                "Recovery", copied(self._model, "Recovery"), self._loss, plan, self._device, moments,
+                lambda model: _load(model, self._weights), scales=scales, keep=False,
+            )  # fmt: skip
+        except CastwiseError as error:
+            return None, sentence(error)
+        gradients = f", gradients of {ran.nonfinite[0]} not finite" if ran.nonfinite else ""
+        return ran, f"loss {ran.loss:.4g}{gradients}"
+
+    def _is_sound(self, ran: Ran | None) -> bool:
+        return ran is not None and ran.finite and ran.loss <= self._limit
+
+
+def _fp32_of(model: nn.Module, weights: Mapping[str, Any]) -> nn.Module:
+    """A copy of a prepared model as the fp32 model that it stands for."""
+    copy = copied(model, "Recovery")
+    widen_(copy)
+    _load(copy, weights)
+    return copy
+
+
+def _load(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    model.load_state_dict(dict(weights))

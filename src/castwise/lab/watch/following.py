@@ -1,0 +1,76 @@
+"""Steps of a session's optimizers, whoever makes them: ``amp.step``, or somebody else's plain ``optimizer.step()``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from castwise.core import _torch
+from castwise.core.scaler import StepResult
+from castwise.core.session.amp import Amp, Inside
+
+
+def follow(
+    amp: Amp,
+    losses: Callable[[Tensor, str], object],
+    steps: Callable[[Sequence[Optimizer], StepResult], object],
+    begin: Callable[[], object] | None = None,
+) -> Callable[[], None]:
+    """As :meth:`castwise.Amp.listen`, and steps that do not come from :meth:`castwise.Amp.step` are told too.
+
+    The host waits at such a step for whether it was skipped. Nothing of this keeps the owner of the methods alive, who may hold the
+    session's model, nor the session.
+
+    Args:
+        amp: The session.
+        losses: A method; gets each loss and its name.
+        steps: A method; gets the optimizers, and what became of their step.
+        begin: A method; called before an optimizer of the session steps, whoever has it step.
+
+    Returns:
+        What ends it.
+    """
+    session = weakref.ref(amp)
+    heard, told = weakref.WeakMethod(losses), weakref.WeakMethod(steps)
+    begun = None if begin is None else weakref.WeakMethod(begin)
+    skips: dict[int, int] = {}
+
+    def inside(optimizer: Optimizer) -> Inside | None:
+        alive = session()
+        found = None if alive is None else Inside(alive)
+        return found if found is not None and found.members.holds(optimizer) else None
+
+    def before(optimizer: Optimizer, _closure: bool) -> None:
+        found = inside(optimizer)
+        if found is None:
+            return
+        if begun is not None and (call := begun()) is not None:
+            call()
+        if id(optimizer) not in found.window.stepping:
+            skips[id(optimizer)] = found.window.skipped_steps
+
+    def after(optimizer: Optimizer) -> None:
+        was, found, call = skips.pop(id(optimizer), None), inside(optimizer), told()
+        if was is not None and found is not None and call is not None:
+            call((optimizer,), StepResult((), skipped=found.window.skipped_steps > was))
+
+    def hear(loss: Tensor, name: str) -> None:
+        if (call := heard()) is not None:
+            call(loss, name)
+
+    def tell(optimizers: Sequence[Optimizer], result: StepResult) -> None:
+        if (call := told()) is not None:
+            call(optimizers, result)
+
+    silent = amp.listen(hear, tell)
+    unhooked = weakref.finalize(amp, _torch.around_every_step(before, after))
+    unhooked.atexit = False
+
+    def end() -> None:
+        silent()
+        unhooked()
+
+    return end

@@ -1,0 +1,187 @@
+"""States of a training that can be gone back to: the last few checkpoints, and what goes back beside the session."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise.core import checkpoint
+from castwise.core.checkpoint.folder import candidates
+from castwise.core.ranks.pieces import is_dtensor
+from castwise.core.session.amp import Amp, Inside
+from castwise.errors import CheckpointError, PlanError, sentence
+from castwise.lab.watch.moments import generators, set_generators
+
+KEPT = 2
+"""How many there are: the last may hold what diverges later."""
+
+
+@dataclass(frozen=True)
+class Good:
+    """A good state: its checkpoint, the step that comes next, where in the data that begins, and the breaks between passes behind it.
+
+    ``own`` is what each rank has to itself, in its memory: Python's and NumPy's generators, and buffers.
+    """
+
+    path: Path
+    step: int
+    cursor: int
+    breaks: int
+    own: Mapping[str, Any] = field(repr=False, compare=False)
+
+
+class GoodStates:
+    """The good states of one training, the oldest first.
+
+    Args:
+        amp: The session.
+        model: As the loop runs it.
+        inner: The module that the session has prepared.
+        optimizers: Those that update it.
+        also: Objects with ``state_dict`` and ``load_state_dict``, by name.
+        folder: Where they are written.
+
+    Attributes:
+        all: They themselves.
+
+    Raises:
+        PlanError: One of ``also`` lacks these.
+    """
+
+    all: list[Good]
+
+    def __init__(
+        self,
+        amp: Amp,
+        model: nn.Module,
+        inner: nn.Module,
+        optimizers: Sequence[Optimizer],
+        also: Mapping[str, Any],
+        folder: Path,
+    ) -> None:
+        for name, thing in also.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise PlanError(
+                    f"Recovery(also={{{name!r}: {type(thing).__name__}}}): needs state_dict and load_state_dict; leave it out, or "
+                    "wrap it in an object that has them"
+                )
+        self._amp, self._model, self._inner, self._optimizers = amp, model, inner, optimizers
+        self._also, self._folder = also, folder
+        self._serial = max((step for step, _ in candidates(folder)), default=-1) + 1
+        self._ranks = Inside(amp).ranks
+        self.all = []
+
+    def add(self, step: int, cursor: int, breaks: int) -> None:
+        """Save the state that it is now. All ranks call it together.
+
+        Raises:
+            CheckpointError: It could not be written; those before are as they were.
+        """
+        own = {
+            "generators": {name: state for name, state in generators(self._amp).items() if name != "torch"},
+            "buffers": {name: buffer.detach().clone() for name, buffer in self._inner.named_buffers()},
+        }
+        also = {name: thing.state_dict() for name, thing in self._also.items()}
+        saving = checkpoint.save(
+            self._folder,
+            self._serial,
+            model=self._model,
+            optimizers=self._optimizers,
+            amp=self._amp,
+            extra={"step": step, "also": also},
+            keep=None,
+            process_group=self._ranks.group,
+        )
+        self._serial += 1
+        self.all.append(Good(saving.path, step, cursor, breaks, own))
+        for old in self.all[:-KEPT]:
+            self._remove(old)
+        self.all = self.all[-KEPT:]
+
+    def before(self, step: int, earlier: int) -> Good:
+        """The newest whose next step is before this one, so that it was seen to be good, or the start.
+
+        ``earlier``: so many further back, where there are.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        goods = [good for good in self.all if good.step < step] or self.all[:1]
+        if not goods:
+            raise CheckpointError(f"Recovery: step {step} diverged, and there is no good state to go back to")
+        return goods[max(0, len(goods) - 1 - earlier)]
+
+    def load(self, good: Good) -> None:
+        """Have everything as it was then, without gradients, or, where that fails or is interrupted, as it is now.
+
+        Raises:
+            CheckpointError: It is not there any more, or does not fit.
+        """
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        self._inner.zero_grad()
+        before = {name: copy.deepcopy(thing.state_dict()) for name, thing in self._also.items()}
+
+        def accept(extra: Any) -> None:
+            for name, thing in self._also.items():
+                try:
+                    thing.load_state_dict(_as_held(extra["also"][name], before[name]))
+                except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                    raise CheckpointError(
+                        f"{name} of also= does not take its state: {sentence(error)}"
+                    ) from error
+
+        try:
+            checkpoint.load(
+                good.path, model=self._model, optimizers=self._optimizers, amp=self._amp, accept=accept,
+                process_group=self._ranks.group,
+            )  # fmt: skip
+        except BaseException:
+            for name, thing in self._also.items():
+                thing.load_state_dict(before[name])
+            raise
+        with torch.no_grad():
+            for name, buffer in self._inner.named_buffers():
+                if name in good.own["buffers"]:
+                    buffer.copy_(good.own["buffers"][name])
+        set_generators({**generators(self._amp), **good.own["generators"]})
+
+    def forget_after(self, good: Good) -> None:
+        """Delete the states that came after one."""
+        for other in self.all:
+            if other.step > good.step:
+                self._remove(other)
+        self.all = [other for other in self.all if other.step <= good.step]
+
+    def _remove(self, good: Good) -> None:
+        """Delete a state, by a rename first, so that nothing that has a checkpoint's name is half of one."""
+        if self._ranks.rank == 0:
+            doomed = good.path.with_name(f".{good.path.name}.deleted")
+            with contextlib.suppress(OSError):
+                good.path.rename(doomed)
+                shutil.rmtree(doomed)
+
+
+def _as_held(saved: Any, held: Any) -> Any:
+    """What was saved, tensors of the whole, cut as what is held now is."""
+    if isinstance(held, Tensor) and isinstance(saved, Tensor) and is_dtensor(held):
+        from torch.distributed.tensor import distribute_tensor
+
+        cut: Any = held
+        return distribute_tensor(
+            saved.to(held.device), cut.device_mesh, cut.placements, src_data_rank=None
+        )  # fmt: skip
+    if isinstance(saved, Mapping) and isinstance(held, Mapping):
+        return {key: _as_held(value, held.get(key)) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(held, (list, tuple)) and len(saved) == len(held):
+        return type(saved)(map(_as_held, saved, held))
+    return saved

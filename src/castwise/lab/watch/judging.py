@@ -1,0 +1,95 @@
+"""What of a training's samples and steps raises an alarm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from torch.optim import Optimizer
+
+from castwise.core.plans.formats import FORMATS
+from castwise.core.plans.text import some
+from castwise.core.session.amp import Amp, Inside
+from castwise.lab.watch.alarms import Alarms
+from castwise.lab.watch.records import Alarm, Sample
+from castwise.lab.watch.turns import RECENT, Turn
+
+SEEKS = 16
+"""Steps in a row that may be skipped while the loss scale is sought, before the first that is made."""
+
+
+class Judge:
+    """Holds what is seen against the lines.
+
+    Args:
+        amp: The session.
+        crossed: The lines, and the alarms that are open.
+
+    Attributes:
+        news: Alarms that were raised or cleared since somebody took them out.
+    """
+
+    def __init__(self, amp: Amp, crossed: Alarms) -> None:
+        self.news: list[Alarm] = []
+        self._amp, self._session, self._crossed = amp, Inside(amp), crossed
+
+    def judge(self, turn: Turn, sample: Sample) -> None:
+        """Hold a sample against them."""
+        regions = sample.regions
+
+        def by_region(name: str) -> dict[str, float]:
+            return {r.path: value for r in regions if (value := getattr(r, name)) is not None}
+
+        low = {
+            r.path: r.output / FORMATS["fp16"].max
+            for r in regions
+            if r.near_overflow is not None and r.output is not None
+        }
+        self.see("near_overflow", low, turn)
+        if sample.skipped is not True:
+            if sample.skipped is False:
+                bad = {
+                    r.path: float(
+                        any(v is not None and not math.isfinite(v) for v in (r.grad_norm, r.output))
+                    )
+                    for r in regions
+                }
+                self.see("nonfinite", bad, turn)
+            self.see("underflow", by_region("underflow"), turn)
+            self.see("update_ratio", by_region("update_ratio"), turn)
+            over = turn.over_median(sample.grad_norm)
+            self.see("grad_norm", {} if over is None else {"": over}, turn)
+        self.see("lost_updates", {} if sample.lost_updates is None else {"": sample.lost_updates}, turn)
+        self._see_scale(turn, sample.loss_scale)
+        self._see_share(turn)
+
+    def note_skip(self, optimizer: Optimizer, turn: Turn) -> None:
+        """Hold a step against them that was skipped."""
+        if turn.made or turn.streak > SEEKS:
+            self.see("skipped_in_a_row", {"": float(turn.streak)}, turn, lambda: self._blame(optimizer))
+        if self._session.window.scales:
+            self._see_scale(turn, self._amp.get_scale(), lambda: self._blame(optimizer))
+        self._see_share(turn, lambda: self._blame(optimizer))
+
+    def _see_scale(self, turn: Turn, scale: float | None, detail: Callable[[], str] = str) -> None:
+        moves = self._amp.plan.loss_scale is not None and self._amp.plan.loss_scale.dynamic
+        self.see("loss_scale", {"": scale} if moves and scale is not None else {}, turn, detail)
+
+    def _see_share(self, turn: Turn, detail: Callable[[], str] = str) -> None:
+        if len(turn.recent) == RECENT:
+            self.see("skipped_share", {"": sum(turn.recent) / RECENT}, turn, detail)
+
+    def _blame(self, optimizer: Optimizer) -> str:
+        """Where gradients are not finite, in words."""
+        paths = dict.fromkeys(
+            name.rpartition(".")[0] or "the model" for name in self._amp.scaler.non_finite_params(optimizer)
+        )
+        return f" in {some([*paths], 3)}" if paths else ""
+
+    def see(
+        self, kind: str, values: Mapping[str, float], turn: Turn, detail: Callable[[], str] = str
+    ) -> None:
+        """Hold values by region against the line of a kind; ``detail`` is asked where one crosses it."""
+        alarm = self._crossed.see(kind, values, turn.steps, turn.number, detail)
+        if alarm is not None:
+            self.news.append(alarm)

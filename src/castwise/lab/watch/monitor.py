@@ -1,0 +1,393 @@
+"""``Monitor``: numerics of a running training, sampled, with alarms and audits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise.core import _torch
+from castwise.core.masters import OfThisProcess
+from castwise.core.scaler import StepResult
+from castwise.core.session.amp import Amp, Inside
+from castwise.errors import CheckpointError, NonFiniteError, PlanError, StateError, check_count
+from castwise.lab.watch.alarms import Alarms, Line, lines_of
+from castwise.lab.watch.audit import Auditor, badness, failed
+from castwise.lab.watch.judging import Judge
+from castwise.lab.watch.records import Alarm, Audit, MonitorReport, Sample
+from castwise.lab.watch.sampling import Sampler
+from castwise.lab.watch.sinks import Board, JsonLines, Log, Screen, Sinks
+from castwise.lab.watch.statistics import Outputs
+from castwise.lab.watch.turns import Turn
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+EVERY = 128
+"""Steps between two samples by default: bench/bench_monitor.py has what that costs."""
+AUDIT_EVERY = 5000
+"""Steps between two audits by default: they then cost less than 1 % of the training's time."""
+
+
+KEPT = 512
+"""Samples, alarms and audits that are kept."""
+
+
+class Monitor(OfThisProcess):
+    """Watches the trainings of a session: cheap enough to be always on, and nothing of the training notices.
+
+    ::
+
+        amp = castwise.Amp("fp16-mixed")
+        model, optimizer = amp.prepare(model, optimizer)
+        with castwise.Monitor(amp, jsonl="monitor.jsonl") as monitor:
+            ...  # the loop as it is
+        rich.print(monitor.table())
+
+    Steps count themselves, whoever makes them: ``amp.step``, ``optimizer.step()``, Lightning, the Trainer of transformers. The monitor may be
+    made before ``prepare`` or after it. At every ``every``-th step of an optimizer it looks at gradients, weights, the update and
+    the outputs of modules that have parameters of their own; skipped steps and the loss scale it follows at every step.
+    Weights, gradients, random numbers and modes are bit for bit those of a run without it.
+
+    Args:
+        amp: The session.
+        every: Steps between two samples, by each optimizer's own count.
+        jsonl: A file to which each sample, alarm and audit is appended as a line of JSON.
+        tensorboard: A folder for event files, or a ``SummaryWriter``.
+        log: ``log(values, step)``, called with every sample's numbers by name: ``wandb.log``, ``logger.log_metrics``. What it raises is
+            a warning, once, and the training goes on.
+        live: Show the last sample and the open alarms in the terminal, where there is one.
+        on_alarm: ``on_alarm(alarm)``, called with each :class:`castwise.lab.watch.Alarm` when it is raised, behind the step that raised it, on
+            every rank with the same. What it raises goes through that step, which has been made or skipped whole: a way to end a run.
+        lines: By kind of alarm another :class:`~castwise.lab.watch.alarms.Line`, or None to leave it out; see
+            ``castwise.lab.watch.LINES``.
+        loss: ``loss(model, batch)`` -> scalar tensor; with ``batches`` the plan is audited: held against fp32 as in :func:`castwise.parity`, on
+            copies of the model as trained so far, which for that time take about five times the memory of fp32 weights; where it is
+            sharded, of all weights on every rank.
+        batches: For audits: a sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator.
+        audit_every: Steps between two audits; the first is made behind the first step that this monitor sees.
+        accumulate: Microbatches that one update of the training averages, on all ranks together.
+
+    Where torch.distributed is in use, every rank makes the same monitor; samples are joined over the session's ranks, and the
+    first of them writes.
+
+    Attributes:
+        samples: The last ones, 512 at most.
+        alarms: All that were raised.
+        audits: All that were made.
+
+    Raises:
+        PlanError: A number, line or kind that cannot be; it names the argument.
+    """
+
+    def __init__(
+        self,
+        amp: Amp,
+        *,
+        every: int = EVERY,
+        jsonl: str | os.PathLike[str] | None = None,
+        tensorboard: Any = None,
+        log: Callable[[dict[str, float], int], object] | None = None,
+        live: bool = False,
+        on_alarm: Callable[[Alarm], object] | None = None,
+        lines: Mapping[str, Line | None] | None = None,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        batches: Any = None,
+        audit_every: int = AUDIT_EVERY,
+        accumulate: int = 1,
+    ) -> None:
+        if not isinstance(amp, Amp):
+            raise PlanError(f"Monitor({type(amp).__name__}): needs the session, a castwise.Amp")
+        for name, value in (("every", every), ("audit_every", audit_every), ("accumulate", accumulate)):
+            check_count("Monitor", name, value, 1)
+        if on_alarm is not None and not callable(on_alarm):
+            raise PlanError(f"Monitor(on_alarm={on_alarm!r}): needs a function of an Alarm")
+        if (loss is None) != (batches is None):
+            given, lacks = ("batches", "loss") if loss is None else ("loss", "batches")
+            raise PlanError(
+                f"Monitor({given}=...): an audit needs {lacks}= too; give both, or neither for no audits"
+            )
+        self.samples: deque[Sample] = deque(maxlen=KEPT)
+        self.alarms: deque[Alarm] = deque(maxlen=KEPT)
+        self.audits: deque[Audit] = deque(maxlen=KEPT)
+        self._amp, self._session = amp, Inside(amp)
+        self._every, self._audit_every, self._on_alarm = every, audit_every, on_alarm
+        self._crossed = Alarms(lines_of(lines))
+        self._auditor = None if loss is None else Auditor(loss, batches, accumulate)
+        self._sampler = Sampler(amp)
+        self._judge = Judge(amp, self._crossed)
+        self._audited = self._closed = False
+        self._turns: dict[int, Turn] = {}
+        self._turn_by_id: dict[int, tuple[weakref.ref[Optimizer], Turn]] = {}
+        self._to_tell: list[Alarm] = []
+        self._sinks = Sinks(
+            [
+                *([] if jsonl is None else [JsonLines(jsonl)]),
+                *([] if tensorboard is None else [Board(tensorboard)]),
+                *([] if log is None else [Log(log)]),
+                *([Screen()] if live else []),
+            ]
+            if self._session.ranks.rank == 0
+            else []
+        )
+        # the hooks of all optimizers do not hold the monitor; the session does, so that it lives as long
+        alive = weakref.ref(self)
+        self._end = weakref.finalize(self, _end, _hooks(alive), self._sampler.outputs)
+        self._end.atexit = False
+        self._listened = amp.listen(steps=self._stepped)
+
+    # --- what there is to see -----------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps so far, of the optimizer that made most; skipped ones count."""
+        return max((turn.steps for turn in self._turns.values()), default=0)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped so far, those before a resume too. Waits as :attr:`castwise.Amp.skipped_steps` does."""
+        return self._sampler.skipped_before + self._session.window.skipped_steps
+
+    @property
+    def open_alarms(self) -> tuple[Alarm, ...]:
+        """Alarms that were raised and not cleared since."""
+        return tuple(self._crossed.open.values())
+
+    def report(self) -> MonitorReport:
+        """What was seen so far. Waits for the device where a fused optimizer on it decided about skipping."""
+        return MonitorReport(
+            str(self._amp.plan), self._amp.device_type, self.step, self.skipped_steps, self._every,
+            tuple(self.samples), tuple(self.alarms), tuple(self.audits), tuple(self._sampler.unseen), self.open_alarms,
+            tuple(self._amp.restored_buffers.items()),
+        )  # fmt: skip
+
+    def table(self) -> RenderableType:
+        """The report, for ``rich.print``."""
+        return self.report().table()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return self.report().to_dict()
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the report: ``monitor.json`` and the page ``monitor.html``."""
+        return self.report().save(Path(folder))
+
+    def audit(self) -> Audit:
+        """Hold the plan against fp32 now, at the weights as they are; every rank calls it. Waits for the device.
+
+        Raises:
+            PlanError: The monitor has no loss and batches, or the session not one model.
+            CastwiseError: The model, the loss or the batches cannot be used.
+        """
+        if self._auditor is None:
+            raise PlanError("Monitor.audit(): needs Monitor(amp, loss=..., batches=...)")
+        found = self._session.ranks.every(self._audit)
+        return self._note_audit(found)
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from: counts and open alarms, plain values. The session's state is saved apart."""
+        turns = [
+            {"number": t.number, "steps": t.steps, "streak": t.streak, "made": t.made}
+            for t in self._turns.values()
+        ]
+        return {
+            "version": 1, "turns": turns, "open_alarms": self._crossed.state(), "skipped_steps": self.skipped_steps,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            CheckpointError: Not a state of a monitor.
+        """
+        try:
+            if state["version"] != 1:
+                raise ValueError(f"version {state['version']!r}")
+            turns = [Turn(every=self._every, **values) for values in state["turns"]]
+            skipped = state.get("skipped_steps", 0)
+            counts = [skipped, *(count for turn in turns for count in (turn.number, turn.steps, turn.streak))]
+            if not all(type(count) is int and count >= 0 for count in counts):
+                raise ValueError("a count that is none")
+            self._crossed.load(state["open_alarms"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"Monitor.load_state_dict: not the state_dict() of a Monitor ({type(error).__name__}: {error})"
+            ) from error
+        self._sampler.skipped_before = skipped - self._session.window.skipped_steps
+        self._turns = {turn.number: turn for turn in turns}
+        self._turn_by_id.clear()
+
+    def close(self) -> None:
+        """End watching and close files; what was seen stays to be read."""
+        self._closed = True
+        self._listened()
+        self._end()
+        self._sinks.close()
+
+    # --- around steps -------------------------------------------------------------------------------------
+
+    def _turn(self, optimizer: Optimizer) -> Turn:
+        known = self._turn_by_id.get(id(optimizer))
+        if known is not None and known[0]() is optimizer:
+            return known[1]
+        places = [id(one) for one in self._session.members.optimizers]
+        number = places.index(id(optimizer))
+        turn = self._turns.setdefault(number, Turn(number, self._every))
+        self._turn_by_id[id(optimizer)] = weakref.ref(optimizer), turn
+        return turn
+
+    def _before(self, optimizer: Optimizer, closure: bool) -> None:
+        """Before the step of any optimizer."""
+        session = self._session
+        if not session.members.holds(optimizer):
+            return
+        session.agreement.check_even("Monitor")
+        turn = self._turn(optimizer)
+        turn.closure, turn.skips, turn.update = closure, session.window.skips, None
+        if turn.due and not _torch.dynamo_callback():
+            self._sampler.attempt("gradients and weights", self._sampler.look, optimizer, turn)
+
+    def _after(self, optimizer: Optimizer) -> None:
+        """Behind the step of any optimizer."""
+        session = self._session
+        if not session.members.holds(optimizer):
+            return
+        turn = self._turn(optimizer)
+        if turn.update is not None:
+            self._sampler.attempt("updates", self._sampler.look_again, turn, turn.update)
+        if (
+            id(optimizer) not in session.window.stepping
+        ):  # else the session tells when all of its step is done
+            self._ended(optimizer, session.window.skips > turn.skips)
+
+    def _stepped(self, optimizers: Sequence[Optimizer], result: StepResult) -> None:
+        """Behind a step of the session."""
+        skipped = result.skipped if result.known else None
+        for optimizer in optimizers:
+            self._ended(optimizer, skipped)
+
+    def _ended(self, optimizer: Optimizer, skipped: bool | None) -> None:
+        turn = self._turn(optimizer)
+        due, update, turn.update = turn.due, turn.update, None
+        turn.count(skipped)
+        if skipped:
+            self._judge.note_skip(optimizer, turn)
+        elif self._crossed.open and turn.streak == 0:
+            self._judge.see("skipped_in_a_row", {"": float(turn.streak)}, turn)
+        self._take_news()
+        if due:
+            sample = self._sampler.sample(turn, update, skipped)
+            self.samples.append(sample)
+            self._write(sample)
+            self._judge.judge(turn, sample)
+            self._take_news()
+        if (
+            self._auditor is not None
+            and turn.number == 0
+            and (turn.steps % self._audit_every == 0 or not self._audited)
+        ):
+            self._audited = True
+            self._note_audit(self._session.ranks.every(self._audit_or_say))
+        if self._sampler.outputs.armed or turn.due:
+            self._sampler.arm(self._turns.values())
+        while self._to_tell:
+            alarm = self._to_tell.pop(0)
+            if self._on_alarm is not None:
+                self._on_alarm(alarm)
+
+    # --- audits -------------------------------------------------------------------------------------------
+
+    def _audit_or_say(self) -> Audit:
+        """An audit; where fp32 itself is not finite, or after the first, what keeps it from being made."""
+        try:
+            return self._audit()
+        except Exception as error:
+            if not (self.audits or isinstance(error, NonFiniteError)):
+                raise  # what is wrong with loss or batches is an error, at once
+            mine = failed(error)
+            self._sampler.note_unseen(mine.reason)
+            return mine
+
+    def _audit(self) -> Audit:
+        members, auditor = self._session.members, self._auditor
+        assert auditor is not None
+        if len(members.models) != 1:
+            raise PlanError(
+                f"Monitor(loss=...): an audit takes one model, and the session has {len(members.models)}; leave loss= and batches= out"
+            )
+        (model,) = members.models
+        optimizer = next(iter(members.optimizers), None)
+        return auditor.audit(
+            self._amp.plan, self._amp.get_scale(), model, members.arrived.get(model, {}), optimizer
+        )
+
+    def _note_audit(self, found: Sequence[Audit]) -> Audit:
+        """Keep the worst of all ranks' findings."""
+        worst = max(range(len(found)), key=lambda rank: badness(found[rank]))
+        count = sum(audit.microbatches for audit in found)
+        audit = dataclasses.replace(found[worst], step=self.step, rank=worst, microbatches=count)
+        self.audits.append(audit)
+        self._write(audit)
+        if audit.verdict != "undecided" and self._turns:
+            value = float(audit.verdict == "fail")
+            self._judge.see("audit", {"": value}, self._turns[min(self._turns)], lambda: audit.reason)
+            self._take_news()
+        return audit
+
+    # --- giving out ---------------------------------------------------------------------------------------
+
+    def _take_news(self) -> None:
+        while self._judge.news:
+            alarm = self._judge.news.pop(0)
+            if alarm.cleared is None:
+                self.alarms.append(alarm)
+                self._to_tell.append(alarm)
+            self._write(alarm)
+
+    def _write(self, event: Sample | Alarm | Audit) -> None:
+        if self._session.ranks.rank == 0:
+            self._sinks.write(event, self._now)
+
+    def _now(self) -> MonitorReport:
+        """The report without what the terminal does not show: to draw it costs as much at the last sample as at the first."""
+        whole = self.report()
+        return dataclasses.replace(whole, samples=whole.samples[-1:], audits=whole.audits[-1:])
+
+    def __enter__(self) -> Self:
+        if self._closed:
+            raise StateError("Monitor: this monitor was closed, and watches no longer; make a new one")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _hooks(alive: weakref.ref[Monitor]) -> Callable[[], None]:
+    """Call a monitor around every step as long as there is one; returns what ends it."""
+
+    def before(optimizer: Optimizer, closure: bool) -> None:
+        monitor = alive()
+        if monitor is not None:
+            monitor._before(optimizer, closure)
+
+    def after(optimizer: Optimizer) -> None:
+        monitor = alive()
+        if monitor is not None:
+            monitor._after(optimizer)
+
+    return _torch.around_every_step(before, after)
+
+
+def _end(unhook: Callable[[], None], outputs: Outputs) -> None:
+    unhook()
+    outputs.disarm()

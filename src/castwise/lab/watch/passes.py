@@ -1,0 +1,167 @@
+"""Forward and backward of one step, from given weights and random states, on a copy of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core.casting.trees import to_device
+from castwise.core.model.arrival import widen_for
+from castwise.core.plans.plan import Plan
+from castwise.core.ranks import ALONE
+from castwise.core.scaler import gradients as of_scaler
+from castwise.core.session import Amp
+from castwise.lab.watch.moments import set_generators
+from castwise.lab.workloads.workload import check_loss, users_code
+
+Loss = Callable[[nn.Module, Any], Any]
+"""From a model and a batch the loss; several as a mapping by name, or as a sequence."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a step came to.
+
+    Attributes:
+        losses: In their order, 0-dim.
+        names: Of the losses.
+        gradients: By name, the loss scale in them.
+        nonfinite: Names of parameters whose gradients are not finite.
+    """
+
+    losses: list[Tensor]
+    names: list[str]
+    gradients: dict[str, Tensor]
+    nonfinite: list[str]
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of it is. The host waits for the device."""
+        return not self.nonfinite and all(bool(torch.isfinite(value).all()) for value in self.losses)
+
+    @property
+    def loss(self) -> float:
+        """As :func:`mean_loss`."""
+        return mean_loss(zip(self.names, self.losses, strict=True))
+
+
+def mean_loss(losses: Iterable[tuple[str, Tensor]]) -> float:
+    """The loss of a step: of each name the mean over microbatches, or evaluations, added up. The host waits for the device."""
+    by: dict[str, list[float]] = {}
+    for name, value in losses:
+        by.setdefault(name, []).append(float(value))
+    return sum(sum(values) / len(values) for values in by.values())
+
+
+def run_step(
+    call: str,
+    model: nn.Module,
+    loss: Loss,
+    plan: Plan,
+    device: torch.device,
+    moments: Sequence[tuple[Any, Mapping[str, Any]]],
+    load: Callable[[nn.Module], None],
+    *,
+    names: Sequence[Sequence[str]] = (),
+    scales: Mapping[str, float] | None = None,
+    keep: bool = True,
+) -> Ran:
+    """Run the microbatches of a step under a plan.
+
+    Args:
+        call: The caller, for errors.
+        model: A copy to experiment on.
+        loss: From it and a batch.
+        plan: To run under.
+        device: To run on.
+        moments: Each microbatch, and the random states that it began with.
+        load: Gives the prepared model its weights.
+        names: Of the losses, by microbatch.
+        scales: Loss scales by name, in the place of the plan's first.
+        keep: Return copies of the gradients.
+
+    Raises:
+        CastwiseError: The plan does not fit, or the loss is none.
+        ValueError: A random state that no generator takes.
+    """
+    model.to(device)
+    losses: list[Tensor] = []
+    called: list[str] = []
+    with Amp(plan, device=device, group=ALONE) as amp:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizers = (torch.optim.SGD(trained, lr=0.0),) if plan.keeps_masters and trained else ()
+        amp.prepare(model, *optimizers, widen=widen_for(plan, model))
+        load(model)
+        _set_scales(amp, scales or {})
+        model.zero_grad(set_to_none=True)
+        for at, (batch, random) in enumerate(moments):
+            set_generators(random)
+            with users_code(f"{call}: loss(model, batch) failed"):
+                values = by_name(loss(model, to_device(batch, device)), names[at] if at < len(names) else ())
+            for name, value in values:
+                losses.append(check_loss(value, call).detach().clone())
+                called.append(name)
+                amp.backward(value, name, retain_graph=len(values) > 1)
+        kept = (
+            {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+            if keep
+            else {}
+        )
+        return Ran(losses, called, kept, gradients_not_finite(model))
+
+
+def by_name(given: Any, names: Sequence[str] = ()) -> list[tuple[str, Tensor]]:
+    """The losses of a microbatch, with their names."""
+    if isinstance(given, Mapping):
+        return list(given.items())
+    if isinstance(given, (tuple, list)):
+        return [(names[at] if at < len(names) else "loss", value) for at, value in enumerate(given)]
+    return [(names[0] if names else "loss", given)]
+
+
+def total(given: Any) -> Tensor:
+    """All losses of a microbatch as one."""
+    first, *others = (value for _, value in by_name(given))
+    return sum(others, first)
+
+
+def gradients_not_finite(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradients hold an infinity or a NaN. The host waits for the device."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not bool(torch.isfinite(of_scaler.values(parameter.grad)).all())
+    ]
+
+
+def _set_scales(amp: Amp, scales: Mapping[str, float]) -> None:
+    """Have losses at these scales."""
+    state = amp.state_dict()
+    if not state["scaler"] or not scales:
+        return
+    first = state["scaler"]
+    others = {
+        name: {"scale": scale, "_growth_tracker": 0, "hysteresis_tracker": 0}
+        for name, scale in scales.items()
+        if name != "loss"
+    }
+    amp.load_state_dict({
+        **state,
+        "scaler": {**first, "scale": scales.get("loss", first["scale"]), "losses": others},
+    })
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """As many threads as then: sums are cut into as many parts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(count, 1024)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,448 @@
+"""Make a recorded step again: bit for bit under its own plan, or under any other."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core.casting import default_device_type
+from castwise.core.casting.trees import to_device
+from castwise.core.checkpoint.folder import candidates, read_manifest
+from castwise.core.checkpoint.storage import need
+from castwise.core.parallel.wrappers import unwrap
+from castwise.core.plans.formats import LOW_DTYPES
+from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.plans.text import shown, some
+from castwise.core.ranks import ALONE
+from castwise.core.scaler.gradients import values
+from castwise.core.session.process import find_device
+from castwise.errors import CastwiseError, CheckpointError, PlanError, StateError
+from castwise.lab.inspect.nonfinite import FirstNonfinite, first_nonfinite
+from castwise.lab.parity.isolation import copied, undisturbed, unspoilt
+from castwise.lab.result import Result
+from castwise.lab.watch import step_files
+from castwise.lab.watch.moments import set_generators
+from castwise.lab.watch.passes import Loss, Ran, run_step, threads, total
+from castwise.lab.workloads.workload import find_workload
+
+
+@dataclass(frozen=True)
+class Record:
+    """One rank's part of a step as it was recorded; see :class:`castwise.lab.watch.recorder.Recorder`.
+
+    Attributes:
+        path: Its folder.
+        rank: Whose part it is.
+        world_size: How many ranks made the step together.
+        step: Which of those that the recorder saw.
+        kind: ``overflow``, ``loss``, ``alarm`` or ``error``.
+        reason: What was seen, in a clause.
+        plan: That it ran under.
+        device: Type of the device that it ran on.
+        workload: By which name its job is found again, as whoever wrote it says; None where the recorder was told none.
+        moments: Each microbatch's ``batch``, ``random`` states, and whether it was ``changed`` in place.
+        losses: Each with its ``moment``, ``name`` and ``value``.
+        nonfinite: Parameters whose gradients were not finite.
+    """
+
+    path: Path
+    rank: int
+    world_size: int
+    step: int
+    kind: str
+    reason: str
+    plan: Plan
+    device: str
+    workload: str | None
+    moments: list[dict[str, Any]] = field(repr=False)
+    losses: list[dict[str, Any]] = field(repr=False)
+    nonfinite: list[str] = field(repr=False)
+    content: Mapping[str, Any] = field(repr=False)
+    weights: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> list[Record]:
+        """Read a record, or the newest of a folder of them, and check all of it; returns the part of each rank that wrote it.
+
+        Raises:
+            CheckpointError: There is none, or it is damaged.
+        """
+        path = _newest(Path(folder))
+        _, contents, weights = step_files.read(path)
+        try:
+            for content in contents:
+                _check(content)
+            plans = [Plan.from_json(content["plan"]) for content in contents]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"replay({str(path)!r}): it is damaged, or no record: {error}") from None
+        parts = []
+        for content, plan in zip(contents, plans, strict=True):
+            if content["shared_buffers"]:
+                content["buffers"] = contents[0]["buffers"]
+            own = {name: content[name] for name in _OF_A_RECORD}
+            parts.append(cls(path=path, plan=plan, content=content, weights=weights, **own))
+        return parts
+
+    def load_into(self, model: nn.Module) -> None:
+        """Give a model, prepared or not, the weights, buffers and modes that the step began with.
+
+        Raises:
+            CheckpointError: It has other weights.
+        """
+        wanted = {
+            key: tuple(value.shape) for key, value in model.state_dict().items() if isinstance(value, Tensor)
+        }
+        saved = {key: tuple(value.shape) for key, value in self.weights.items() if isinstance(value, Tensor)}
+        if wanted != saved:
+            other = sorted(key for key in wanted.keys() | saved.keys() if wanted.get(key) != saved.get(key))
+            raise CheckpointError(
+                f"replay({str(self.path)!r}): the {type(model).__name__} is another model than the recorded one: {len(other)} "
+                f"weights differ in name or shape, such as {other[0]!r} ({saved.get(other[0])} recorded, {wanted.get(other[0])} "
+                "here). Give the model that was trained, or the workload that makes it."
+            )
+        model.load_state_dict(dict(self.weights))
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                kept = self.content["buffers"].get(name)
+                if isinstance(kept, Tensor) and kept.shape == buffer.shape:
+                    buffer.copy_(kept)
+
+    def set_modes(self, model: nn.Module) -> None:
+        """Train and freeze what was trained and frozen."""
+        training, frozen = set(self.content["training"]), set(self.content["frozen"])
+        for name, module in model.named_modules():
+            module.training = name in training
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.requires_grad_(name not in frozen)
+
+
+_OF_A_RECORD = (
+    "rank", "world_size", "step", "kind", "reason", "device", "workload", "moments", "losses", "nonfinite",
+)  # fmt: skip
+
+
+def _newest(folder: Path) -> Path:
+    if (folder / "checkpoint.json").exists():
+        return folder
+    passed: list[str] = []
+    for _, path in candidates(folder):
+        found = read_manifest(path)
+        if isinstance(found, dict):
+            if passed:
+                warnings.warn(f"replay({str(folder)!r}): passed over {some(passed, 3)}", stacklevel=4)
+            return path
+        passed.append(f"{path.name}, which {found}")
+    why = f" Passed over: {some(passed, 3)}." if passed else ""
+    raise CheckpointError(
+        f"replay({str(folder)!r}): there is no complete record.{why} Allowed: a folder that a Recorder wrote, or one of its records."
+    )
+
+
+def _check(content: Mapping[str, Any]) -> None:
+    """See that what anybody may have written is of the types that are counted on.
+
+    Raises:
+        ValueError: It is not.
+    """
+    kinds: dict[str, Any] = {
+        "kind": str, "reason": str, "step": int, "workload": (str, type(None)), "plan": str, "device": str, "threads": int,
+        "world_size": int, "moments": list, "losses": list, "scales": dict, "buffers": dict, "training": list, "frozen": list,
+        "nonfinite": list, "skipped": (bool, type(None)), "grad_norm": (Tensor, type(None)), "rank": int,
+        "shared_buffers": bool,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        need(isinstance(content.get(name), kind), f"{name} is not of its kind")
+    for moment in content["moments"]:
+        good = isinstance(moment, dict) and moment.keys() == {"batch", "random", "changed"}
+        need(good and isinstance(moment["random"], dict), "a moment is none")
+    for loss in content["losses"]:
+        good = isinstance(loss, dict) and loss.keys() == {"moment", "name", "value"}
+        need(good and isinstance(loss["value"], Tensor) and loss["value"].numel() == 1, "a loss is none")
+    need(
+        all(isinstance(scale, Tensor) and scale.numel() == 1 for scale in content["scales"].values()),
+        "a loss scale is none",
+    )
+    for name in ("training", "frozen", "nonfinite"):
+        need(all(isinstance(text, str) for text in content[name]), f"{name} are no names")
+
+
+@dataclass(frozen=True)
+class Replay(Result):
+    """A step that was made again.
+
+    Attributes:
+        path: The record.
+        step: Its number.
+        reason: Why it was recorded.
+        recorded_plan: The plan that it ran under.
+        plan: The plan that it was made again under.
+        recorded_losses: Each loss as it was, in its order.
+        losses: Each as it is now.
+        recorded_nonfinite: Parameters whose gradients were not finite.
+        nonfinite: Those whose gradients are not finite now.
+        exact: Whether losses are equal bit for bit and the same gradients are not finite; None under another plan or on another
+            kind of device, where they need not be.
+        notes: What stands in the way of an exact answer.
+        first: The first operator that turned finite numbers into others, as :func:`castwise.first_nonfinite` found it; None
+            where all is finite, or nobody asked.
+        world_size: How many ranks made the step together.
+        ranks: Of each recorded loss, the rank that it is of.
+        gradients: By name, as the backward left them: the loss scale is in them. Of several ranks the mean. Not in
+            :meth:`to_dict`.
+    """
+
+    kind: ClassVar[str] = "replay"
+
+    path: Path
+    step: int
+    reason: str
+    recorded_plan: Plan
+    plan: Plan
+    recorded_losses: tuple[float, ...]
+    losses: tuple[float, ...]
+    recorded_nonfinite: tuple[str, ...]
+    nonfinite: tuple[str, ...]
+    exact: bool | None
+    notes: tuple[str, ...] = ()
+    first: FirstNonfinite | None = None
+    world_size: int = 1
+    ranks: tuple[int, ...] = ()
+    gradients: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def finite(self) -> bool:
+        """Whether losses and gradients are finite now."""
+        return not self.nonfinite and all(map(math.isfinite, self.losses))
+
+    def _fields(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "gradients"}
+        return own | {
+            "path": str(self.path),
+            "recorded_plan": str(self.recorded_plan),
+            "plan": str(self.plan),
+            "recorded_losses": [_plain(value) for value in self.recorded_losses],
+            "losses": [_plain(value) for value in self.losses],
+            "finite": self.finite,
+            "first": None if self.first is None else self.first.to_dict(),
+        }
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write ``replay.json`` into a folder, and what :attr:`first` writes beside it; returns the folder."""
+        self.write(Path(folder))
+        return Path(folder)
+
+    def write(self, folder: Path) -> list[Path]:
+        """As :meth:`save`; returns the paths of the files."""
+        from castwise.report.files import (
+            write_whole,  # where it is needed: training imports no room that reports
+        )
+
+        folder.mkdir(parents=True, exist_ok=True)
+        written = [folder / "replay.json"]
+        write_whole(written[0], self.to_json() + "\n")
+        if self.first is not None:
+            page = self.first.save(folder)
+            written += dict.fromkeys([page, folder / "nonfinite.json"])
+        return written
+
+
+def _plain(value: float) -> float | str:
+    """A loss for JSON: what is not finite by its name, since which it was matters."""
+    return value if math.isfinite(value) else str(value)
+
+
+def replay(
+    folder: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    loss: Loss | None = None,
+    *,
+    workload: str | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    rank: int | None = None,
+    find: bool = True,
+) -> Replay:
+    """Make a recorded step again, on a copy of the model.
+
+    Forward and backward of each microbatch run from the recorded weights, buffers, modes, random states and loss scale. On
+    a CPU, with the torch and the number of threads of the recording, losses and gradients come out bit for bit.
+
+    A step that several ranks made, whole or in shards of FSDP2, is made again in this one process on the whole model: each
+    rank's microbatches from the weights that all began with, and then the mean of their gradients. Where tensor parallelism cut
+    the weights, ranks added up in another order: the step comes out near, and with dropout between cut layers as another one.
+
+    Args:
+        folder: A record of a :class:`~castwise.lab.watch.recorder.Recorder`, or its folder, whose newest is taken.
+        model: Built as the one that was trained, with any weights; prepared or not. Without one the workload's.
+        loss: What the training does from a batch, as the loader hands it out, to the loss: ``loss(model, batch)``. Where there
+            are several losses for a batch, they come as a mapping by name, or as a sequence of losses of one name.
+        workload: Of which the model and the loss are, where none are given. A workload is code that runs, so a name that stands
+            in the record alone is never imported: whoever wrote the record may be somebody else.
+        plan: To run under; by default the recorded one.
+        device: To run on; by default the recorded kind.
+        rank: Make the part of this rank alone; by default those of all, one after the other.
+        find: Where something is not finite, look for the operator that began it: :func:`castwise.first_nonfinite`.
+
+    Returns:
+        Losses and gradients, then and now.
+
+    Raises:
+        CheckpointError: No complete record there, or one of another model.
+        StateError: Neither a model and a loss nor a workload; says which one was recorded.
+        WorkloadError: A loss that is none.
+        PlanError: A rank that did not write the record.
+    """
+    records = Record.read(folder)
+    record = records[0]
+    if rank is not None:
+        records = [one for one in records if one.rank == rank]
+        if not records:
+            raise PlanError(
+                f"replay(rank={rank!r}): {str(record.path)!r} is of {record.world_size} ranks, and not of that one"
+            )
+    if (model is None) != (loss is None):
+        raise StateError("replay: give model and loss both, or neither and a workload")
+    chosen = record.plan if plan is None else as_plan(plan)
+    if model is None or loss is None:
+        if workload is None:
+            raise StateError(_without_code(record, folder, plan=plan, device=device, rank=rank))
+        found = find_workload(workload)
+        with undisturbed():
+            model = found.model()
+        loss = found.loss
+    where = find_device("replay", device, record.device if record.device == "cpu" else default_device_type())
+    inner = unwrap(model)
+    runs: list[Ran] = []
+    gradients: dict[str, Tensor] = {}
+    formats: dict[str, torch.dtype] = {}
+    first, notes = None, _notes(records)
+    with unspoilt(inner, "replay"), undisturbed():
+        for one in records:
+            with threads(one.content["threads"]):
+                ran = _run(one, copied(inner, "replay"), loss, chosen, where)
+                _add(gradients, ran.gradients, len(records))
+                formats |= {name: gradient.dtype for name, gradient in ran.gradients.items()}
+                runs.append(replace(ran, gradients={}))
+                if find and first is None and not ran.finite:
+                    first = _first(one, copied(inner, "replay"), loss, chosen, where)
+                    if first is not None and record.world_size > 1:
+                        notes.append(f"the first operator that is not finite is that of rank {one.rank}")
+        gradients = {name: gradient.to(formats[name]) for name, gradient in gradients.items()}
+        nonfinite = [name for name, grad in gradients.items() if not bool(torch.isfinite(values(grad)).all())]
+    recorded = [[item["value"] for item in one.losses] for one in records]
+    was_nonfinite = list(dict.fromkeys(name for one in records for name in one.nonfinite))
+    exact = None
+    if chosen == record.plan and where.type == record.device:
+        exact = all(_equal(then, ran.losses) for then, ran in zip(recorded, runs, strict=True))
+        if len(records) == record.world_size:  # else gradients of others are in those that were recorded
+            exact = exact and sorted(nonfinite) == sorted(was_nonfinite)
+    return Replay(
+        path=record.path, step=record.step, reason=record.reason, recorded_plan=record.plan, plan=chosen,
+        recorded_losses=tuple(float(value) for then in recorded for value in then),
+        losses=tuple(float(value) for ran in runs for value in ran.losses),
+        recorded_nonfinite=tuple(was_nonfinite), nonfinite=tuple(nonfinite), exact=exact, notes=tuple(notes), first=first,
+        world_size=record.world_size,
+        ranks=tuple(one.rank for one, then in zip(records, recorded, strict=True) for _ in then), gradients=gradients,
+    )  # fmt: skip
+
+
+def _without_code(record: Record, folder: str | os.PathLike[str], **options: object) -> str:
+    """What to say where nobody has named the code of a step: what the record says it was, and the command to type."""
+    call = f"replay({str(record.path)!r})"
+    if record.workload is None:
+        return f"{call}: the record names no workload; give model= and loss=, or workload= (--workload)"
+    # A record may be anybody's: what it says is shown so that no terminal and no shell makes more of it than text.
+    known = record.workload if record.workload.isprintable() and len(record.workload) < 200 else "WORKLOAD"
+    given = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
+    words = [
+        "castwise",
+        "replay",
+        os.fspath(folder),
+        "--workload",
+        known,
+        *(word for pair in given for word in pair),
+    ]
+    return (
+        f"{call}: it was recorded with workload {shown(record.workload)}. Its code runs only if you name it yourself; to "
+        f"do so, type: {shlex.join(words)} (in Python: workload={shown(record.workload)})"
+    )
+
+
+def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor], ranks: int) -> None:
+    """Add one rank's share to the mean gradients, low ones in fp32, as FSDP2 takes it."""
+    for name, gradient in gradients.items():
+        wide = gradient.float() if gradient.dtype in LOW_DTYPES else gradient
+        share = wide / ranks if ranks > 1 else gradient
+        total[name] = total[name] + share if name in total else share
+
+
+def _notes(records: Sequence[Record]) -> list[str]:
+    record = records[0]
+    manifest = read_manifest(record.path)
+    was = manifest["torch"] if isinstance(manifest, dict) else torch.__version__
+    notes = []
+    if was != torch.__version__:
+        notes.append(f"recorded by torch {was}, and this is {torch.__version__}")
+    if any(moment["changed"] for one in records for moment in one.moments):
+        notes.append("a batch was written to in place after the loader had handed it out")
+    if any(one.content.get("moved") is True for one in records):
+        notes.append(
+            "another optimizer had stepped on the batch, so that weights had moved since it was handed out"
+        )
+    if len(records) < record.world_size:
+        notes.append("of one of several ranks: its gradients were averaged with those of the others")
+    return notes
+
+
+def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether losses are equal bit for bit; one NaN is as good as another."""
+    return len(one) == len(other) and all(
+        a.dtype is b.dtype and torch.equal(torch.nan_to_num(a, nan=-1.0), torch.nan_to_num(b, nan=-1.0))
+        and torch.equal(a.isnan(), b.isnan())
+        for a, b in zip((t.cpu().reshape(()) for t in one), (t.cpu().reshape(()) for t in other), strict=True)
+    )  # fmt: skip
+
+
+def _run(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> Ran:
+    """Forward and backward of the step, as recorded."""
+    record.set_modes(model)
+    count = len(record.moments)
+    names = [[item["name"] for item in record.losses if item["moment"] == at] for at in range(count)]
+    try:
+        return run_step(
+            "replay", model, loss, plan, device, [(m["batch"], m["random"]) for m in record.moments], record.load_into,
+            names=names, scales={name: float(scale) for name, scale in record.content["scales"].items()},
+        )  # fmt: skip
+    except ValueError as error:
+        if isinstance(error, CastwiseError):
+            raise
+        raise CheckpointError(f"replay({str(record.path)!r}): it is damaged: {error}") from None
+
+
+def _first(
+    record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device
+) -> FirstNonfinite | None:
+    """Where it began, in the first microbatch that shows it; None where each is finite by itself."""
+    model.to(device)
+    record.load_into(model)
+    record.set_modes(model)
+    scale = record.content["scales"].get("loss")
+    for moment in record.moments:
+        set_generators(moment["random"])
+        found = first_nonfinite(
+            model, lambda m, b: total(loss(m, b)), to_device(moment["batch"], device), plan,
+            device=device, loss_scale=None if plan.loss_scale is None or scale is None else float(scale), group=ALONE,
+        )  # fmt: skip
+        if found:
+            return found
+    return None

@@ -1,0 +1,161 @@
+"""What a monitor looks at around a step, and the sample that comes of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from castwise.core import _torch
+from castwise.core.session.amp import Amp, Inside
+from castwise.lab.watch.records import RegionSample, Sample
+from castwise.lab.watch.statistics import Number, Outputs, Update, aside, join, read, region_of, shares
+from castwise.lab.watch.turns import Turn
+
+_T = TypeVar("_T")
+
+
+class Sampler:
+    """Looks at gradients, weights, updates and outputs of the trainings of a session.
+
+    Args:
+        amp: The session.
+
+    Attributes:
+        outputs: What watches the outputs of modules.
+        unseen: What could not be looked at, and why.
+        skipped_before: Steps that were skipped before the session was made.
+    """
+
+    def __init__(self, amp: Amp) -> None:
+        self.outputs = Outputs(amp.device_type)
+        self.unseen: dict[str, None] = {}
+        self.skipped_before = 0
+        self._amp, self._session = amp, Inside(amp)
+        self._blind = 0
+        self._compiled: weakref.WeakSet[nn.Module] | None = None
+        self._dropped: Any = WeakIdKeyDictionary()
+        self._logged = False
+
+    def look(self, optimizer: Optimizer, turn: Turn) -> None:
+        """Look at gradients and weights before a step; what comes of it is ``turn.update``."""
+        pieces, world = self._session.agreement.pieces, self._session.ranks.size
+        update = Update(
+            optimizer,
+            region_of(self._session.members.models),
+            lambda p: pieces.count(p) / world if world > 1 else 1.0,
+        )
+        if not turn.closure:
+            aside(self._amp.device_type, update.see_gradients)
+        aside(self._amp.device_type, update.see_weights)
+        # fused kernels unscale by themselves
+        update.scaled = getattr(optimizer, "grad_scale", None) is not None
+        turn.update = update
+
+    def look_again(self, turn: Turn, update: Update) -> None:
+        """Look at the weights behind it."""
+        if turn.closure:
+            aside(self._amp.device_type, update.see_gradients)
+        aside(self._amp.device_type, update.see_update)
+
+    def arm(self, every: Iterable[Turn]) -> None:
+        """Watch outputs of the next step if it is a sample.
+
+        Not of the first: code that is compiled with hooks on its modules is compiled anew when they go.
+        """
+        session = self._session
+        held = len(session.members.optimizers)
+        turns = [turn for turn in every if turn.number < held]
+        due = self._blind < 2 and any(turn.due and turn.steps for turn in turns)
+        if due == self.outputs.armed:
+            return
+        if not due:
+            self.outputs.disarm()
+            return
+        models = session.members.models
+        if self._compiled is None:
+            self._compiled = weakref.WeakSet(_torch.inside_compiled(models))
+        if not self._logged:
+            self._logged = True
+            alive = weakref.ref(self)
+            session.undo.callback(lambda: _put_down(alive))
+        self.outputs.arm(models, self._compiled)
+
+    def _put_down(self) -> None:
+        """The session is closed: nothing stays on its models."""
+        self._logged, self._compiled, self._blind = False, None, 0
+        self.outputs.disarm()
+
+    def sample(self, turn: Turn, update: Update | None, skipped: bool | None) -> Sample:
+        """What was seen, joined over ranks; every rank calls it. Waits for the device."""
+        outputs = self.outputs.take()
+        found = [*outputs, *([] if update is None else update.numbers)]
+        scaler = self._amp.scaler
+        scales = self._session.window.scales
+        if scales:
+            found.append(Number("", "max_scale", scaler.scale_tensor()))
+        mine = self.attempt("figures", read, found) or {}
+        self._add_lost(mine)
+        ranks = self._session.ranks
+        numbers = join(ranks.duplicate("looking").gather(mine)) if ranks.size > 1 else mine
+        if self.outputs.failed:
+            self.note_unseen(self.outputs.failed)
+        if turn.steps > 1 and self._blind < 2:
+            self._blind = 0 if outputs else self._blind + 1
+        if self._compiled or self._blind > 1:
+            which = "compiled modules" if self._compiled and outputs else "modules"
+            self.note_unseen(
+                f"outputs of {which}, and their gradients: under torch.compile modules are not called one by one"
+            )
+        scale = numbers.pop(("", "max_scale"), None)
+        unscaled = 1.0 if update is None or not update.scaled or not scale else scale
+        regions = []
+        for path in dict.fromkeys(region for region, _ in numbers):
+            said = shares(numbers, path)
+            if unscaled != 1.0 and said["grad_norm"] is not None:
+                said["grad_norm"] /= unscaled
+            regions.append(RegionSample(path, **said))
+        whole = shares(_whole(numbers), "")
+        return Sample(
+            turn.steps, turn.number, skipped, self.skipped_before + self._session.window.skips, scale,
+            None if whole["grad_norm"] is None else whole["grad_norm"] / unscaled,
+            whole["update_ratio"], whole["lost_updates"], tuple(regions),
+        )  # fmt: skip
+
+    def _add_lost(self, numbers: dict[tuple[str, str], float]) -> None:
+        """Add what rounding dropped since the last sample."""
+        counts = list(self._session.dropped.by_parameter.items())
+        regions = region_of(self._session.members.models) if counts else {}
+        for parameter, (moved, lost) in counts:
+            before = self._dropped.get(parameter, (0, 0))
+            path = regions.get(id(parameter), "")
+            for name, count in (("moved", moved - before[0]), ("lost", max(0, lost - before[1]))):
+                if moved > before[0]:
+                    numbers[path, name] = numbers.get((path, name), 0.0) + count
+            self._dropped[parameter] = moved, lost
+
+    def attempt(self, what: str, call: Callable[..., _T], *args: Any) -> _T | None:
+        """Look at something; what fails is noted, and the training goes on."""
+        try:
+            return call(*args)
+        except Exception as error:
+            self.note_unseen(f"{what}: {type(error).__name__}: {error}")
+            return None
+
+    def note_unseen(self, what: str) -> None:
+        """Note what could not be looked at, once."""
+        self.unseen.setdefault(what)
+
+
+def _whole(numbers: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    return join({("", name): value} for (_, name), value in numbers.items())
+
+
+def _put_down(alive: weakref.ref[Sampler]) -> None:
+    sampler = alive()
+    if sampler is not None:
+        sampler._put_down()

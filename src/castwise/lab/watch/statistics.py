@@ -1,0 +1,364 @@
+"""What a sampled step is asked: sums over gradients, weights, updates and outputs, left on the device until all are read at once.
+
+Nothing here is recorded by autograd, draws random numbers or writes to what training reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise.core import _torch, masters
+from castwise.core.casting.trees import tensors_in
+from castwise.core.plans.formats import FORMATS
+from castwise.core.ranks.pieces import summed
+from castwise.core.scaler import gradients
+
+ELEMENTS = 2**14
+"""Elements that stand for a larger parameter's update, and for a larger tensor's shares."""
+CALLS = 4
+"""Calls of one module that are looked at in one step, of those that gradients may flow through."""
+_FP16 = FORMATS["fp16"]
+_T = TypeVar("_T")
+NEAR = _FP16.max / 8
+_ROUNDING = _FP16.smallest_subnormal**2 / 12
+"""Expected square of what rounding to a multiple of the smallest subnormal number adds, to numbers that go on below it."""
+
+
+class Number(NamedTuple):
+    """A number of a region that is still on the device.
+
+    Attributes:
+        region: Module path.
+        name: What it is; those of one name are added up, or the largest counts where the name begins with ``max_``.
+        value: 0-dim.
+        weight: What it counts for, so that a sum over ranks counts each element once.
+    """
+
+    region: str
+    name: str
+    value: Tensor
+    weight: float = 1.0
+
+
+_NORMS = ("gradient", "weight", "sampled", "update")
+"""Norms, whose squares are added up."""
+Numbers = dict[tuple[str, str], float]
+"""By region and name."""
+
+
+def read(numbers: Iterable[Number]) -> Numbers:
+    """Add numbers up on the host; waits for the device, once."""
+    by_device: dict[torch.device, list[Number]] = defaultdict(list)
+    for number in numbers:
+        by_device[number.value.device].append(number)
+    out: Numbers = {}
+    for some in by_device.values():
+        host = torch.stack([number.value.float() for number in some]).tolist()
+        for number, value in zip(some, host, strict=True):
+            value = value * value if number.name in _NORMS else value
+            _put(out, (number.region, number.name), value * number.weight)
+    return out
+
+
+def join(parts: Iterable[Numbers]) -> Numbers:
+    """Those of all ranks together."""
+    out: Numbers = {}
+    for part in parts:
+        for key, value in part.items():
+            _put(out, key, value)
+    return out
+
+
+def _put(out: Numbers, key: tuple[str, str], value: float) -> None:
+    if key not in out:
+        out[key] = value
+    elif not key[1].startswith("max_"):
+        out[key] += value
+    elif math.isnan(value) or value > out[key]:  # once there, NaN stays
+        out[key] = value
+
+
+def aside(device_type: str, call: Callable[..., _T], *args: Any) -> _T:
+    """Call something without autograd, and without a plan's casting."""
+    casts = torch.is_autocast_enabled(device_type)
+    if casts:
+        torch.set_autocast_enabled(device_type, False)
+    try:
+        return _torch.without_grad(call, *args)  # type: ignore[no-any-return]
+    finally:
+        if casts:
+            torch.set_autocast_enabled(device_type, True)
+
+
+# --- outputs ------------------------------------------------------------------------------------------------
+
+
+def owners(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with parameters of their own, by path; those of a second model begin with ``1:``."""
+    for number, model in enumerate(models):
+        for path, module in model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                yield (f"{number}:" if number else "") + path, module
+
+
+def region_of(models: Iterable[nn.Module]) -> dict[int, str]:
+    """Module paths by ``id`` of parameters and of their masters."""
+    out: dict[int, str] = {}
+    for path, module in owners(models):
+        for parameter in module.parameters(recurse=False):
+            for tensor in (parameter, masters.master_of(parameter)):
+                if tensor is not None:
+                    out.setdefault(id(tensor), path)
+    return out
+
+
+class Outputs:
+    """Watches outputs of modules, and the gradients of those in fp16, from :meth:`arm` to :meth:`disarm`."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._handles: list[Any] = []
+        self._calls: dict[str, int] = {}
+        self.numbers: list[Number] = []
+        self.failed = ""
+
+    @property
+    def armed(self) -> bool:
+        """Whether modules have hooks."""
+        return bool(self._handles)
+
+    def arm(self, models: Iterable[nn.Module], compiled: Container[nn.Module]) -> None:
+        """Put hooks on all modules but those that are compiled."""
+        self.disarm()
+        for path, module in owners(models):
+            if module in compiled:
+                continue
+            # first of all hooks of the module: before its border casts what comes out
+            self._handles.append(module.register_forward_hook(_Ear(self, path), prepend=True))
+
+    def disarm(self) -> None:
+        """Take them off."""
+        while self._handles:
+            self._handles[-1].remove()
+            self._handles.pop()
+
+    def take(self) -> list[Number]:
+        """What was seen since the last time."""
+        numbers, self.numbers, self._calls = self.numbers, [], {}
+        return numbers
+
+    def see(self, path: str, output: Any) -> None:
+        """Look at what a module returned; what fails here is noted and goes no further."""
+        try:
+            self._see(path, output)
+        except Exception as error:
+            self.failed = f"outputs of {path or 'the model'}: {type(error).__name__}: {error}"
+
+    def _see(self, path: str, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return  # an evaluation, or a forward that is made again in backward
+        calls = self._calls[path] = self._calls.get(path, 0) + 1
+        if calls > CALLS:
+            return
+        aside(self._device_type, self._measure, path, output)
+
+    def _measure(self, path: str, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+                continue
+            values = masters.local(summed(tensor))
+            if not values.numel():
+                continue
+            self.numbers.append(Number(path, "max_output", _largest(values)))
+            if values.dtype is torch.float16:
+                some = _some(values).abs()
+                self.numbers.append(Number(path, "outputs", _count(some.numel(), some)))
+                self.numbers.append(Number(path, "near", (some > NEAR).sum()))
+                if tensor.grad_fn is not None:  # a leaf would keep the hook
+                    tensor.register_hook(_GradientEar(self, path))
+
+    def see_gradient(self, path: str, gradient: Tensor) -> None:
+        """Look at the gradient of an output; as :meth:`see`."""
+        try:
+            self._see_gradient(path, gradient)
+        except Exception as error:
+            self.failed = f"gradients of outputs of {path or 'the model'}: {type(error).__name__}: {error}"
+
+    def _see_gradient(self, path: str, gradient: Tensor) -> None:
+        if gradient.dtype is not torch.float16 or gradient.layout is not torch.strided:
+            return
+        aside(self._device_type, self._measure_gradient, path, gradient)
+
+    def _measure_gradient(self, path: str, gradient: Tensor) -> None:
+        values = masters.local(gradient)
+        if not values.numel():
+            return
+        some = _some(values).abs().float()
+        zero, small = some == 0, some < _FP16.smallest_normal
+        add = self.numbers.append
+        add(Number(path, "gradients", _count(some.numel(), some)))
+        add(Number(path, "zero", zero.sum()))
+        add(Number(path, "small", small.sum()))
+        add(Number(path, "energy", some.square().sum()))
+
+
+class _Ear:
+    """A forward hook, which copies and pickles of a module have without effect."""
+
+    def __init__(self, outputs: Outputs, path: str) -> None:
+        self._outputs, self._path = outputs, path
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._outputs.see(self._path, output)
+
+    def __reduce__(self) -> Any:
+        return Deaf, ()
+
+
+class Deaf:
+    """What an ear becomes in a copy: it may be called and does nothing."""
+
+    def __call__(self, *_: Any) -> None:
+        """Nothing."""
+
+
+class _GradientEar:
+    """A tensor hook."""
+
+    def __init__(self, outputs: Outputs, path: str) -> None:
+        self._outputs, self._path = outputs, path
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is not None:  # None: nothing uses this output, and another of the same operator is used
+            self._outputs.see_gradient(self._path, gradient)
+
+
+def _largest(values: Tensor) -> Tensor:
+    low, high = torch.aminmax(values)
+    return torch.maximum(-low, high).float()
+
+
+def _count(number: int, like: Tensor) -> Tensor:
+    return torch.full((), float(number), device=like.device)
+
+
+def _some(values: Tensor) -> Tensor:
+    """Elements evenly spread over a tensor, as they lie in memory where they lie without gaps."""
+    flat = _flat(values)
+    return flat[:: -(-flat.numel() // ELEMENTS)] if flat.numel() > ELEMENTS else flat
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def _flat(values: Tensor) -> Tensor:
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+    if span == values.numel():
+        return values.as_strided((span,), (1,), values.storage_offset())
+    return values.reshape(-1)
+
+
+# --- parameters ---------------------------------------------------------------------------------------------
+
+
+class Update:
+    """One step of an optimizer: gradients and weights before it, and how far these moved.
+
+    Args:
+        optimizer: That steps.
+        regions: Module paths, as from :func:`region_of`.
+        weight: What a parameter's numbers count for, so that a sum over ranks counts each element once.
+
+    Attributes:
+        scaled: Whether the loss scale is still in the gradients.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, regions: Mapping[int, str], weight: Callable[[Tensor], float]
+    ) -> None:
+        self._optimizer, self._regions, self._weight = optimizer, regions, weight
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self.scaled = False
+        self.numbers: list[Number] = []
+
+    def see_gradients(self) -> None:
+        """Before the step, or behind one that computes them itself."""
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        pairs = list(zip(params, gradients.on_each(self._optimizer), strict=True))
+        found = [
+            (p, gradients.values(grad.detach())) for p, grad in pairs if grad is not None and grad.numel()
+        ]
+        self._norms("gradient", [p for p, _ in found], [grad for _, grad in found])
+
+    def see_weights(self) -> None:
+        """Before the step."""
+        params = [
+            p for group in self._optimizer.param_groups for p in group["params"] if masters.local(p).numel()
+        ]
+        self._norms("weight", params, [gradients.values(p.detach()) for p in params])
+        self._before = [(p, _some(masters.local(p)).clone()) for p in params]
+
+    def see_update(self) -> None:
+        """Behind the step."""
+        before, self._before = self._before, []
+        kept = [(p, then, _some(masters.local(p))) for p, then in before]
+        kept = [(p, then, now) for p, then, now in kept if then.shape == now.shape]
+        self._norms("sampled", [p for p, _, _ in kept], [then for _, then, _ in kept])
+        moved = (
+            _torch.each_sub([_wide(now) for *_, now in kept], [_wide(then) for _, then, _ in kept])
+            if kept
+            else []
+        )
+        self._norms("update", [p for p, _, _ in kept], moved)
+
+    def _norms(self, name: str, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        kinds: dict[Any, list[int]] = defaultdict(list)
+        for index, tensor in enumerate(values):
+            kinds[tensor.device, tensor.dtype].append(index)
+        for (_, dtype), indices in kinds.items():
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            norms = _torch.each_norm([values[index] for index in indices], 2, wide)
+            for index, norm in zip(indices, norms, strict=True):
+                parameter = params[index]
+                weight = self._weight(parameter)
+                if name in ("sampled", "update"):
+                    weight *= _flat(masters.local(parameter)).numel() / values[index].numel()
+                self.numbers.append(Number(self._regions.get(id(parameter), ""), name, norm, weight))
+
+
+def shares(numbers: Mapping[tuple[str, str], float], region: str) -> dict[str, float | None]:
+    """What a :class:`~castwise.lab.watch.records.RegionSample` says of a region."""
+
+    def of(name: str) -> float | None:
+        return numbers.get((region, name))
+
+    def ratio(above: str, below: str) -> float | None:
+        over, under = of(above), of(below)
+        return None if over is None or not under else over / under
+
+    def root(value: float | None) -> float | None:
+        return None if value is None else math.sqrt(value)
+
+    small, zero, energy, count = of("small"), of("zero"), of("energy"), of("gradients")
+    return {
+        "grad_norm": root(of("gradient")),
+        "weight_norm": root(of("weight")),
+        "update_ratio": root(ratio("update", "sampled")),
+        "output": of("max_output"),
+        "near_overflow": ratio("near", "outputs"),
+        "zero": ratio("zero", "gradients"),
+        "subnormal": None if small is None or zero is None or not count else (small - zero) / count,
+        "lost_updates": ratio("lost", "moved"),
+        "underflow": None if small is None or not count else small * _ROUNDING / energy if energy else 1.0,
+    }

@@ -1,0 +1,127 @@
+"""Is a training well? What its losses and skipped steps say, step by step, the same on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from castwise.core.ranks import Ranks
+from castwise.core.scaler import StepResult
+from castwise.core.session.amp import Amp, Inside
+from castwise.errors import StateError
+from castwise.lab.watch.following import follow
+from castwise.lab.watch.losses import LossLine
+from castwise.lab.watch.passes import mean_loss
+
+STREAK = 3
+"""So many skipped steps in a row, which no loss scale would have saved, have diverged."""
+
+
+def summed(amp: Amp, ranks: Ranks, *numbers: float) -> list[float]:
+    """Each number summed over ranks. The host waits for the device."""
+    if ranks.size == 1:
+        return list(numbers)
+    kind = amp.device_type
+    told = torch.tensor(numbers, dtype=torch.float32 if kind == "mps" else torch.float64, device=kind)
+    torch.distributed.all_reduce(told, group=ranks.group)
+    return [float(one) for one in told.tolist()]
+
+
+class Symptoms:
+    """Listens to a session, and judges each step.
+
+    Args:
+        amp: The session.
+        ranks: That train together.
+        spikes: Whether finite losses count.
+    """
+
+    def __init__(self, amp: Amp, ranks: Ranks, spikes: bool) -> None:
+        self._amp, self._ranks, self._spikes = amp, ranks, spikes
+        self._line = LossLine()
+        self._losses: list[tuple[str, Tensor]] = []
+        self._results: list[StepResult] = []
+        self._skips: list[int] = []
+        """Steps skipped in a row just now."""
+        self._made = True
+        """Whether the last step was made: while steps are skipped nothing says that the weights are good."""
+        self._heard = False
+        """Whether there was ever a step with a loss."""
+        self.end = follow(amp, self._on_loss, self._on_step)
+
+    def _on_loss(self, loss: Tensor, name: str) -> None:
+        Inside(self._amp).agreement.check_even("Recovery")
+        self._losses.append((name, loss.detach().clone()))
+
+    def _on_step(self, _: Sequence[Optimizer], result: StepResult) -> None:
+        self._results.append(result)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether there is no loss of a step that is on its way."""
+        return not self._losses
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a step was made since the last was judged."""
+        return bool(self._results)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is suspected just now."""
+        return self._made and not self._line.suspects and not self._skips
+
+    @property
+    def limit(self) -> float:
+        """The largest loss of a step that training brings."""
+        return self._line.limit
+
+    def judge(self, step: int) -> tuple[str, int]:
+        """What is wrong with the step that was made, in a clause, and the step that it began with; empty where all is well.
+
+        A collective. The host waits for the device.
+
+        Raises:
+            StateError: Steps are made, and no loss was ever seen.
+        """
+        skipped_here = any(result.skipped for result in self._results)
+        total, skips, silent = summed(
+            self._amp, self._ranks, mean_loss(self._losses), float(skipped_here), float(not self._losses)
+        )
+        value, skipped, known = total / self._ranks.size, skips > 0, not silent
+        if not known and not self._heard:
+            raise StateError(
+                "Recovery: a step was made, and no loss was seen, without which nobody knows whether it has diverged. Call "
+                "amp.backward(loss), or amp.scale(loss).backward(), in the place of loss.backward()"
+            )
+        self._heard, self._made = True, not skipped
+        self._skips = (
+            [*(one for one in self._skips if one != step), step] if skipped and self._is_final() else []
+        )
+        if known and not math.isfinite(value):
+            return f"the loss is {value}", step
+        if len(self._skips) >= STREAK:
+            return f"{STREAK} steps in a row were skipped, since gradients are not finite", self._skips[0]
+        if skipped or not known or not self._spikes:
+            return "", step
+        said = self._line.judge(step, value)
+        return said, self._line.suspects[0][0] if said else step
+
+    def _is_final(self) -> bool:
+        """Whether a skipped step is more than a loss scale that seeks its size."""
+        scale = self._amp.plan.loss_scale
+        return scale is None or not scale.dynamic or self._amp.get_scale() <= 1.0
+
+    def back_to(self, step: int) -> None:
+        """Forget what was seen from a step on."""
+        self._line.back_to(step)
+        self._skips, self._made = [], True
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the step that is on its way."""
+        self._losses, self._results = [], []

@@ -1,0 +1,385 @@
+"""What scripts import besides: schedulers, optimizers, a registry, comparisons, under the original's paths."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+import textwrap
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
+
+from castwise.bridges.compat import colossalai
+from castwise.bridges.compat.colossalai import testing
+from castwise.bridges.compat.colossalai.amp import AMP_TYPE, convert_to_amp
+from castwise.bridges.compat.colossalai.nn.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmupLR,
+    MultiStepLR,
+    MultiStepWarmupLR,
+)
+from castwise.bridges.compat.colossalai.nn.optimizer import FusedAdam, FusedSGD, HybridAdam
+from castwise.bridges.compat.colossalai.utils import free_port, set_to_cuda
+from castwise.errors import PlanError, UnknownNameError
+from tests.bridges.compat import colossalai_cases as cases
+from tests.fresh import run_python
+from tests.processes import forks
+from tests.soak import SOAKING
+
+RATES = (0.8, 0.1)
+
+
+# --- rate schedulers --------------------------------------------------------------------------------------------
+
+
+def two_groups() -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in RATES])
+
+
+def rates_of(make: Any, steps: int = 14) -> list[list[float]]:
+    """The rates of each step; half-way on, those of a scheduler that was loaded from the first one's state."""
+    scheduler = make(two_groups())
+    seen = []
+    for step in range(steps):
+        if step == steps // 2:
+            scheduler = resumed(make, scheduler)
+        seen.append(scheduler.get_last_lr())
+        scheduler.optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def resumed(make: Any, scheduler: Any) -> Any:
+    again = make(two_groups())
+    again.load_state_dict(pickle.loads(pickle.dumps(scheduler.state_dict())))
+    for group, rate in zip(again.optimizer.param_groups, again.get_last_lr(), strict=True):
+        group["lr"] = rate  # which an optimizer's own state holds
+    return again
+
+
+def cosine(share: float, rate: float, end: float) -> float:
+    return end + (rate - end) * (1 + math.cos(math.pi * share)) / 2
+
+
+@pytest.mark.parametrize(
+    ("total", "warmup", "end"), [(10, 0, 0.0), (12, 3, 0.01), (30, 1, 0.0), (9, 8, 0.02)]
+)
+def test_the_cosine_after_a_warm_up(total: int, warmup: int, end: float) -> None:
+    """Beyond the last step too, where torch's rises again."""
+    make = functools.partial(CosineAnnealingWarmupLR, total_steps=total, warmup_steps=warmup, eta_min=end)
+    for step, seen in enumerate(rates_of(make)):
+        share = (step - warmup) / (total - warmup)
+        want = [(step + 1) / warmup * rate if step < warmup else cosine(share, rate, end) for rate in RATES]
+        assert seen == pytest.approx(want), step
+    after = rates_of(make)[warmup:]
+    period = total - warmup
+    torchs = rates_of(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, period, eta_min=end))
+    assert all(a == pytest.approx(b) for a, b in zip(after, torchs, strict=False))
+
+
+def test_steps_after_a_warm_up() -> None:
+    """Milestones count from the first step; those within the warm-up are left out."""
+    make = functools.partial(
+        MultiStepWarmupLR, total_steps=14, warmup_steps=3, milestones=[9, 2, 3, 6], gamma=0.5
+    )
+    for step, seen in enumerate(rates_of(make)):
+        falls = sum(step >= milestone for milestone in (3, 6, 9))
+        factor = (step + 1) / 3 if step < 3 else 0.5**falls
+        assert seen == pytest.approx([factor * rate for rate in RATES]), step
+
+
+def test_torchs_schedulers_under_colossal_ais_arguments() -> None:
+    schedulers = torch.optim.lr_scheduler
+    assert rates_of(lambda o: CosineAnnealingLR(o, total_steps=9, eta_min=0.1)) == rates_of(
+        lambda o: schedulers.CosineAnnealingLR(o, T_max=9, eta_min=0.1)
+    )
+    assert rates_of(lambda o: MultiStepLR(o, total_steps=14, milestones=[3, 7])) == rates_of(
+        lambda o: schedulers.MultiStepLR(o, [3, 7])
+    )
+
+
+def test_rates_that_cannot_be() -> None:
+    with pytest.raises(
+        PlanError, match=r"CosineAnnealingWarmupLR\(warmup_steps=-1\): needs warmup_steps >= 0"
+    ):
+        CosineAnnealingWarmupLR(two_groups(), 10, -1)
+    with pytest.raises(PlanError, match="needs the steps at which the rate falls"):
+        MultiStepWarmupLR(two_groups(), 10, 2)
+    scheduler = CosineAnnealingWarmupLR(two_groups(), total_steps=2, warmup_steps=4, eta_min=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no step of the optimizer came before
+        for _ in range(5):
+            scheduler.step()
+    assert scheduler.get_last_lr() == [0.01, 0.01]
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------
+
+
+def stepped(make: Any, steps: int = 5) -> list[Tensor]:
+    """Weights of a small model, in fp64 copies, after some steps on gradients that are given."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))]
+    optimizer = make(params)
+    for step in range(steps):
+        for p in params:
+            p.grad = torch.cos(p.detach() * (step + 1))
+        optimizer.step()
+    return [p.detach().double() for p in params]
+
+
+def adam_in_fp64(decoupled: bool, lr: float, decay: float, steps: int = 5) -> list[Tensor]:
+    """Adam as it was published, and its decay as AdamW has it."""
+    torch.manual_seed(0)
+    params = [torch.randn(4, 3).double(), torch.randn(3).double()]
+    states = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
+    for step in range(steps):
+        for p, (mean, square) in zip(params, states, strict=True):
+            grad = torch.cos(p * (step + 1))
+            if decoupled:
+                p.mul_(1 - lr * decay)
+            else:
+                grad = grad + decay * p
+            mean.mul_(0.9).add_(0.1 * grad)
+            square.mul_(0.999).add_(0.001 * grad**2)
+            bias = (1 - 0.9 ** (step + 1)), (1 - 0.999 ** (step + 1))
+            p.sub_(lr * (mean / bias[0]) / ((square / bias[1]).sqrt() + 1e-8))
+    return params
+
+
+@pytest.mark.parametrize("kind", [HybridAdam, FusedAdam])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_is_the_published_rule_on_torchs_fused_kernel(kind: Any, decoupled: bool) -> None:
+    make = functools.partial(kind, lr=0.05, weight_decay=0.1, adamw_mode=decoupled)
+    for got, want in zip(stepped(make), adam_in_fp64(decoupled, 0.05, 0.1), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert make([nn.Parameter(torch.zeros(1))]).defaults["fused"] is True
+
+
+def test_fused_sgd_is_torchs() -> None:
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+    ours = stepped(lambda params: FusedSGD(params, **options))
+    torchs = stepped(lambda params: torch.optim.SGD(params, **options))
+    assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
+
+
+SCALES = {
+    AMP_TYPE.TORCH: {"init_scale": 256.0},
+    AMP_TYPE.APEX: {"max_loss_scale": 256.0},
+    AMP_TYPE.NAIVE: {"initial_scale": 256.0, "hysteresis": 1},
+}
+
+
+@pytest.mark.parametrize("mode", list(AMP_TYPE))
+def test_hybrid_adam_trains_in_every_mode(mode: AMP_TYPE) -> None:
+    """A step that overflows leaves weights and state alone, and the others train."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    model, optimizer, criterion = convert_to_amp(
+        model, HybridAdam(model.parameters(), lr=0.1), nn.functional.mse_loss, mode, SCALES[mode]
+    )
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for step in range(40):
+        x = torch.randn(32, 4, generator=generator)
+        optimizer.zero_grad()
+        loss = criterion(model(x * (1e7 if step == 3 else 1)).float(), x.sum(1, keepdim=True))
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+    assert optimizer.loss_scale == 128.0
+    optimizer.amp.close()
+
+
+def test_what_the_optimizers_refuse() -> None:
+    params = [nn.Parameter(torch.zeros(1))]
+    with pytest.raises(PlanError, match=r"HybridAdam\(bias_correction=False\): allowed: True. Leave it out"):
+        HybridAdam(params, bias_correction=False)
+    with pytest.raises(
+        PlanError, match=r"nvme_offload_fraction=0.5\): allowed: 0.0. .* zero = dict\(level=3\)"
+    ):
+        HybridAdam(params, nvme_offload_fraction=0.5)
+    with pytest.raises(PlanError, match=r"FusedAdam\(amsgrad=True\): allowed: False. Use torch.optim.AdamW"):
+        FusedAdam(params, amsgrad=True)
+    with pytest.raises(PlanError, match=r"FusedSGD\(wd_after_momentum=True\): allowed: False"):
+        FusedSGD(params, 0.1, wd_after_momentum=True)
+
+
+# --- import lines -----------------------------------------------------------------------------------------------
+
+
+def test_module_paths_of_the_examples(tmp_path: Path) -> None:
+    """Each name is the one that the package around it has; what is absent says what to use instead."""
+    code = """
+        import castwise.bridges.compat
+        castwise.bridges.compat.install("colossalai")
+
+        from colossalai.amp.amp_type import AMP_TYPE
+        from colossalai.context.config import Config, ConfigException
+        from colossalai.context.parallel_context import ParallelContext
+        from colossalai.context.parallel_mode import ParallelMode
+        from colossalai.engine.schedule import NonPipelineSchedule
+        from colossalai.legacy.context.parallel_mode import ParallelMode as again
+        from colossalai.nn import CosineAnnealingLR, FusedSGD, LinearWarmupLR
+        from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, MultiStepWarmupLR
+        from colossalai.nn.optimizer import FusedAdam, HybridAdam
+        from colossalai.registry import LOSSES
+        from colossalai.testing import assert_close_loose, parameterize, rerun_if_address_is_in_use, spawn
+        from colossalai.utils.checkpointing import load_checkpoint, save_checkpoint
+        from colossalai.utils.common import print_rank_0
+        from colossalai.utils.cuda import empty_cache, get_current_device, set_to_cuda, synchronize
+        from colossalai.utils.data_sampler import get_dataloader as loader
+        from colossalai.utils.memory import report_memory_usage
+        from colossalai.utils.timer import MultiTimer, Timer
+        import colossalai
+        import colossalai.utils.cuda as cuda
+        from colossalai import utils
+        import castwise.bridges.compat.colossalai.amp.amp_type as ours
+
+        assert AMP_TYPE is colossalai.amp.AMP_TYPE is ours.AMP_TYPE
+        assert ParallelMode is again is colossalai.context.ParallelMode
+        assert Config is colossalai.context.Config
+        assert MultiTimer is utils.MultiTimer and cuda is colossalai.utils.cuda
+        assert load_checkpoint is utils.load_checkpoint and loader is utils.get_dataloader
+        assert FusedSGD is colossalai.nn.optimizer.FusedSGD
+
+        for line in (
+            "from colossalai.amp.naive_amp import NaiveAMPModel",
+            "from colossalai.context import seed",
+            "from colossalai.context.random import seed",
+            "from colossalai.engine.gradient_handler.utils import bucket_allreduce",
+            "from colossalai.nn.optimizer import CPUAdam",
+            "from colossalai.nn.lr_scheduler import PolynomialLR",
+            "from colossalai.nn.layer import Linear",
+            "from colossalai.utils.common import clip_grad_norm_fp32",
+            "from colossalai.utils.activation_checkpoint import checkpoint",
+            "from colossalai.utils.model.colo_init_context import ColoInitContext",
+            "from colossalai.testing import run_on_environment_flag",
+            "from colossalai.tensor import ColoTensor",
+            "from colossalai.booster.plugin import GeminiPlugin",
+            "import colossalai.pipeline.pipelinable",
+        ):
+            try:
+                exec(line)
+            except ImportError as error:
+                print(error)
+            else:
+                print(line, "ran")
+    """
+    said = run_python(textwrap.dedent(code), tmp_path).splitlines()
+    for line, alternative in zip(
+        said,
+        [
+            "convert_to_naive_amp", "torch.random.fork_rng", "torch.random.fork_rng", "castwise.Amp", "HybridAdam",
+            "torch.optim.lr_scheduler", "parallelize_module", "engine.amp.clip_grad_norm_", "torch.utils.checkpoint",
+            "torch.device('meta')", "pytest", "torch.distributed.tensor", "castwise.Amp(plan).prepare", "pipelining",
+        ],
+        strict=True,
+    ):  # fmt: skip
+        assert alternative in line
+
+
+# --- registry, comparisons, small questions ---------------------------------------------------------------------
+
+
+def test_a_registry_holds_what_is_registered() -> None:
+    registry = colossalai.registry.Registry("LOSSES")
+
+    @registry.register_module
+    class Contrast(nn.Module):
+        pass
+
+    assert registry.has("Contrast")
+    assert registry.get_module("Contrast") is Contrast
+    with pytest.raises(UnknownNameError, match="LOSSES has no 'CrossEntropyLoss'; it has Contrast"):
+        registry.get_module("CrossEntropyLoss")
+
+
+def test_comparisons() -> None:
+    a = torch.tensor([1.0, 2.0])
+    testing.assert_equal(a, a.clone())
+    testing.assert_not_equal(a, -a)
+    testing.assert_close_loose(a, a + 5e-4)
+    testing.check_state_dict_equal(
+        {"w": a, "more": [{"b": a, "n": 3}]}, {"more": [{"b": a, "n": 3}], "w": a + 1e-4}
+    )
+    testing.check_state_dict_equal({"w": a}, {"w": a.double()}, ignore_dtype=True)
+    for wrong in (
+        lambda: testing.assert_equal(a, -a),
+        lambda: testing.assert_not_equal(a, a),
+        lambda: testing.assert_close_loose(a, a + 1e-2),
+        lambda: testing.check_state_dict_equal({"w": a}, {"w": a + 1e-2}),
+        lambda: testing.check_state_dict_equal({"w": a}, {"w": a.double()}),
+        lambda: testing.check_state_dict_equal({"w": a}, {"v": a}),
+        lambda: testing.check_state_dict_equal({"w": {"n": 3}}, {"w": {"n": 4}}),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
+
+
+def test_functions_that_run_several_times() -> None:
+    seen: list[tuple[int, str]] = []
+
+    @testing.clear_cache_before_run()
+    @testing.parameterize("size", [1, 2])
+    @testing.parameterize("kind", ["a", "b"])
+    def record(size: int, kind: str) -> None:
+        seen.append((size, kind))
+
+    record()
+    assert seen == [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
+
+    def failing(times: int, said: str) -> Any:
+        def run() -> str:
+            tries.append(said)
+            if len(tries) <= times:
+                raise RuntimeError(f"at first\n{said}")
+            return "done"
+
+        return run
+
+    again = testing.rerun_on_exception(RuntimeError, ".*already in use.*", max_try=3)
+    tries: list[str] = []
+    assert again(failing(2, "address already in use"))() == "done"
+    for times, said, count in ((3, "address already in use", 3), (1, "something else", 1)):
+        tries.clear()
+        with pytest.raises(RuntimeError):
+            again(failing(times, said))()
+        assert len(tries) == count
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize("differ", [False, True])
+def test_processes_of_a_test_compare_what_they_have(differ: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreters, as for a user, in a soak; else forks, which need no seconds to import torch."""
+    if not SOAKING:
+        forks()
+        monkeypatch.setattr(
+            testing, "start_and_join", functools.partial(start_processes, start_method="forkserver")
+        )
+    run = testing.rerun_if_address_is_in_use()(testing.spawn)
+    said = pytest.raises(ProcessRaisedException, match="expected equal tensors") if differ else nullcontext()
+    with said:
+        run(cases.compare, nprocs=2, differ=differ)
+
+
+def test_small_questions() -> None:
+    assert 1024 <= free_port() < 2**16
+    one, two = nn.Linear(1, 1), nn.Linear(1, 1)
+    assert set_to_cuda(one) is one
+    assert set_to_cuda([one]) is one
+    assert set_to_cuda([one, two]) == [one, two]
+    colossalai.utils.empty_cache()
+    colossalai.utils.set_seed(3)
+    drawn = torch.rand(2)
+    colossalai.utils.set_seed(3)
+    assert torch.equal(drawn, torch.rand(2))

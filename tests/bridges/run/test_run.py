@@ -1,0 +1,361 @@
+"""``castwise run``: scripts as their projects publish them give what the same plan gives them by hand."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from castwise.commands.cli import main
+from tests.fresh import SOURCE
+from tests.processes import Forked, command, run_script
+from tests.soak import each_value, every, pairs, some
+
+PUBLISHED = Path(__file__).with_name("published")
+BY_HAND: dict[str, dict[str, str]] = {
+    "digits": {
+        "    scheduler = ": "    global amp\n    amp = castwise.Amp(PLAN)\n    amp.prepare(model, optimizer)\n    scheduler = ",
+        "loss.backward()": "amp.backward(loss)", "optimizer.step()": "amp.step(optimizer)",
+    },
+    "nanogpt": {
+        "if compile:": "amp = castwise.Amp(PLAN)\namp.prepare(model, optimizer)\nif compile:",
+        "scaler.scale(loss).backward()": "amp.backward(loss)", "scaler.unscale_(optimizer)": "amp.unscale_(optimizer)",
+        "scaler.step(optimizer)": "amp.step(optimizer)",
+    },
+    "dcgan": {
+        "# prepared here": "amp = castwise.Amp(PLAN)\namp.prepare(netD, optimizerD)\namp.prepare(netG, optimizerG)",
+        "errD_real.backward()": "amp.backward(errD_real)", "errD_fake.backward()": "amp.backward(errD_fake)",
+        "errG.backward()": "amp.backward(errG)", "optimizerD.step()": "amp.step(optimizerD)",
+        "optimizerG.step()": "amp.step(optimizerG)",
+    },
+    "vae": {
+        "def loss_function": "amp = castwise.Amp(PLAN)\namp.prepare(model, optimizer)\n\n\ndef loss_function",
+        "loss.backward()": "amp.backward(loss)", "optimizer.step()": "amp.step(optimizer)",
+    },
+    "word_lm": {
+        "# prepared here": "amp = castwise.Amp(PLAN)\namp.prepare(model)", "loss.backward()": "amp.backward(loss)",
+    },
+    "lbfgs": {
+        "# prepared here": "amp = castwise.Amp(PLAN)\namp.prepare(seq, optimizer)", "loss.backward()": "amp.backward(loss)",
+        "optimizer.step(closure)": "amp.step(optimizer, closure=closure)",
+    },
+}  # fmt: skip
+PLANS = ("bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master")
+MIXED = {"word_lm": PLANS[:1], "lbfgs": PLANS[:2]}
+"""What scripts can train by that update weights by hand, or call their model inside a step alone."""
+CASES = [
+    case for name in BY_HAND for case in pairs([name], MIXED.get(name, PLANS)[:: -1 if len(name) % 2 else 1])
+]
+
+
+def run(folder: Path, text: str, *words: str) -> str:
+    """What a script prints under ``castwise run``."""
+    (folder / "train.py").write_text(text)
+    return _printed(Forked(main, ["run", *words], folder, folder / "ran"))
+
+
+def python(folder: Path, text: str) -> str:
+    """What a script prints without it."""
+    (folder / "plain.py").write_text(text)
+    return _printed(Forked(run_script, ["plain.py"], folder, folder / "by-hand"))
+
+
+def _printed(process: Forked) -> str:
+    assert process.wait(100) == 0, process.said("err")
+    return process.said("out")
+
+
+@every(2)
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_a_script_gives_what_the_plan_gives_it_by_hand(name: str, plan: str, tmp_path: Path) -> None:
+    text = (PUBLISHED / f"{name}.txt").read_text()
+    hand = text
+    for old, new in BY_HAND[name].items():
+        assert old in hand
+        hand = hand.replace(old, new)
+    expected = python(tmp_path, f"import castwise\nPLAN = {plan!r}\n{hand}")
+    assert run(tmp_path, text, "--plan", plan, "train.py") == expected
+
+
+@every(2)
+@pytest.mark.parametrize(("name", "plan"), pairs(MIXED, PLANS[2:]))
+def test_what_a_plan_comes_too_late_for_runs_as_it_would(name: str, plan: str, tmp_path: Path) -> None:
+    text = (PUBLISHED / f"{name}.txt").read_text()
+    assert run(tmp_path, text, "--plan", plan, "train.py") == python(tmp_path, text)
+
+
+@pytest.mark.parametrize("plan", some(["fp16-mixed", "bf16-mixed"], 2))
+def test_ranks_of_torchrun_give_what_the_plan_gives_them_by_hand(plan: str, tmp_path: Path) -> None:
+    text = (PUBLISHED / "ddp.txt").read_text()
+    text += "    print(end='', flush=True)\n    os._exit(0)\n"  # gloo's own teardown aborts now and then
+    hand = text.replace("# prepared here", f"amp = castwise.Amp({plan!r})\n    amp.prepare(model)")
+    hand = hand.replace("# optimizer prepared here", "amp.prepare(model, optimizer)")
+    hand = hand.replace("loss.backward()", "amp.backward(loss)\n        amp.unscale_(optimizer)")
+    hand = "import castwise\n" + hand.replace("optimizer.step()", "amp.step(optimizer)")
+    found = {}
+    for name, script, given in (("hand", hand, "fp32"), ("run", text, plan), ("plain", text, "fp32")):
+        (tmp_path / f"{name}.py").write_text(script)
+        ranks = command(tmp_path, 2, "run", "--plan", given, f"{name}.py")
+        assert [rank.code for rank in ranks] == [0, 0], ranks[0].said("err")
+        found[name] = [rank.said("out") for rank in ranks]
+    assert found["run"] == found["hand"] != found["plain"]
+
+
+PAST_HOOKS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(me):
+        super().__init__()
+        me.table, me.norm = nn.Embedding(50, 16), nn.BatchNorm1d(16)
+        me.core = nn.Parameter(torch.randn(16, 16))
+
+    def forward(me, i):
+        return me.norm(me.table(i) @ me.core) @ me.table.weight.t()
+
+    def loss(me, i):
+        return nn.functional.cross_entropy(me.forward(i), i)
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+FIRST
+for _ in range(4):
+    i = torch.randint(0, 50, (32,))
+    optimizer.zero_grad()
+    loss = CALL
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "first", "plan", "said", "by_plan"),
+    [
+        ("model.loss(i)", "", "bf16-mixed", "Net trains under bf16-mixed, from the second call of its forward on", True),
+        ("model.loss(i)", "", "fp16-mixed", "Net trains under fp16-mixed, from the second call of its forward on", True),
+        ("model.loss(i)", "", "bf16-master", "Net runs as it would without castwise: its first call is model.forward(...)", False),
+        ("model.loss(i)", "model(torch.arange(9))", "bf16-mixed", "but the prepared Net was not called, so that", False),
+        ("nn.functional.cross_entropy(model(i), i)", "", "bf16-mixed", "Net trains under bf16-mixed\n", True),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_called_past_its_hooks_runs_by_the_plan_or_is_told(
+    call: str, first: str, plan: str, said: str, by_plan: bool, tmp_path: Path
+) -> None:
+    """Not what the module inside of it that is called first has to do with the plan."""
+    text = PAST_HOOKS.replace("CALL", call).replace("FIRST", first)
+    (tmp_path / "train.py").write_text(text)
+    process = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "ran")
+    found = _printed(process).split()
+    assert said in process.said("err")
+    assert "BatchNorm" not in process.said("err")
+    plain = python(tmp_path, text).split()
+    assert (found != plain) is by_plan
+    assert (found[0] == plain[0]) is (call == "model.loss(i)")
+
+
+WHOLE = """
+import copy, sys, torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(s): super().__init__(); s.norm, s.a, s.b, s.c = nn.LayerNorm(8), nn.LSTM(8, 8), nn.Linear(8, 8), nn.Linear(8, 8); s.c.weight = s.b.weight
+    def forward(s, x): return s.c(s.b(s.a(s.norm(x))[0]))
+torch.manual_seed(0)
+model, x = Model(), torch.randn(4, 4, 8)
+model.register_full_backward_hook(print)
+for hook in [*model._backward_hooks]: del model._backward_hooks[hook]
+o = torch.optim.SGD(model.parameters(), 0.1); sched = torch.optim.lr_scheduler.StepLR(o, 1)
+for _ in range(3): o.zero_grad(); model(x).square().mean().backward(); o.step(); sched.step()
+best = copy.deepcopy(model)
+for name, what in (("model", model), ("best", best), ("all", [model, o, sched])):
+    torch.save(what, name + ".pt")
+with torch.serialization.safe_globals([Model, nn.LayerNorm, nn.LSTM, nn.Linear]):
+    again, best = torch.load("model.pt"), torch.load("best.pt")
+again.a.flatten_parameters()
+with torch.no_grad(): print(round(again(x).square().mean().item(), 2), round(best(x).square().mean().item(), 2), again.c.weight is again.b.weight)
+model, o, sched = torch.load("all.pt", weights_only=False)
+model(x).square().mean().backward(); o.step(); print(o.param_groups[0]["params"][0] is next(model.parameters()))
+"""
+
+
+@pytest.mark.parametrize("plan", ["fp32", *PLANS, "bf16-true"])
+def test_a_script_that_saves_its_model_whole_loads_it_again(plan: str, tmp_path: Path) -> None:
+    """By ``weights_only``, with the globals that it allows; and elsewhere."""
+    if plan.startswith("fp16"):
+        plan += "+loss_scale.init=64"
+    assert run(tmp_path, WHOLE, "--plan", plan, "train.py") == python(tmp_path, WHOLE)
+    run(tmp_path, WHOLE, "--plan", plan, "train.py")
+    for name in ("model", "best", "all"):
+        assert b"castwise" not in (tmp_path / f"{name}.pt").read_bytes()
+
+
+def test_arguments_and_files_are_the_scripts_own(tmp_path: Path) -> None:
+    text = (PUBLISHED / "digits.txt").read_text()
+    found = run(tmp_path, text, "train.py", "--epochs", "1", "--save-model", "--workers", "1")
+    assert found.count("Test set") == 1
+    assert (tmp_path / "mnist_cnn.pt").is_file()
+
+
+ODD = {
+    "exits": ("import sys\nprint(sys.argv[1:], __name__, __file__)\nsys.exit(3)", 3, "['--plan', 'x'] __main__ HERE/train.py\n", ""),
+    "raises": ("def f():\n    raise ValueError('here')\nf()", 1, "", 'train.py", line 3, in <module>'),
+    "prints what its terminal cannot show": (
+        "import sys\nsys.stdout.reconfigure(encoding='ascii')\nprint('\\xe9')", 1, "", "UnicodeEncodeError",
+    ),
+    "has no model": ("print('done')", 0, "done\n", "no model was seen in training"),
+    "does not compile": ("print('done'", 1, "", "SyntaxError"),
+    "is interrupted": (
+        # in the background of a shell an interrupt is ignored from the start
+        "import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)",
+        -signal.SIGINT, "", "KeyboardInterrupt",
+    ),
+    "autocasts itself": (
+        "import torch\nm = torch.nn.Linear(2, 2)\nwith torch.autocast('cpu'):\n    print(m(torch.ones(1, 2)).dtype)", 0,
+        "torch.bfloat16\n", "the script autocasts it itself",
+    ),
+    "scales itself": (
+        "import torch\nm = torch.nn.Linear(2, 2)\ns = torch.amp.GradScaler('cpu')\nprint(m(torch.ones(1, 2)).sum().grad_fn.name())", 0,
+        "SumBackward0\n", "by a GradScaler",
+    ),
+    "has a model in bf16": (
+        "import torch\nm = torch.nn.Linear(2, 2).bfloat16()\nprint(m(torch.ones(1, 2).bfloat16()).dtype)", 0,
+        "torch.bfloat16\n", "castwise run --widen stores them in fp32",
+    ),
+    "has a model that is refused": (
+        "import torch\nm = torch.nn.DataParallel(torch.jit.script(torch.nn.Linear(2, 2)))\nprint(m(torch.ones(1, 2)).shape)", 0,
+        "torch.Size([1, 2])\n", "runs as it would without castwise",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_exit_code_output_and_signals_are_the_scripts_own(what: str, tmp_path: Path) -> None:
+    text, code, out, said = ODD[what]
+    (tmp_path / "train.py").write_text(text)
+    process = Forked(main, ["run", "train.py", "--plan", "x"], tmp_path, tmp_path / "said")
+    assert process.wait(60) == code, process.said("err")
+    assert process.said("out") == out.replace("HERE", str(tmp_path.resolve()))
+    assert said in process.said("err")
+    assert "castwise/script" not in process.said("err")  # no frame of ours in a traceback
+
+
+def test_a_model_that_arrives_in_bf16_trains_like_the_float_model(tmp_path: Path) -> None:
+    text = """
+import torch
+torch.manual_seed(0)
+m = torch.nn.Linear(8, 4).bfloat16()
+o = torch.optim.SGD(m.parameters(), 1e-3)
+for _ in range(5):
+    m(torch.randn(16, 8)).square().mean().backward()
+    o.step()
+    o.zero_grad()
+print(m.weight.dtype, m.weight.double().sum().item())
+"""
+    found = run(tmp_path, text, "--widen", "train.py")
+    assert found == run(tmp_path, text.replace("bfloat16()", "bfloat16().float()"), "train.py")
+    assert found.startswith("torch.float32 ")
+
+
+@each_value()
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("way", ["m(x.bfloat16())", "m(x.to(m.weight.dtype))", "c(input=x.bfloat16())"])
+def test_inputs_that_a_script_casts_for_its_model_are_taken_by_the_widened_one(
+    way: str, plan: str, tmp_path: Path
+) -> None:
+    """As every loop around a model in bf16 does whose batches are fp32; what it rounds stays rounded."""
+    text = f"""
+import torch
+torch.manual_seed(0)
+m = torch.nn.Linear(8, 4).bfloat16()
+c = torch.compile(m, backend="aot_eager")
+o = torch.optim.SGD(m.parameters(), 1e-3)
+for _ in range(3):
+    x = torch.randn(16, 8).bfloat16()
+    {way}.float().square().mean().backward()
+    o.step()
+    o.zero_grad()
+print(m.weight.dtype, m.weight.double().sum().item())
+"""
+    plain = text.replace("Linear(8, 4).bfloat16()", "Linear(8, 4).bfloat16().float()").replace(
+        way, "m(x.float())"
+    )
+    found = run(tmp_path, text, "--plan", plan, "--widen", "train.py")
+    assert found == run(tmp_path, plain, "--plan", plan, "train.py")
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)\n1 / 0")
+    done = subprocess.run(
+        [sys.executable, "-m", "castwise", "run", "--plan", "fp32", "train.py", "--help"], cwd=tmp_path, capture_output=True,
+        text=True, env={"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "['train.py', '--help']\n")
+    assert done.stderr.startswith(
+        f'Traceback (most recent call last):\n  File "{tmp_path / "train.py"}", line 3, in <module>'
+    )
+
+
+OTHERS = """
+import torch
+m, left = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+for each in (m, left):
+    torch.nn.init.constant_(each.weight, 0.5)
+o, p = torch.optim.SGD(m.parameters(), 0.5), torch.optim.SGD(left.parameters(), 0.5)
+x, leaf = torch.ones(2, 4), torch.ones(4, requires_grad=True)
+m(x).sum().backward()
+with torch.autocast("cpu"):
+    loss = left(x).sum()
+loss.backward()
+(leaf * 2).sum().backward()
+(m(x * leaf) + leaf.square()).sum().backward()
+print(m.weight.grad.tolist(), left.weight.grad.tolist(), leaf.grad.tolist())
+print([g.tolist() for g in torch.autograd.grad(m(x * leaf).sum(), (leaf, m.weight))])
+o.step()
+m(x).sum().backward()
+print(m.weight.grad.tolist(), leaf.grad.tolist())
+late = torch.optim.SGD([*m.parameters()], 1.0)
+o.zero_grad()
+(m(x) * float("inf")).sum().backward()
+before = m.weight.tolist()
+o.step()
+print(m.weight.tolist() == before)
+"""
+
+
+@every(2)
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed+loss_scale.init=1024"])
+def test_gradients_are_true_whoever_holds_them(plan: str, tmp_path: Path) -> None:
+    found = run(tmp_path, OTHERS, "--plan", plan, "train.py")
+    *gradients, skipped = python(tmp_path, OTHERS).splitlines()
+    assert found.splitlines() == [*gradients, "True"]
+    assert skipped == "False"
+
+
+POISONED = """
+import torch
+m = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+o = torch.optim.SGD(m.parameters(), 0.1)
+for number in (1.0, float("nan"), 1.0):
+    o.zero_grad()
+    m(number * torch.randn(8, 3)).square().mean().backward()
+    o.step()
+print(all(value.isfinite().all() for value in m.state_dict().values()))
+"""
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-master"])
+def test_a_script_with_a_bad_batch_ends_with_sound_weights_and_buffers(plan: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(POISONED)
+    ran = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "ran")
+    assert ran.wait(100) == 0
+    assert ran.said("out") == "True\n"
+    assert "buffers that they had made non-finite were put back: 1.running_mean, 1.running_var" in ran.said(
+        "err"
+    )
+    assert python(tmp_path, POISONED) == "False\n"

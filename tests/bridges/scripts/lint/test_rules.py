@@ -1,0 +1,222 @@
+"""Each rule finds its fault in a script that has it, and says nothing of the same script put right, or of any published one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from castwise.bridges.scripts.lint import lint
+from castwise.bridges.scripts.lint.rules import RULES, findings
+from castwise.bridges.scripts.migrate.view import View
+from castwise.commands.cli import app
+from castwise.errors import LintError
+from tests.soak import SOAKING, some
+
+ROOT = Path(__file__).parents[4]
+HEAD = """\
+import torch
+from torch import nn
+import torch.nn.functional as F
+device = "cuda"
+model = nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+criterion = nn.CrossEntropyLoss()
+"""
+LOOP = """\
+scaler = torch.amp.GradScaler()
+for x, y in loader:
+    with torch.autocast(device, dtype=torch.float16):
+        loss = F.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+FAULTS: dict[str, tuple[str, str, int]] = {
+    # rule: the script, the text of the line that it is in, how many lines are meant
+    "fp16-on-cpu": (HEAD + LOOP.replace("device, dtype", '"cpu", dtype'), "torch.autocast", 1),
+    "cuda-hard-coded": (
+        HEAD.replace('"cuda"', '"cuda" if torch.cuda.is_available() else "cpu"')
+        + LOOP.replace("autocast(device,", 'autocast("cuda",').replace("GradScaler()", 'GradScaler("cuda")'),
+        "cuda",
+        2,
+    ),
+    "scaler-with-bf16": (HEAD + LOOP.replace("float16", "bfloat16"), "GradScaler", 1),
+    "clip-before-unscale": (
+        HEAD + LOOP.replace("    scaler.unscale_(optimizer)\n", ""),
+        "clip_grad_norm_",
+        1,
+    ),
+    "scaler-not-updated": (HEAD + LOOP.replace("    scaler.update()\n", ""), "scaler.step", 1),
+    "step-on-scaled-gradients": (
+        HEAD
+        + LOOP
+        .replace("    scaler.unscale_(optimizer)\n", "")
+        .replace("    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", "")
+        .replace("scaler.step(optimizer)", "optimizer.step()"),
+        "optimizer.step",
+        1,
+    ),
+    "scaler-in-the-loop": (
+        HEAD
+        + LOOP.replace("scaler = torch.amp.GradScaler()\n", "").replace(
+            "loader:\n", "loader:\n    scaler = torch.amp.GradScaler()\n"
+        ),
+        "GradScaler",
+        1,
+    ),
+    "scaler-not-saved": (
+        HEAD
+        + LOOP
+        + 'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")\n',
+        "torch.save",
+        1,
+    ),
+    "low-weights-without-masters": (
+        HEAD.replace("nn.Linear(4, 4)", "nn.Linear(4, 4).to(torch.bfloat16)")
+        + "for x, y in loader:\n    F.cross_entropy(model(x).float(), y).backward()\n    optimizer.step()\n",
+        "bfloat16",
+        1,
+    ),
+    "loss-in-fp16": (
+        HEAD.replace(
+            "optimizer = torch.optim.AdamW(model.parameters())", "model.half()\nparams = model.parameters()"
+        )
+        + "loss = criterion(model(x), y)\nloss.backward()\n",
+        "criterion(model",
+        1,
+    ),
+}
+
+
+def said(text: str) -> list[tuple[str, int]]:
+    return [(one.rule, one.line) for one in findings(View(text))]
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_a_fault_is_found_in_its_line(rule: str) -> None:
+    text, place, count = FAULTS[rule]
+    found = said(text)
+    assert {name for name, _ in found} == {rule}
+    assert len(found) == count
+    assert all(place in text.splitlines()[line - 1] for _, line in found)
+
+
+def test_every_rule_has_a_fault() -> None:
+    assert len(RULES) == len(FAULTS)
+
+
+def test_the_right_loop_is_right() -> None:
+    assert said(HEAD + LOOP) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # switched by a flag, saved with its scaler, chosen device, masters by a library, a frozen base, a base for inference
+        HEAD
+        + LOOP.replace("GradScaler()", "GradScaler(enabled=fp16)").replace("torch.float16", "torch.bfloat16"),
+        HEAD + LOOP + 'torch.save({"o": optimizer.state_dict(), "s": scaler.state_dict()}, "last.pt")\n',
+        HEAD.replace('"cuda"', '"cuda" if torch.cuda.is_available() else "cpu"') + LOOP,
+        "import deepspeed\n" + FAULTS["low-weights-without-masters"][0],
+        FAULTS["low-weights-without-masters"][0].replace(
+            "optimizer =", "model.requires_grad_(False)\noptimizer ="
+        ),
+        "import torch\nmodel = torch.nn.Linear(2, 2).half().cuda()\nmodel(x)\n",
+        FAULTS["low-weights-without-masters"][0].replace("optimizer =", "model.float()\noptimizer ="),
+        HEAD + "def train(scaler, loss):\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n",
+        HEAD.replace(
+            "device =",
+            "if torch.cuda.is_available():\n    ctx = torch.autocast('cuda')\nelse:\n    ctx = open('cpu')\ndevice =",
+        ),
+        HEAD + "for epoch in range(3):\n    " + LOOP.replace("\n", "\n    "),
+        HEAD + LOOP.replace("    scaler.update()\n", "    finish(scaler)\n"),
+        # names that functions share
+        "import torch\ndef serve():\n    model = torch.nn.Linear(2, 2).half()\n"
+        "def train():\n    model = make()\n    optimizer = torch.optim.SGD(model.parameters())\n    optimizer.step()\n",
+    ],
+)
+def test_what_may_be_right_is_let_be(text: str) -> None:
+    assert said(text) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model = AutoModel.from_pretrained('x', torch_dtype=torch.bfloat16)",
+        "model = AutoModel.from_pretrained('x', dtype='bfloat16')",
+        "model = nn.Linear(4, 4)\nmodel.bfloat16()",
+        "model = nn.Linear(4, 4).half().cuda()",
+        "model = nn.Linear(4, 4).to(device, torch.float16)",
+    ],
+)
+def test_ways_to_store_a_model_low(line: str) -> None:
+    text = FAULTS["low-weights-without-masters"][0].replace(
+        "model = nn.Linear(4, 4).to(torch.bfloat16)", line
+    )
+    assert [rule for rule, _ in said(text)] == ["low-weights-without-masters"]
+
+
+def test_no_false_alarm_on_published_scripts() -> None:
+    published = [
+        *(ROOT / "examples").rglob("*.py"),
+        *some((ROOT / "bench").rglob("*.py"), 4),
+        *(ROOT / "tests" / "script" / "published").glob("*.txt"),
+        *(ROOT / "tests" / "compat").rglob("*_scripts/*.py"),
+        *some((ROOT / "tests").rglob("test_*.py"), 60),
+    ]
+    assert len(published) > 25
+    alarms = [(path, one) for path in published for one in lint(path).findings]
+    # tests run fp16 on a CPU to see that it works
+    others = [
+        (str(path), one) for path, one in alarms if one.rule != "fp16-on-cpu" or "tests" not in path.parts
+    ]
+    assert others == []
+
+
+def test_scripts_that_were_written_to_be_hard_hold_the_faults_that_they_hold() -> None:
+    corpus = (ROOT / "tests" / "migrate" / "corpus").glob("torch_*.txt" if SOAKING else "torch_clip*.txt")
+    found = {(path.name, one.line, one.rule) for path in corpus for one in lint(path).findings}
+    # the scripts are for a CPU, so that they run
+    others = {each for each in found if each[2] != "fp16-on-cpu"}
+    assert others == {("torch_clip_scaled.txt", 16, "clip-before-unscale")}
+
+
+def test_the_folder_of_a_project_and_files_that_are_no_python(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAULTS["clip-before-unscale"][0])
+    (tmp_path / "old.py").write_text("from torch import half\nprint 'of Python 2'\n")
+    (tmp_path / "other.py").write_text("print 'nothing of ours'\n")
+    found = lint(tmp_path)
+    assert [(one.path.name, one.rule) for one in found.findings] == [("train.py", "clip-before-unscale")]
+    assert [path.name for path, _ in found.problems] == ["old.py"]
+    assert found.looked_at == 3
+    assert found.to_dict()["findings"][0]["instead"].startswith("scaler.unscale_(optimizer)")
+    with pytest.raises(LintError, match="there is no file or folder"):
+        lint(tmp_path / "none")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAULTS["scaler-with-bf16"][0])
+    ran = CliRunner().invoke(app, ["doctor", "--lint", str(script)])
+    assert ran.exit_code == 1
+    assert "scaler-with-bf16" in ran.output
+    assert "1 line is" in ran.output
+    script.write_text(HEAD + LOOP)
+    ran = CliRunner().invoke(app, ["doctor", "--lint", str(script), "--json"])
+    assert ran.exit_code == 0
+    assert json.loads(ran.stdout)["findings"] == []
+
+
+def test_it_imports_no_torch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + LOOP)
+    code = f"import sys; from castwise.bridges.scripts.lint import lint; assert not lint({str(script)!r}).findings; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,74 @@
+"""``castwise migrate``: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from castwise.commands.cli import app
+
+BEFORE = "from apex import amp\nfrom apex.RNN import LSTM\n\namp.init()\n"
+KEPT = (
+    "castwise.compat.apex runs this script as it is written; docs/compat.md#apex says of each name whether it works, "
+    "differs or is absent"
+)
+
+
+def test_it_shows_a_diff_and_lists_what_is_left(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(BEFORE)
+    done = CliRunner().invoke(app, ["migrate", str(file)])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [f"--- {file}", f"+++ {file} (castwise)"]
+    assert lines[3:7] == [
+        "-from apex import amp",
+        "+from castwise.compat.apex import amp",
+        " from apex.RNN import LSTM",
+        " ",
+    ]
+    assert f"{file}:1: kept: {KEPT}" in lines
+    assert f"{file}:2: left: castwise.compat has no apex.RNN: use the recurrent layers of torch.nn" in lines
+    assert lines[-1] == "Would rewrite 1 of 1 file; --write does it (lines: 1 left to you)"
+    assert file.read_text() == BEFORE
+
+
+def test_it_writes_when_asked(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(BEFORE)
+    done = CliRunner().invoke(app, ["migrate", str(tmp_path), "--write"])
+    assert done.exit_code == 0, done.output
+    assert "Rewrote 1 of 1 file (lines: 1 left to you)" in done.stdout
+    assert file.read_text() == BEFORE.replace("from apex import", "from castwise.compat.apex import")
+
+
+def test_a_file_that_cannot_be_migrated_is_code_1_and_the_others_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "good.py").write_text(BEFORE)
+    (tmp_path / "bad.py").write_text("from apex import amp\nif:\n")
+    done = CliRunner().invoke(app, ["migrate", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "+from castwise.compat.apex import amp" in done.stdout
+    assert done.stderr.startswith("castwise: migrate: ")
+    assert "bad.py is not Python that can be parsed: line 2" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_path_and_no_such_path(tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["migrate"]).exit_code == 2
+    done = CliRunner().invoke(app, ["migrate", str(tmp_path / "gone")])
+    assert done.exit_code == 1
+    assert "there is no file or folder" in done.stderr
+
+
+def test_it_does_without_torch(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(BEFORE)
+    code = (
+        "import sys\nfrom castwise.commands.cli import main\n"
+        f"try:\n    main(['migrate', {str(file)!r}])\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == ["0", "False"]

@@ -1,0 +1,93 @@
+"""Whole scripts: what becomes of each, what is said about it, and that it trains as before.
+
+``scripts/NAME.before.txt`` is a script, ``NAME.after.txt`` what it becomes and ``NAME.list.txt`` what is listed.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from castwise.bridges.scripts.migrate.rewriting import rewrite
+from tests.soak import every
+
+SCRIPTS = Path(__file__).parent / "scripts"
+NAMES = sorted(path.name.removesuffix(".before.txt") for path in SCRIPTS.glob("*.before.txt"))
+RUN = [name for name in NAMES if name.startswith("torch_")]
+SESSIONS = {
+    "torch_plain", "torch_clip_accumulate", "torch_clip_apart", "torch_gan", "torch_two_losses", "torch_checkpoint",
+    "torch_enabled", "torch_not_enabled",
+}  # fmt: skip
+"""Scripts that run here and become sessions; the others stay."""
+
+
+def read(name: str, part: str) -> str:
+    return (SCRIPTS / f"{name}.{part}.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_becomes_of_a_script(name: str) -> None:
+    after, findings = rewrite(read(name, "before"))
+    assert after == read(name, "after")
+    assert "".join(f"{f.line}: {f.kind}: {f.text}\n" for f in findings) == read(name, "list")
+
+
+@every(2, 1)
+@pytest.mark.parametrize("name", NAMES)
+def test_migrating_twice_changes_nothing_more(name: str) -> None:
+    after = read(name, "after")
+    ast.parse(after)
+    assert rewrite(after)[0] == after
+
+
+def _comments(text: str) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_comment_survives(name: str) -> None:
+    assert _comments(read(name, "after")) == _comments(read(name, "before"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_castwise_that_is_written_exists(name: str) -> None:
+    import castwise
+
+    for node in ast.walk(ast.parse(read(name, "after"))):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "castwise"
+        ):
+            assert node.attr in castwise.__all__ or node.attr == "compat"
+
+
+def _run(text: str) -> dict[str, Any]:
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "script", "exec"), space)
+    return space
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_script_trains_as_it_did(name: str) -> None:
+    """The same losses and scales, to the last digit."""
+    if name not in SESSIONS:
+        assert read(name, "after") == read(name, "before")
+        return
+    before, after = _run(read(name, "before")), _run(read(name, "after"))
+    assert "Amp(" in read(name, "after")
+    assert len(before["losses"]) == len(after["losses"]) > 2
+    assert after["losses"] == before["losses"]
+    assert after["scales"] == before["scales"]
+
+
+def test_scripts_that_run_skip_steps() -> None:
+    """Else the comparison of scales would say nothing."""
+    skipped = [name for name in SESSIONS if len(set(_run(read(name, "before"))["scales"])) > 1]
+    assert len(skipped) >= 5

@@ -1,0 +1,397 @@
+"""Plans under torch.compile: part of the traced graph, of Dynamo's guards and of the caches' keys."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import castwise
+from castwise import Plan
+from castwise.core.casting import frames
+from castwise.core.casting.trees import cast_floating
+from tests.fresh import run_interpreter, run_python
+from tests.soak import each_value, pairs
+
+pytestmark = [
+    # Inductor itself still uses torch.jit; Dynamo itself looks at .grad of the input of a resumed frame.
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+X = torch.linspace(-1, 1, 64).reshape(8, 8)
+P = Plan(compute="bf16", ops={"exp": "fp32"})
+Q = Plan(compute="bf16")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert frames.depth() == 0
+
+
+def function(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(torch.nn.functional.linear(x, x))
+
+
+class Net(nn.Module):
+    """Two layers, a graph break on request."""
+
+    def __init__(self, graph_break: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.graph_break = graph_break
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.exp(self.a(x))
+        if self.graph_break:
+            torch._dynamo.graph_break()
+        return torch.exp(self.b(y))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_each_plan_gives_its_own_result_on_one_compiled_function(backend: str) -> None:
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    p, q = castwise.autocast(P, device_type="cpu"), castwise.autocast(Q, device_type="cpu")
+    for _ in range(2):
+        with p:
+            assert compiled(X).dtype is torch.float32
+        with q:
+            assert compiled(X).dtype is torch.bfloat16
+        torch.testing.assert_close(compiled(X), function(X))
+        assert compiled(X).dtype is torch.float32
+
+
+def test_region_inside_a_compiled_function() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def inside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with castwise.autocast("bf16-mixed+ops.exp=fp32", device_type="cpu"):
+            y = x @ x
+            z = torch.exp(y)
+        return y, z, x @ x
+
+    assert [t.dtype for t in inside(X)] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+PLANS = {
+    "native": Plan(compute="bf16"),
+    "override": P,
+    "region": Plan(compute="bf16", regions={"b": "fp32"}),
+    "region+override": Plan(compute="bf16", regions={"b": "fp16"}, ops={"exp": "fp32"}),
+    "stored low": Plan(compute="bf16", params="compute", master="none", rules="none"),
+}
+
+
+@each_value()
+@pytest.mark.parametrize(
+    ("name", "graph_break", "how"),
+    [
+        (name, graph_break, how)
+        for (name, graph_break), how in pairs(
+            list(itertools.product(PLANS, [False, True])), ["module", "in function", "module.compile()"]
+        )
+    ],
+)
+def test_prepared_module_compiles_as_it_runs(name: str, graph_break: bool, how: str) -> None:
+    model, plan = Net(graph_break), PLANS[name]
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model)
+    want = model(X)
+    want.sum().backward()
+    grad = model.a.weight.grad.clone()
+    model.zero_grad()
+    options = {"backend": "aot_eager", "fullgraph": not graph_break}
+    if how == "module":
+        run = torch.compile(model, **options)
+    elif how == "in function":
+        run = torch.compile(lambda x: model(x), **options)
+    else:
+        model.compile(**options)
+        run = model
+    for _ in range(2):
+        model.zero_grad()
+        got = run(X)
+        got.sum().backward()
+        assert torch.equal(got, want)
+        # Backward sums bf16 products in another order: a bf16 ulp (2**-8) or two of the largest gradient.
+        torch.testing.assert_close(model.a.weight.grad, grad, rtol=0, atol=float(2**-6 * grad.abs().max()))
+    assert frames.depth() == 0
+    assert not torch.is_autocast_enabled("cpu")
+    amp.close()
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_second_process_on_the_same_cache_is_not_affected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process without castwise or with another plan must not be served a plan's casts from disk, nor the reverse.
+
+    The processes are forks of one that has imported Inductor, which takes longer than all they do.
+    """
+    code = """
+        import os, sys, traceback
+        import torch, torch._inductor.compile_fx
+        x = torch.linspace(-1, 1, 64, dtype=torch.bfloat16).reshape(8, 8)
+        def plan():
+            import castwise
+            return castwise.autocast(castwise.Plan(compute="bf16", ops={"linear": "fp32"}), device_type="cpu")
+        def other():
+            import castwise
+            return castwise.autocast(castwise.Plan(compute="bf16", ops={"log": "fp32"}), device_type="cpu")
+        def plain():
+            return torch.autocast("cpu", dtype=torch.bfloat16)
+        def run(make):
+            f = torch.compile(lambda x: torch.nn.functional.linear(x, x))
+            with make():
+                dtype = f(x).dtype
+            hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+            print(make.__name__, dtype, hits, "castwise" in sys.modules, flush=True)
+        for make in (plan, other, plain, plan, plain):
+            if os.fork() == 0:
+                try:
+                    run(make)
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(0)
+            os.wait()
+    """
+    env = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # without vector instructions and precompiled headers, which a new folder would first be filled with
+        "TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+    }  # fmt: skip
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert run_python(textwrap.dedent(code), tmp_path).splitlines() == [
+        "plan torch.float32 0 True",
+        "other torch.bfloat16 0 True",
+        "plain torch.bfloat16 0 False",
+        "plan torch.float32 1 True",  # the cache does work, for the same plan
+        "plain torch.bfloat16 1 False",
+    ]
+
+
+def test_a_failed_trace_leaves_no_state() -> None:
+    def bad(x: torch.Tensor) -> torch.Tensor:
+        with castwise.autocast("bf16", device_type="cpu"):
+            y = x @ x
+            torch._dynamo.graph_break()
+            return y
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(bad, fullgraph=True, backend="aot_eager")(X)
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.compile(bad, backend="aot_eager")(X).dtype is torch.bfloat16  # without fullgraph it runs
+
+
+def test_guard_codes_are_dynamos_business_alone() -> None:
+    """The number that Dynamo guards really changes its global guard, and goes away with the region."""
+    guard = torch._C._dynamo.guards.GlobalStateGuard()
+    region = castwise.autocast(P, device_type="cpu")
+    other = castwise.autocast(Plan(compute="bf16", ops={"exp": "as_is", "log": "fp32"}), device_type="cpu")
+    with region:
+        inside = torch._C._dynamo.guards.GlobalStateGuard()
+        assert not guard.check()
+        with other:
+            assert not inside.check()
+        assert inside.check()
+    assert guard.check()
+
+
+def test_a_plan_made_inside_a_compiled_function_is_carried_out() -> None:
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with castwise.autocast(Plan(compute="fp16", ops=(("exp", "fp32"),)), device_type="cpu"):
+            low = x @ x
+            return low, torch.exp(low)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert [t.dtype for t in compiled(X)] == [t.dtype for t in run(X)] == [torch.float16, torch.float32]
+
+
+def test_casts_through_containers_are_traced() -> None:
+    def run(x: torch.Tensor) -> Any:
+        return cast_floating({"a": [x * 2], "n": 1}, torch.float32)
+
+    out = torch.compile(run, fullgraph=True, backend="aot_eager")(X.bfloat16())
+    assert out["a"][0].dtype is torch.float32
+
+
+# --- autocast objects made outside of what is compiled -------------------------------------------------------
+
+FP16 = Plan(compute="fp16", ops={"exp": "fp32", "sin": "lower"})
+
+
+class Holder(nn.Module):
+    """Enters a region that it holds."""
+
+    def __init__(self, region: Any) -> None:
+        super().__init__()
+        self.amp_ctx = region
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        with self.amp_ctx:
+            inside = [x @ x, torch.exp(x @ x), torch.sin(x)]
+        return [*inside, x @ x]
+
+
+def ways(region: Any) -> dict[str, Any]:
+    def enters(x: torch.Tensor) -> list[torch.Tensor]:
+        with region:
+            inside = [x @ x, torch.exp(x @ x), torch.sin(x)]
+        return [*inside, x @ x]
+
+    @region
+    def decorated(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x @ x, torch.exp(x @ x), torch.sin(x)]
+
+    def calls(x: torch.Tensor) -> list[torch.Tensor]:
+        return [*decorated(x), x @ x]
+
+    def again(x: torch.Tensor) -> list[torch.Tensor]:
+        with region:
+            y = x @ x
+            with region:
+                y = torch.exp(y)
+            return [y, x @ x]
+
+    def mixed(x: torch.Tensor) -> list[torch.Tensor]:
+        out = decorated(x)
+        with region, torch.autocast("cpu", enabled=False), region:
+            for _ in range(2):
+                out += [*decorated(x), x @ x]
+        return [*out, x @ x]
+
+    return {"enters": enters, "decorated": calls, "attribute": Holder(region), "again": again, "mixed": mixed}
+
+
+WAYS = ["enters", "decorated", "attribute", "again", "mixed"]
+OUTSIDE = {"override": P, "native": Q, "fp16": FP16, "fp32": "fp32"}
+
+
+@each_value()
+@pytest.mark.parametrize(
+    ("way", "name", "backend"),
+    [
+        *((way, name, "aot_eager") for way in WAYS for name in OUTSIDE),
+        *(
+            pytest.param(way, name, "inductor", marks=pytest.mark.inductor)
+            for way, name in pairs(WAYS, OUTSIDE)
+        ),
+    ],
+)
+def test_a_region_made_outside_compiles_inside(way: str, name: str, backend: str) -> None:
+    run = ways(castwise.autocast(OUTSIDE[name], device_type="cpu"))[way]
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    want = run(X)
+    for _ in range(2):
+        got = compiled(X)
+        assert [t.dtype for t in got] == [t.dtype for t in want]
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_native_region_inside_an_override_and_the_reverse() -> None:
+    native, override = castwise.autocast(Q, device_type="cpu"), castwise.autocast(P, device_type="cpu")
+    by_torch = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def nested(x: torch.Tensor) -> list[torch.Tensor]:
+        low = x.bfloat16()
+        with override:
+            with native:
+                a = torch.exp(low)
+            b = torch.exp(low)
+        with by_torch, override:
+            c = torch.exp(low)
+        with native:
+            return [a, b, c, torch.exp(low)]
+
+    compiled = torch.compile(nested, fullgraph=True, backend="aot_eager")
+    dtypes = [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    assert [t.dtype for t in nested(X)] == dtypes
+    assert [t.dtype for t in compiled(X)] == dtypes
+    with override:
+        assert [t.dtype for t in compiled(X)] == dtypes
+
+
+def test_subclasses_keep_their_overrides() -> None:
+    class Mine(castwise.autocast):
+        """Somebody's own."""
+
+    region = Mine(P, device_type="cpu")
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with region:
+            return torch.exp(x @ x)
+
+    assert inside(X).dtype is torch.float32
+
+
+def test_another_instance_under_the_same_name_is_noticed() -> None:
+    model = Holder(castwise.autocast(P, device_type="cpu"))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert compiled(X)[1].dtype is torch.float32
+    model.amp_ctx = castwise.autocast(Q, device_type="cpu")
+    assert compiled(X)[1].dtype is torch.bfloat16
+
+
+def test_a_native_region_is_in_the_graph_as_torchs_is() -> None:
+    """As long as no plan that is alive asks for more."""
+    region, called = castwise.autocast(Q, device_type="cpu"), []
+
+    def look(graph: torch.fx.GraphModule, _: object) -> Any:
+        called.append({node.target for node in graph.graph.nodes})
+        return graph.forward
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with region:
+            return x @ x
+
+    torch.compile(inside, backend=look)(X)
+    override = castwise.autocast(P, device_type="cpu")
+    torch.compile(lambda x: inside(x) + 1, backend=look)(X)
+    del override
+    assert [torch.amp.autocast_mode._enter_autocast in targets for targets in called] == [True, False]
+
+
+def test_a_graph_break_inside_a_native_region_is_as_in_torch() -> None:
+    region = castwise.autocast(Q, device_type="cpu")
+
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        with region:
+            y = x @ x
+            torch._dynamo.graph_break()
+            return y @ x
+
+    def breaks_twice_inside(x: torch.Tensor) -> torch.Tensor:
+        with region, region:
+            y = x @ x
+            torch._dynamo.graph_break()
+            return y @ x
+
+    assert torch.compile(breaks, backend="aot_eager")(X).dtype is torch.bfloat16
+    assert torch.compile(breaks_twice_inside, backend="aot_eager")(X).dtype is torch.bfloat16
+
+
+def test_a_native_region_that_is_made_before_dynamo_is_loaded(tmp_path: Path) -> None:
+    code = """
+        import sys, torch, castwise
+        region = castwise.autocast("bf16", device_type="cpu")
+        assert "torch._dynamo" not in sys.modules
+        def run(x):
+            with region, region:
+                return x @ x
+        print(torch.compile(run, fullgraph=True, backend="aot_eager")(torch.ones(2, 2)).dtype)
+    """
+    assert run_interpreter(textwrap.dedent(code), tmp_path) == "torch.bfloat16\n"

@@ -1,0 +1,547 @@
+"""Steps whose gradients are not finite, under every plan."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import castwise
+from castwise.core.plans.plan import PRESETS
+from castwise.core.scaler import StepGuard
+from castwise.errors import LossScaleError, NonFiniteError, PlanError
+from tests.core.scaler.test_scaler_steps import another_ranks_flag
+from tests.soak import each_value, pairs
+
+INF, NAN = float("inf"), float("nan")
+UNSCALED = ["fp32", "bf16-mixed", "bf16-master", "bf16-true", "O0"]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+X = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Run:
+    """A model under a plan, and everything that a step could change."""
+
+    def __init__(self, plan: Any, make: Callable[..., Any] | None = None, **options: Any) -> None:
+        self.model = net()
+        self.optimizer = (make or (lambda p: torch.optim.AdamW(p, 0.01)))(self.model.parameters())
+        self.amp = castwise.Amp(plan, device="cpu", **options)
+        self.amp.prepare(self.model, self.optimizer)
+
+    def another(self) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+        """A second optimizer, of a model of one parameter."""
+        model = nn.ParameterList([torch.ones(2)])
+        self.kept, other = model, torch.optim.SGD(model.parameters(), 0.1)
+        self.amp.prepare(model, other)
+        return model[0], other
+
+    def backward(self, factor: float = 1.0) -> None:
+        self.optimizer.zero_grad()
+        self.amp.backward(self.model(X).pow(2).mean() * factor)
+
+    def everything(self) -> list[Any]:
+        state = self.optimizer.state_dict()["state"]
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return copy.deepcopy([*self.model.state_dict().values(), *(p.detach() for p in held), state])
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+MAKERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, eps=1e-4),  # a smaller eps is zero in fp16
+    "fused": lambda p: torch.optim.AdamW(p, 0.01, eps=1e-4, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
+}
+
+
+HERE = sorted(
+    set(PRESETS) - {"tf32", "O0", "O3"}
+)  # the first is not on every CPU, the others are presets of other names
+WAYS = ["step", "max_norm", "joint", "unscaled", "value", "norm", "after", "direct"]
+
+
+@each_value(2)
+@pytest.mark.parametrize(
+    ("plan", "way", "maker", "value"),
+    [(*row, value) for row, value in pairs(list(itertools.product(HERE, WAYS, MAKERS)), [INF, NAN])],
+)
+def test_nothing_that_is_not_finite_reaches_weights_masters_and_moments(
+    plan: str, way: str, maker: str, value: float
+) -> None:
+    run = Run(plan, MAKERS[maker])
+    p, other = run.another()
+    amp, optimizer = run.amp, run.optimizer
+    for _ in range(40):  # until a loss scale has found its size
+        run.backward()
+        if not amp.step(optimizer).skipped:
+            break
+    counted, before = amp.skipped_steps, run.everything()
+    run.backward(value if way != "after" else 1.0)
+    if way in ("unscaled", "after", "direct"):
+        amp.unscale_(optimizer)
+    if way == "after":
+        run.model[0].weight.grad[0, 0] = value
+    if way == "value":
+        amp.clip_grad_value_(optimizer, 1.0)
+    if way == "norm":
+        amp.clip_grad_norm_(optimizer, 1.0)
+    if way == "direct":
+        optimizer.step()
+        assert run.model[0].weight.grad is not None
+    elif way == "joint":
+        amp.backward(p.sum())
+        assert amp.step(optimizer, other).skipped
+        assert p.tolist() == [1.0, 1.0]
+    else:
+        result = amp.step(optimizer, max_norm=1.0 if way == "max_norm" else None)
+        assert result.skipped
+        assert float(result.found_inf) > 0
+    assert same(run.everything(), before)
+    assert amp.skipped_steps > counted
+    for _ in range(40):
+        run.backward()
+        if not amp.step(optimizer).skipped:
+            break
+    assert not same(run.everything(), before)
+    amp.close()
+
+
+@each_value(2)
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master", "fp16-mixed+loss_scale.init=8", "fp16-master"])
+@pytest.mark.parametrize("way", ["norm", "value", "norm of params", "value of params", "both", "unscaled"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_what_becomes_non_finite_after_clipping_is_seen(plan: str, way: str, joint: bool) -> None:
+    run = Run(plan, MAKERS["momentum"])
+    _, other = run.another()
+    before = run.everything()
+    run.backward()
+    if way == "unscaled":
+        run.amp.unscale_(run.optimizer)
+    target = list(run.model.parameters()) if "params" in way else run.optimizer
+    if way.startswith("norm") or way in ("both", "unscaled"):
+        run.amp.clip_grad_norm_(target, 1.0)
+    if way.startswith("value") or way == "both":
+        run.amp.clip_grad_value_(target, 1.0)
+    run.model[0].weight.grad.fill_(NAN)
+    assert (run.amp.step(run.optimizer, other) if joint else run.amp.step(run.optimizer)).skipped
+    assert same(run.everything(), before)
+
+
+@pytest.mark.parametrize("plan", UNSCALED)
+def test_steps_are_those_of_a_loop_without_a_guard(plan: str) -> None:
+    ends = []
+    for nonfinite in ("skip", "raise", "allow"):
+        run = Run(plan, nonfinite=nonfinite)
+        for number in range(4):
+            run.backward()
+            assert not run.amp.step(run.optimizer, max_norm=1.0 if number % 2 else None).skipped
+        assert run.amp.skipped_steps == 0
+        ends.append(run.everything())
+        run.amp.close()
+    assert same(ends[0], ends[1])
+    assert same(ends[0], ends[2])
+
+
+@each_value(2)
+@pytest.mark.parametrize("plan", UNSCALED)
+@pytest.mark.parametrize("way", ["step", "max_norm", "joint", "closure", "direct"])
+def test_raise_names_the_parameters_before_anything_changed(plan: str, way: str) -> None:
+    run = Run(plan, nonfinite="raise")
+    run.backward()
+    run.amp.step(run.optimizer)
+    before = run.everything()
+    run.backward()
+    run.model[2].bias.grad[1] = NAN
+
+    def closure() -> torch.Tensor:
+        run.backward()
+        run.model[2].bias.grad[1] = NAN
+        return torch.ones(())
+
+    words = r"AdamW\): gradients are not finite: those of 2\.bias; nonfinite='raise' allows none\. Weights and optimizer are"
+    step = {
+        "step": lambda: run.amp.step(run.optimizer),
+        "max_norm": lambda: run.amp.step(run.optimizer, max_norm=1e9),
+        "joint": lambda: run.amp.step(run.optimizer, run.another()[1]),
+        "closure": lambda: run.amp.step(run.optimizer, closure=closure),
+        "direct": run.optimizer.step,
+    }[way]
+    with pytest.raises(NonFiniteError, match=words):
+        step()
+    assert same(run.everything(), before)
+    assert run.model[2].bias.grad is not None
+
+
+def test_raise_under_a_loss_scale_waits_until_none_is_left() -> None:
+    run = Run("fp16-mixed+loss_scale.init=8+loss_scale.floor=2", nonfinite="raise")
+    for _ in range(2):
+        run.backward(INF)
+        assert run.amp.step(run.optimizer).skipped
+    run.backward(INF)
+    with pytest.raises(LossScaleError, match=r"3 times in a row, .*at its floor, 2"):
+        run.amp.step(run.optimizer)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("direct", [False, True])
+def test_too_many_in_a_row_are_an_error(maker: str, direct: bool) -> None:
+    run = Run("bf16-mixed", MAKERS[maker], patience=3)
+
+    def step(factor: float) -> None:
+        run.backward(factor)
+        run.optimizer.step() if direct else run.amp.step(run.optimizer)
+
+    for factor in (NAN, NAN, 1.0, NAN, NAN):
+        step(factor)
+    assert run.amp.skipped_steps == 4
+    with pytest.raises(
+        NonFiniteError, match=r"those of 0\.weight, 0\.bias, 2\.weight, 2\.bias; 3 steps in a row.*patience=3"
+    ):
+        step(NAN)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(
+    ("nonfinite", "scale", "times"),
+    [("skip", "dynamic=false", 3), ("raise", "dynamic=false", 1), ("skip", "init=8+loss_scale.floor=2", 3)],
+)
+def test_direct_steps_count_under_a_loss_scale(maker: str, nonfinite: str, scale: str, times: int) -> None:
+    run = Run(f"fp16-mixed+loss_scale.{scale}", MAKERS[maker], nonfinite=nonfinite, patience=3)
+    before = run.everything()
+
+    def step() -> None:
+        run.backward(NAN)
+        run.amp.unscale_(run.optimizer)
+        run.optimizer.step()
+
+    for _ in range(times - 1):
+        step()
+    with pytest.raises(LossScaleError, match=rf"{times} times in a row"):
+        step()
+    assert same(run.everything(), before)
+    assert run.model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master", "fp16-mixed+loss_scale.init=8"])
+@pytest.mark.parametrize("then", ["clear", "go on", "again"])
+def test_gradients_of_a_direct_step_that_raised_come_back_or_go(plan: str, then: str) -> None:
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                self.fails = False
+                raise KeyboardInterrupt
+            return super().step(closure)
+
+    run = Run(plan, lambda p: Failing(p, 0.125))
+    before = run.everything()
+
+    def unscale() -> None:
+        if "fp16" in plan:
+            run.amp.unscale_(run.optimizer)
+
+    run.backward(NAN)
+    unscale()
+    run.optimizer.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        run.optimizer.step()
+    if then == "again":
+        run.optimizer.step()
+        assert run.model[0].weight.grad.isnan().all()
+        assert same(run.everything(), before)
+        return
+    if then == "clear":
+        run.optimizer.zero_grad()
+    run.amp.backward(run.model(X).pow(2).mean())
+    unscale()
+    run.optimizer.step()
+    assert run.model[0].weight.grad.isfinite().all()
+    assert not same(run.everything(), before)
+
+
+def test_another_optimizers_good_steps_do_not_hide_a_bad_one() -> None:
+    run = Run("bf16-mixed", patience=3)
+    p, other = run.another()
+    for _ in range(2):
+        run.backward(NAN)
+        run.amp.backward(p.sum())
+        run.amp.step(other)
+        run.amp.step(run.optimizer)
+    run.backward(NAN)
+    with pytest.raises(NonFiniteError):
+        run.amp.step(run.optimizer)
+
+
+def test_a_step_that_fails_where_nobody_looks_raises_its_own_error() -> None:
+    run = Run("bf16-mixed", nonfinite="allow")
+    run.backward()
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk")
+
+    run.optimizer.register_step_post_hook(fail)
+    with pytest.raises(OSError, match="disk"):
+        run.amp.step(run.optimizer)
+
+
+def test_allow_lets_through_and_a_loss_scale_cannot() -> None:
+    run = Run("bf16-mixed", nonfinite="allow")
+    run.backward(NAN)
+    assert not run.amp.step(run.optimizer).skipped
+    assert run.model[0].weight.isnan().any()
+    with pytest.raises(
+        PlanError, match=r"nonfinite='allow'\): a loss scale finds its size by skipping.*'skip', 'raise'"
+    ):
+        castwise.Amp("fp16-mixed", device="cpu", nonfinite="allow")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nonfinite": "ignore"}, r"nonfinite='ignore'\) is not allowed\. Allowed: 'skip', 'raise', 'allow'"),
+        ({"nonfinite": None}, r"nonfinite=None\) is not allowed"),
+        ({"nonfinite": ["skip"]}, r"nonfinite=\['skip'\]\) is not allowed"),
+        ({"patience": 0}, r"patience=0\) is not allowed\. Allowed: a whole number >= 1"),
+        ({"patience": True}, r"patience=True\) is not allowed"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(options: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        castwise.Amp("bf16-mixed", device="cpu", **options)
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master"])
+@pytest.mark.parametrize("bad", [1, 3])
+def test_an_evaluation_that_is_not_finite_takes_the_step_back(plan: str, bad: int) -> None:
+    run = Run(plan, lambda p: torch.optim.LBFGS(p, 0.1, max_iter=5))
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        run.optimizer.zero_grad()
+        loss = run.model(X).pow(2).mean() * (NAN if calls == bad else 1.0)
+        run.amp.backward(loss)
+        return loss
+
+    calls = 10
+    assert not run.amp.step(run.optimizer, closure=closure).skipped
+    before, calls = run.everything(), 0
+    assert run.amp.step(run.optimizer, closure=closure).skipped
+    assert calls == bad
+    assert same(run.everything(), before)
+    assert run.amp.skipped_steps == 1
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master"])
+@pytest.mark.parametrize("keyword", [False, True])
+def test_a_framework_that_steps_by_a_closure_is_guarded(plan: str, keyword: bool) -> None:
+    run = Run(plan)
+
+    def closure(factor: float) -> Callable[[], torch.Tensor]:
+        def evaluate() -> torch.Tensor:
+            run.backward(factor)
+            return torch.ones(())
+
+        return evaluate
+
+    for factor in (1.0, NAN, 1.0):
+        before = run.everything()
+        if keyword:
+            run.optimizer.step(closure=closure(factor))
+        else:
+            run.optimizer.step(closure(factor))
+        assert same(run.everything(), before) is (factor != 1.0)
+    assert run.amp.skipped_steps == 1
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
+def test_hooks_behind_direct_steps_do_not_pile_up(plan: str) -> None:
+    run = Run(plan)
+    hooks = run.optimizer._optimizer_step_post_hooks
+    counts = set()
+    for _ in range(3):
+        run.backward(INF)
+        run.amp.unscale_(run.optimizer)
+        run.optimizer.step()
+        counts.add(len(hooks))
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_another_ranks_verdict_skips_here_too(returns: bool) -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], 0.1)
+    guard = StepGuard("cpu", refuse=False, patience=3, reduce=another_ranks_flag(returns))
+    p.grad = torch.ones(2)
+    result = guard.take(optimizer)
+    assert result.skipped
+    assert float(result.found_inf) == 1.0
+    assert p.tolist() == [1.0, 1.0]
+
+
+def test_sparse_gradients() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), 0.1)
+    amp = castwise.Amp("fp32", device="cpu")
+    amp.prepare(table, optimizer)
+    for factor in (1.0, NAN, 1.0):
+        before = table.weight.detach().clone()
+        amp.backward(table(torch.tensor([1, 1, 3])).sum() * factor)
+        assert amp.step(optimizer).skipped is (factor != 1.0)
+        assert torch.equal(table.weight, before) is (factor != 1.0)
+        optimizer.zero_grad()
+
+
+def test_a_flag_of_steps_not_made_is_forgotten() -> None:
+    run = Run("bf16-mixed")
+    run.backward(NAN)
+    run.amp.clip_grad_norm_(run.optimizer, 1.0)
+    run.backward()
+    assert not run.amp.step(run.optimizer).skipped
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of device values by the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master"])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_guarded_step_reads_nothing_back(plan: str, maker: str) -> None:
+    run = Run(plan, MAKERS[maker])
+    run.backward()
+    run.amp.step(run.optimizer)
+    run.backward()
+    alone = torch.optim.SGD([p := nn.Parameter(torch.ones(1))])
+    with Reads() as plain:
+        MAKERS[maker]([q := nn.Parameter(torch.ones(1))])
+        q.grad = torch.ones(1)
+    assert plain.count == 0
+    with Reads() as reads:
+        run.amp.unscale_(run.optimizer)
+        assert not run.amp.step(run.optimizer).skipped
+    p.grad = torch.ones(1)
+    alone.step()
+    assert reads.count <= (4 if maker == "adamw" else 0)  # AdamW's own, of its step counters
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [1.0, NAN])
+def test_a_fused_optimizer_on_a_gpu_decides_without_the_host(factor: float) -> None:
+    model = net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+    amp = castwise.Amp("bf16-mixed", device="cuda", patience=100)
+    amp.prepare(model, optimizer)
+    x, size = X.cuda(), torch.tensor(factor, device="cuda")
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            amp.backward(model(x).pow(2).mean() * size)
+            amp.step(optimizer)
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert amp.skipped_steps == (0 if factor == 1.0 else 4)
+    assert all(map(torch.equal, before, model.parameters())) is (factor != 1.0)
+
+
+# --- late parameters ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plan", ["fp16-mixed+loss_scale.init=64", "fp16-master+loss_scale.init=64", "bf16-master"]
+)
+@pytest.mark.parametrize("way", ["add", "thaw", "add after backward", "add after unscale"])
+def test_parameters_that_join_between_steps(plan: str, way: str) -> None:
+    model = net()
+    late = list(model[2].parameters())
+    first = list(model[0].parameters())
+    if way == "thaw":
+        for parameter in late:
+            parameter.requires_grad_(False)
+    optimizer = torch.optim.SGD([*first, *late] if way == "thaw" else first, 0.1)
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model, optimizer)
+    amp.backward(model(X).pow(2).mean())
+    assert not amp.step(optimizer).skipped
+    model.zero_grad()
+    before = {key: value.clone() for key, value in amp.model_state_dict(model).items()}
+
+    def join() -> None:
+        if way == "thaw":
+            for parameter in late:
+                parameter.requires_grad_()
+        else:
+            optimizer.add_param_group({"params": late})
+
+    if way in ("add", "thaw"):
+        join()
+    amp.backward(model(X).pow(2).mean())
+    want = [p.grad.float().clone() / amp.get_scale() for p in late]
+    if way == "add after backward":
+        join()
+    if way == "add after unscale":
+        amp.unscale_(optimizer)
+        join()
+    assert not amp.step(optimizer).skipped
+    after = amp.model_state_dict(model)
+    for key, grad in zip(("2.weight", "2.bias"), want, strict=True):
+        torch.testing.assert_close(after[key], before[key] - 0.1 * grad, rtol=1e-5, atol=1e-7)
+    amp.close()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("maker", ["fused", "momentum"])
+def test_a_device_that_is_not_the_hosts(maker: str, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: a fused kernel gets the flag, for another optimizer the host asks for it."""
+    monkeypatch.setattr("castwise.core.scaler.step_guard.view_on_host", lambda flag: None)
+    for module in ("step_guard", "watch"):
+        monkeypatch.setattr(f"castwise.core.scaler.{module}.read_on_host", lambda flags: None)
+    run = Run("bf16-mixed", MAKERS[maker], patience=3)
+    for factor in (1.0, NAN, 1.0, NAN, INF):
+        run.backward(factor)
+        before = run.everything()
+        if direct:
+            run.optimizer.step()
+        else:
+            assert run.amp.step(run.optimizer).skipped is (factor != 1.0)
+        assert same(run.everything(), before) is (factor != 1.0)
+        assert not hasattr(run.optimizer, "found_inf")
+    assert run.amp.skipped_steps == 3
+
+    def go_on() -> None:
+        for _ in range(3):
+            run.backward(NAN)
+            run.amp.step(run.optimizer)
+
+    if not direct:
+        with pytest.raises(NonFiniteError, match="3 steps in a row"):
+            go_on()

@@ -1,0 +1,67 @@
+"""The self-checks on a release of torch that was not tested: they pass on this one, and each finds what it stands for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from castwise import Amp
+from castwise.core import _torch, masters
+from castwise.core.session import canary
+
+
+@pytest.fixture(autouse=True)
+def unasked() -> Iterator[None]:
+    """As in a fresh process, before and after."""
+    canary.check_torch.cache_clear()
+    yield
+    canary.check_torch.cache_clear()
+
+
+def said() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Amp("bf16-mixed", device="cpu")
+        Amp("bf16-mixed", device="cpu")
+    return [str(warning.message) for warning in caught]
+
+
+def test_nothing_is_said_where_the_suite_has_passed() -> None:
+    assert ".".join(torch.__version__.split(".")[:2]) in canary.TESTED
+    assert said() == []
+
+
+def test_another_release_is_told_once_that_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
+    (message,) = said()
+    assert (
+        f"tested with torch {', '.join(canary.TESTED)}, and this is 9.1.0+cpu. The self-checks passed."
+        in message
+    )
+    assert torch.exp(torch.ones(1, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def nothing(*_: Any, **__: Any) -> Any:
+    return lambda: None
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "operator overrides": lambda patch: patch.setattr(_torch, "register_autocast_kernel", nothing),
+    "recompiling when the plan changes": lambda patch: patch.setattr(_torch, "_SPARE_DEVICES", {}),
+    "following backward": lambda patch: patch.setattr(_torch, "around_python_backward", nothing),
+    "the loss scale": lambda patch: patch.setattr(_torch, "check_and_unscale", nothing),
+    "masters": lambda patch: patch.setattr(masters, "attach", nothing),
+    "hooks of modules and optimizers": lambda patch: patch.setattr(_torch, "remove_hooks", nothing),
+}
+
+
+@pytest.mark.parametrize("name", canary._CHECKS)
+def test_each_check_finds_what_it_stands_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[name](monkeypatch)
+    monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
+    (message,) = said()
+    assert f"These self-checks failed: {name}. " in message

@@ -1,0 +1,271 @@
+"""Random draws of an fp32 run come back in runs of other formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from castwise.lab.parity.draws import Recorder, Replayer, Tape
+
+LOW = [torch.bfloat16, torch.float16]
+X = (8, 33)
+
+
+def _ones(dtype: torch.dtype) -> Tensor:
+    return torch.ones(X, dtype=dtype)
+
+
+def _probabilities(dtype: torch.dtype) -> Tensor:
+    return torch.full(X, 0.25, dtype=dtype)
+
+
+DRAWS: dict[str, Callable[[torch.dtype], Tensor]] = {
+    "dropout": lambda d: functional.dropout(_ones(d), 0.5),
+    "feature dropout": lambda d: functional.dropout2d(torch.ones(4, 8, 3, 3, dtype=d), 0.5),
+    "alpha dropout": lambda d: functional.alpha_dropout(_ones(d), 0.5),
+    "native_dropout": lambda d: torch.native_dropout(_ones(d), 0.5, True)[0],
+    "native_dropout's mask": lambda d: torch.native_dropout(_ones(d), 0.5, True)[1],
+    "randn_like": lambda d: torch.randn_like(_ones(d)),
+    "rand_like": lambda d: torch.rand_like(_ones(d)),
+    "randn": lambda d: torch.randn(X, dtype=d),
+    "rand": lambda d: torch.rand(X, dtype=d),
+    "bernoulli": lambda d: torch.bernoulli(_probabilities(d)),
+    "bernoulli_": lambda d: torch.empty(X, dtype=d).bernoulli_(0.3),
+    "uniform_": lambda d: torch.empty(X, dtype=d).uniform_(-1, 1),
+    "normal_": lambda d: torch.empty(X, dtype=d).normal_(),
+    "exponential_": lambda d: torch.empty(X, dtype=d).exponential_(),
+    "randint": lambda d: torch.randint(1000, X),
+    "randint_like": lambda d: torch.randint_like(_ones(d), 100),
+    "randperm": lambda d: torch.randperm(100),
+    "multinomial": lambda d: torch.multinomial(torch.rand(X).to(d), 3),
+}
+
+
+def _replayed(code: Callable[[], Any], tape: Tape, seed: int = 0) -> tuple[Any, int]:
+    torch.manual_seed(seed)
+    replayer = Replayer(tape)
+    with replayer:
+        out = code()
+    return out, replayer.strayed
+
+
+def _recorded(code: Callable[[], Any], seed: int = 0) -> tuple[Any, Tape]:
+    torch.manual_seed(seed)
+    tape = Tape()
+    with Recorder(tape):
+        out = code()
+    return out, tape
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_of_fp32_are_replayed_in_other_formats(name: str, dtype: torch.dtype) -> None:
+    drawn, tape = _recorded(lambda: DRAWS[name](torch.float32))
+    again, strayed = _replayed(lambda: DRAWS[name](dtype), tape, seed=1)  # another seed: the tape decides
+    assert strayed == 0
+    assert again.dtype == (dtype if drawn.is_floating_point() else drawn.dtype)
+    if name == "alpha dropout":  # whose constants are rounded as well
+        torch.testing.assert_close(again.float(), drawn, rtol=2e-2, atol=1e-2)
+    else:
+        assert torch.equal(again, drawn.to(again.dtype))
+
+
+def test_without_a_tape_a_seed_alone_gives_other_draws() -> None:
+    """What the replay is for: a seed does not make draws of two formats the same."""
+    torch.manual_seed(0)
+    wide = DRAWS["randn_like"](torch.float32)
+    torch.manual_seed(0)
+    assert not torch.equal(DRAWS["randn_like"](torch.bfloat16), wide.bfloat16())
+
+
+@pytest.mark.parametrize("like", [torch.randn_like, torch.rand_like])
+def test_in_large_tensors_a_seed_gives_wholly_other_draws(like: Callable[[Tensor], Tensor]) -> None:
+    """In small tensors on a CPU the draws of two formats agree to within rounding."""
+    torch.manual_seed(3)
+    wide = like(torch.zeros(5000))
+    torch.manual_seed(3)
+    low = like(torch.zeros(5000, dtype=torch.bfloat16))
+    assert not torch.allclose(wide, low.float(), atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+def test_dropout_of_any_probability_masks_and_scales_alike_in_forward_and_backward(
+    p: float, dtype: torch.dtype
+) -> None:
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = torch.linspace(1, 2, 256, dtype=dtype).requires_grad_()
+        y = functional.dropout(x, p)
+        return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+    drawn, tape = _recorded(lambda: run(torch.float32))
+    again, strayed = _replayed(lambda: run(dtype), tape, seed=3)
+    assert strayed == 0
+    for wide, low in zip(drawn, again, strict=True):
+        torch.testing.assert_close(low.float(), wide, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("train", [True, False, None])
+def test_native_dropout_in_either_mode(train: bool | None) -> None:
+    drawn, tape = _recorded(lambda: torch.native_dropout(torch.ones(64), 0.5, train))
+    again, strayed = _replayed(lambda: torch.native_dropout(torch.ones(64).half(), 0.5, train), tape, 1)
+    assert strayed == 0
+    assert torch.equal(again[0].float(), drawn[0])
+    assert torch.equal(again[1], drawn[1])
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("hard", [False, True])
+def test_gumbel_softmax_draws_alike(hard: bool, dtype: torch.dtype) -> None:
+    logits = torch.linspace(-1, 1, 6).repeat(20, 1)
+    drawn, tape = _recorded(lambda: functional.gumbel_softmax(logits, hard=hard))
+    again, strayed = _replayed(lambda: functional.gumbel_softmax(logits.to(dtype), hard=hard), tape, 1)
+    assert strayed == 0
+    torch.testing.assert_close(again.float(), drawn, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_reparameterised_samples_draw_alike_and_keep_their_gradient(dtype: torch.dtype) -> None:
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        scale = torch.full((64,), 2.0, dtype=dtype, requires_grad=True)
+        sample = torch.distributions.Normal(torch.zeros(64, dtype=dtype), scale).rsample()
+        return sample.detach(), torch.autograd.grad(sample.sum(), scale)[0]
+
+    drawn, tape = _recorded(lambda: run(torch.float32))
+    again, strayed = _replayed(lambda: run(dtype), tape, seed=2)
+    assert strayed == 0
+    for wide, low in zip(drawn, again, strict=True):
+        torch.testing.assert_close(low.float(), wide, rtol=2e-2, atol=0)
+
+
+def test_draws_that_are_changed_in_place_afterwards_are_replayed_as_drawn() -> None:
+    def code(dtype: torch.dtype) -> Tensor:
+        return torch.randn(20, dtype=dtype).mul_(3).add_(1)
+
+    drawn, tape = _recorded(lambda: code(torch.float32))
+    again, _ = _replayed(lambda: code(torch.float32), tape, seed=1)
+    assert torch.equal(again, drawn)
+    again, _ = _replayed(lambda: code(torch.float32), tape, seed=1)  # a tape is not used up
+    assert torch.equal(again, drawn)
+
+
+def test_the_same_format_and_seed_give_the_same_bits() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.GELU(), nn.Linear(8, 1))
+    x = torch.randn(16, 8)
+
+    def run() -> list[Tensor]:
+        return list(torch.autograd.grad(model(x).square().mean(), model.parameters()))
+
+    drawn, tape = _recorded(run)
+    again, strayed = _replayed(run, tape, seed=9)
+    assert strayed == 0
+    assert all(torch.equal(a, b) for a, b in zip(drawn, again, strict=True))
+
+
+def test_the_generator_moves_on_as_it_would_without_a_tape() -> None:
+    _, tape = _recorded(lambda: torch.randn(5))
+    torch.manual_seed(4)
+    with Replayer(tape):
+        torch.randn(5)
+    after = torch.rand(3)
+    torch.manual_seed(4)
+    torch.randn(5)
+    assert torch.equal(after, torch.rand(3))
+
+
+# --- recomputation --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_recomputation_sees_the_mask_that_forward_saw(dtype: torch.dtype, reentrant: bool) -> None:
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = torch.ones(256, dtype=dtype, requires_grad=True)
+        y = checkpoint(lambda t: functional.dropout(t * t, 0.5), x, use_reentrant=reentrant)
+        (gradient,) = torch.autograd.grad(y.sum(), x) if not reentrant else (None,)
+        if gradient is None:
+            y.sum().backward()
+            gradient = x.grad
+        assert gradient is not None
+        return y.detach(), gradient
+
+    drawn, tape = _recorded(lambda: run(torch.float32))
+    again, strayed = _replayed(lambda: run(dtype), tape, seed=5)
+    assert strayed == 0
+    assert torch.equal(again[0].float(), drawn[0])
+    assert torch.equal(again[1].float(), drawn[1])
+    assert torch.equal(again[1], 2 * again[0])  # backward's own mask is forward's
+
+
+# --- attention ------------------------------------------------------------------------------------------------
+
+
+def _attend(inputs: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.clone().requires_grad_() for x in inputs)
+    out = functional.scaled_dot_product_attention(q, k, v, dropout_p=p)
+    return out.detach(), torch.autograd.grad(out.float().square().sum(), v)[0]
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_attention_with_and_without_dropout(p: float, dtype: torch.dtype) -> None:
+    inputs = torch.randn(3, 2, 4, 16, 8)
+    drawn, tape = _recorded(lambda: _attend(inputs, p))
+    again, strayed = _replayed(lambda: _attend(inputs.to(dtype), p), tape, seed=6)
+    assert strayed == 0
+    assert len(tape) == (1 if p else 0)
+    for wide, low in zip(drawn, again, strict=True):
+        torch.testing.assert_close(low.float(), wide, rtol=0.05, atol=0.1)
+
+
+# --- code that draws otherwise --------------------------------------------------------------------------------
+
+
+def test_a_draw_of_another_shape_is_counted() -> None:
+    _, tape = _recorded(lambda: torch.randn(5))
+    assert _replayed(lambda: torch.randn(6), tape)[1] == 1
+
+
+def test_a_draw_by_another_operator_is_counted() -> None:
+    _, tape = _recorded(lambda: torch.randn(5))
+    assert _replayed(lambda: torch.rand(5), tape)[1] == 1
+
+
+def test_draws_beyond_the_tape_are_counted_and_random() -> None:
+    drawn, tape = _recorded(lambda: torch.randn(50))
+    (one, two), strayed = _replayed(lambda: (torch.randn(50), torch.randn(50)), tape, seed=1)
+    assert strayed == 1
+    assert torch.equal(one, drawn)
+    assert not torch.equal(two, drawn)
+
+
+def test_a_noise_that_cannot_be_replayed_is_counted() -> None:
+    x = torch.randn(50)
+    _, tape = _recorded(lambda: functional.rrelu(x, training=True))
+    assert _replayed(lambda: functional.rrelu(x.bfloat16(), training=True), tape)[1] == 1
+
+
+def test_code_without_draws_records_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5).eval(), nn.BatchNorm1d(4), nn.Softmax(-1))
+    _, tape = _recorded(lambda: model(torch.ones(3, 4)).sum().backward())
+    assert tape == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("name", ["dropout", "randn", "rand", "bernoulli_"])
+def test_draws_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    torch.set_default_device("cuda")
+    try:
+        drawn, tape = _recorded(lambda: DRAWS[name](torch.float32))
+        again, strayed = _replayed(lambda: DRAWS[name](dtype), tape, seed=1)
+    finally:
+        torch.set_default_device(None)
+    assert strayed == 0
+    assert torch.equal(again, drawn.to(dtype))

@@ -1,0 +1,243 @@
+"""The answer in words, from searches whose times are set by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from castwise.core.plans.plan import Plan
+from castwise.lab.parity.damage import Estimate
+from castwise.lab.parity.parity import ParityResult
+from castwise.lab.search.answer import advice, answer, tied, why
+from castwise.lab.search.contest import LATE, Contest, Entry
+from castwise.lab.search.decision import Decision
+from castwise.lab.search.final import Final
+from castwise.lab.search.reasons import NotTried
+from castwise.lab.search.record import evidence
+from castwise.lab.search.search import Search, Settings
+from castwise.lab.search.state import AUTOCAST, FP32
+from castwise.lab.workloads.workload import find_workload
+
+LEAN = Plan.parse("fp32+memory_format=channels_last+optimizer=fused")
+SOUND = ParityResult(AUTOCAST, "pass", "", Estimate(0.001, 0.0005, 0.002, 0.001, 0.0, 1.0, 0.0, 1.0), None, (), 0.0, 0.0)  # fmt: skip
+
+
+def searched(chosen: Plan, times: dict[Plan, float], **settings: object) -> Search:
+    """A search that came to its end with these seconds per step, which differ from start to start by a thousandth."""
+    search = Search(find_workload("sine?size=16"), torch.device("cpu"), Settings(**settings))  # type: ignore[arg-type]
+    search.optimizer, search.complete = "AdamW", True
+    starts = [[[t * (1 + 0.001 * ((i + s) % 3))] * 4 for s in range(4)] for i, t in enumerate(times.values())]
+    search.final = Final(list(times), times_s=starts)
+    search.settle(chosen, SOUND if chosen.compute != "fp32" else None)
+    return search
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("fp32", "Stay in fp32"),
+        (str(LEAN), "Stay in fp32, switch to channels_last and the fused AdamW"),
+        ("tf32", "Stay in fp32, let fp32 products and convolutions use tf32 inside"),
+        ("fp32+fp32_matmul=bf16", "Stay in fp32, let fp32 products use bf16 inside"),
+        ("bf16-mixed", "Train in bf16 by autocast"),
+        ("bf16-mixed+compile=default", "Train in bf16 by autocast, compile the model"),
+        ("bf16-master+optimizer=fused", "Train in bf16 with bf16 parameters and fp32 masters, switch to the fused AdamW"),
+        (
+            "bf16-mixed+ops.scaled_dot_product_attention=unfused+regions.head=fp32+regions.norm=fp32",
+            "Train in bf16 by autocast, run scaled_dot_product_attention unfused, keep head and norm in fp32",
+        ),
+        (
+            f"bf16-mixed+{'+'.join(f'regions.{n}=fp32' for n in 'abcd')}",
+            "Train in bf16 by autocast, keep 4 regions (a, b, c, ...) in fp32",
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_is_said_as_what_to_do(line: str, said: str) -> None:
+    assert advice(Plan.parse(line), "AdamW") == said
+
+
+def test_what_to_do_comes_first_then_speed_and_memory() -> None:
+    search = searched(LEAN, {FP32: 0.129, LEAN: 0.1, AUTOCAST: 0.15})
+    search.peaks = {FP32: 1000, LEAN: 1001}
+    assert re.fullmatch(
+        r"Stay in fp32, switch to channels_last and the fused AdamW: 1\.29 times as fast \(1\.2\d-1\.\d+\), same memory\.",
+        answer(search),
+    )
+    search.peaks[LEAN] = 700
+    assert answer(search).endswith(", 30 % less memory.")
+    assert [said.split(" (")[0] for said in why(search)] == [
+        "Beside one-line torch.autocast in bf16 it is 1.50 times as fast",
+        "It computes in fp32 throughout, so there is nothing to lose.",
+    ]
+
+
+@pytest.mark.parametrize("ratio", [0.97, 1.0, 1.005, 1.02, 1.3])
+def test_an_interval_that_contains_1_has_no_direction(ratio: float) -> None:
+    search = searched(AUTOCAST, {FP32: 0.1 * ratio, AUTOCAST: 0.1, LEAN: 0.1 * ratio})
+    for said in (answer(search), *why(search)):
+        for low, high in re.findall(r"\(([\d.]+)(?:-| to )([\d.]+)\)", said):
+            if float(low) <= 1.0 <= float(high):
+                assert "faster" not in said
+                assert "times as fast" not in said
+
+
+def test_what_was_measured_by_itself_is_said_where_whole_steps_do_not_show_it() -> None:
+    fused = Plan.parse("fp32+optimizer=fused")
+    search = searched(fused, {FP32: 0.1, fused: 0.1})
+    assert search.final is not None
+    search.spared = 0.04
+    assert answer(search).startswith(
+        "Stay in fp32, switch to the fused AdamW: as fast, as far as can be told ("
+    )
+    search.final.choice = {fused}
+    said = "Stay in fp32, switch to the fused AdamW: 4 % less of a step, measured by itself; whole steps are as fast, as far as can be"
+    assert answer(search).startswith(said)
+    shown = searched(fused, {FP32: 0.12, fused: 0.1})
+    assert shown.final is not None
+    shown.final.choice = {fused}
+    assert answer(shown).startswith("Stay in fp32, switch to the fused AdamW: 1.20 times as fast (")
+    more = searched(LEAN, {FP32: 0.1, LEAN: 0.1})
+    assert more.final is not None
+    more.final.choice = {LEAN}
+    assert "by itself" not in answer(more)  # the memory format is part of it
+
+
+def test_what_the_race_decided_is_said_in_a_sentence_of_its_own() -> None:
+    said = "In the race, where all trained in one process, it was 1.63 times as fast as fp32."
+    known, search = (searched(AUTOCAST, {FP32: 0.16, AUTOCAST: 0.1}) for _ in range(2))
+    assert known.final is not None
+    assert search.final is not None
+    known.final.behind = search.final.behind = {(FP32, AUTOCAST): 1.63}
+    assert said not in why(known)
+    search.final.times_s[1][0] = [0.2] * 4
+    assert re.search(r"as far as can be told \(0\.\d+-[\d.]+\)\.", answer(search))
+    assert why(search)[0] == said
+
+
+def test_fp32_is_not_called_the_fastest_of_one() -> None:
+    record = evidence(searched(FP32, {FP32: 0.1}))
+    assert record.answer == "Stay in fp32 as it is: no other plan was timed to the end."
+    assert record.candidates[0].reason == "nothing else was timed to the end"
+    slow = searched(FP32, {FP32: 0.1})
+    slow.contest = Contest(slow.workload, slow.device)
+    slow.contest.entries[AUTOCAST] = Entry(
+        AUTOCAST, reason="not faster: its first steps took 39 times as long", hopeless=True
+    )
+    assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
+    del slow.contest.entries[AUTOCAST]
+    slow.passed_over[AUTOCAST] = (
+        "not faster: it is no faster than fp32, by regions alone"  # dropped before the race
+    )
+    assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
+    slow.contest.entries[AUTOCAST] = Entry(AUTOCAST, reason=LATE)
+    assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
+    del slow.contest.entries[AUTOCAST]
+    slow.passed_over[LEAN] = LATE
+    assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
+    del slow.passed_over[LEAN]
+    slow.contest.entries[LEAN] = Entry(LEAN, reason="out of memory")
+    assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
+    unmeasured = searched(FP32, {FP32: 0.1}, goal="memory")
+    assert answer(unmeasured).endswith(
+        ": the peak memory of no other plan was measured; a longer --budget would do."
+    )
+    unknown = searched(FP32, {FP32: 0.1, AUTOCAST: 0.1})
+    assert unknown.final is not None
+    unknown.findings[AUTOCAST] = SOUND
+    unknown.final.times_s = [[[0.1] * 3, [0.3] * 3], [[0.3] * 3, [0.1] * 3]]
+    assert evidence(unknown).candidates[0].reason != "the fastest sound plan"
+    slower = searched(FP32, {FP32: 0.1, AUTOCAST: 0.2})
+    assert evidence(slower).candidates[0].reason == "the fastest sound plan"
+    assert answer(slower) == "Stay in fp32 as it is: no sound plan is known to be faster."
+    slower.reasons[AUTOCAST] = "damage 0.3 is above 0.1"
+    assert (
+        answer(slower)
+        == "Stay in fp32 as it is: nothing else that was timed was shown to keep the gradients."
+    )
+    slower.complete = False
+    assert answer(slower) == "Stay in fp32 for now: the search ended before it could choose."
+
+
+def test_an_interval_without_ends_is_no_speed() -> None:
+    """A final of one round said "as fast, as far as can be told (0.00-inf)"."""
+    search = searched(LEAN, {FP32: 0.1, LEAN: 0.1, AUTOCAST: 0.1})
+    assert search.final is not None
+    search.final.times_s = [[one[0][:1]] for one in search.final.times_s]
+    assert answer(search).endswith(": at a speed that is not known, since its times differ too much.")
+    assert not any("autocast" in said for said in why(search))
+
+
+def test_what_seems_faster_and_is_not_sure_enough_is_said_to_be_that() -> None:
+    """A page had "not known to be faster" beside 1.42 (1.09-1.85): a choice asks for 97 %, and an interval is of 95."""
+    search = searched(FP32, {FP32: 0.142, LEAN: 0.1})
+    assert search.final is not None
+    search.final.times_s[1] = [[t] * 4 for t in (0.1, 0.1085, 0.092)]
+    search.final.times_s[0] = search.final.times_s[0][:3]
+    ratio = search.final.ratio(LEAN, FP32)
+    assert ratio is not None
+    assert ratio.low > 1.01
+    assert answer(search).endswith(
+        "no sound plan is known surely enough to be faster, and this one is the simplest."
+    )
+    said = search.final.reason(LEAN, FP32)
+    assert said == "faster, but not as surely as a choice asks (97%), than the chosen plan, which is simpler"
+
+
+def test_what_is_undecided_is_not_said_to_lose_the_gradients() -> None:
+    search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.05})
+    search.findings[AUTOCAST] = dataclasses.replace(SOUND, verdict="undecided")
+    search.reasons[AUTOCAST] = "more of them would decide"
+    assert "was not shown to keep the gradients: more of them would decide" in why(search)[-1]
+
+
+def test_the_page_has_the_interval_by_which_it_was_decided() -> None:
+    """Autocast's starts, which differ far more, made that of two plans wider than what they were decided by."""
+    wild, lean, base = [2.0, 1.2, 3.0], [0.1, 0.1001, 0.1], [0.105, 0.1051, 0.105]
+    search = searched(LEAN, {FP32: 0.1, LEAN: 0.1, AUTOCAST: 1.0})
+    final = search.final = Final(
+        [FP32, LEAN, AUTOCAST],
+        times_s=[[[t] * 4 for t in starts] for starts in (base, lean, wild)],
+        choice={FP32, LEAN},
+    )
+    wide = final.ratio(LEAN, FP32)
+    final.decision = Decision(1, decided=True)
+    narrow = final.ratio(LEAN, FP32)
+    assert wide is not None
+    assert narrow is not None
+    assert wide.low < 1.0 < narrow.low
+    assert "1.05 times as fast" in answer(search)
+
+
+def test_a_plan_whose_numerics_were_not_found_sound_ties_with_nothing() -> None:
+    """One that left the race, and was shown in the final, has not been tested itself."""
+    other = Plan.parse("bf16-master+optimizer=fused")
+    search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.1, other: 0.1})
+    assert not tied(search)
+    search.findings[Plan.parse("bf16-master")] = SOUND
+    assert tied(search) == [other]
+    search.findings[AUTOCAST] = dataclasses.replace(SOUND, verdict="fail")
+    assert tied(search) == [other]
+
+
+def test_unsound_autocast_is_the_reason_to_stay_in_fp32() -> None:
+    search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.05})
+    search.reasons[AUTOCAST] = "damage 0.3 is above 0.1"
+    assert re.search(
+        r"autocast in bf16 would be 2\.00 times as fast \([^)]*\), but it does not keep the gradients: damage 0\.3",
+        why(search)[-1],
+    )
+
+
+def test_every_plan_has_its_standing() -> None:
+    other, tie = Plan.parse("bf16-master"), Plan.parse("bf16-mixed+optimizer=fused")
+    search = searched(AUTOCAST, {FP32: 0.2, AUTOCAST: 0.1, other: 0.15, tie: 0.1})
+    search.passed_over[LEAN] = NotTried("not tried: no time")
+    rows = {c.plan: c for c in evidence(search).candidates}
+    assert {plan: row.status for plan, row in rows.items()} == {
+        "bf16-mixed": "chosen", "fp32": "baseline", "bf16-mixed+optimizer=fused": "tie",
+        "bf16-master": "rejected", str(LEAN): "not tried",
+    }  # fmt: skip
+    assert rows["bf16-mixed"].reason == "the simplest of those that are as fast as can be told"

@@ -1,0 +1,664 @@
+"""Finalists compiled: what a trial refuses, which are tried, and what the record says of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import castwise
+from castwise import Plan, Workload
+from castwise.lab.search import compiling, decision, final, trial
+from castwise.lab.search.compiling import MOST, compile_finalists, own_cache, pays_after, said
+from castwise.lab.search.contest import Contest, Entry
+from castwise.lab.search.final import Final
+from castwise.lab.search.record import evidence
+from castwise.lab.search.search import Search, Settings
+from castwise.lab.search.state import AUTOCAST, FP32
+from castwise.lab.search.trial import Trial, _gradients, _moved, try_compiled
+from castwise.lab.timing.processes import portable
+from castwise.lab.timing.served import COMPILED, belong_to
+from castwise.lab.timing.steps import TrainingRun
+from castwise.report.tune import plan_grid
+from tests.report.evidence import make_candidate, make_evidence, make_record
+from tests.soak import every, pairs, soaks
+
+CPU = torch.device("cpu")
+BF16, FP32_COMPILED = (Plan.parse(f"{name}+compile=default") for name in ("bf16-mixed", "fp32"))
+
+needs_backend = pytest.mark.skipif(
+    not hasattr(torch.compiler, "set_default_backend"), reason="this torch compiles by Inductor alone"
+)
+
+
+@pytest.fixture(autouse=True)
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are traced and run by torch's kernels, which takes a tenth of a second where Inductor takes many."""
+    monkeypatch.setattr(trial, "BLOCK_S", 0.01)
+    limit = torch._dynamo.config.fail_on_recompile_limit_hit
+    if hasattr(torch.compiler, "set_default_backend"):
+        torch.compiler.set_default_backend("aot_eager")
+    yield
+    torch._dynamo.config.fail_on_recompile_limit_hit = limit
+    if hasattr(torch.compiler, "set_default_backend"):
+        torch.compiler.set_default_backend(None)
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """Layers with a dropout, and a place for a fault."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.a, self.drop, self.b = nn.Linear(8, 16), nn.Dropout(dropout), nn.Linear(16, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.drop(torch.tanh(self.a(self.fault(x)))))
+
+    def fault(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Wrong(Net):
+    """Is another model when it is compiled."""
+
+    by = 1.5
+
+    def fault(self, x: Tensor) -> Tensor:
+        return x * self.by if torch.compiler.is_compiling() else x
+
+
+class WithinRounding(Wrong):
+    """Differs by less than bf16 can hold, and by much more than fp32 leaves open."""
+
+    by = 1.0 + 2.0**-9
+
+
+class WrongBelow(Net):
+    """Loses the gradients of its first layer when it is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        below = torch.tanh(self.a(x))
+        return self.b(below * 0.5 + 0.5 * below.detach() if torch.compiler.is_compiling() else below)
+
+
+class CoarseByHand(Net):
+    """Is further from fp32 in bf16 as it is than when it is compiled."""
+
+    def fault(self, x: Tensor) -> Tensor:
+        return x * 1.2 if self.is_coarse(x) and not torch.compiler.is_compiling() else x
+
+    def is_coarse(self, x: Tensor) -> bool:
+        return self.a.weight.dtype is torch.bfloat16
+
+
+class CoarseCompiled(CoarseByHand):
+    """The other way about."""
+
+    def fault(self, x: Tensor) -> Tensor:
+        return x * 1.2 if self.is_coarse(x) and torch.compiler.is_compiling() else x
+
+
+class WrongGradients(Net):
+    """Its values are right when it is compiled; its gradients have a term too many."""
+
+    def __init__(self, by: float = 1.0) -> None:
+        super().__init__()
+        self.small, self.by = nn.Parameter(1.0 + torch.rand(4)), by
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x) + 1e-4 * self.small
+        term = self.by * self.term(x) if torch.compiler.is_compiling() else None
+        return out if term is None else out + (term - term.detach())
+
+    def term(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class WrongBias(WrongGradients):
+    """The gradient of one bias is half as large again."""
+
+    def term(self, _x: Tensor) -> Tensor:
+        return 0.5 * self.b.bias
+
+
+class SmallGarbage(WrongGradients):
+    """That of a parameter which hardly counts beside the others is anything."""
+
+    def term(self, _x: Tensor) -> Tensor:
+        return 1e-4 * self.small.flip(0)
+
+
+class BeforeBatchNorm(WrongGradients):
+    """A bias without effect: its gradient is rounding and nothing else, and another when it is compiled."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__(by)
+        self.a = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))  # type: ignore[assignment]
+
+    def term(self, _x: Tensor) -> Tensor:
+        return self.a[0].bias.sum()  # type: ignore[index]
+
+
+class Softmax(torch.autograd.Function):
+    """An fp32 island, whose backward forgets that it is one when it is compiled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        p = x.float().softmax(-1)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            p, grad = p.bfloat16(), grad.bfloat16()
+        return p * (grad - (p * grad).sum(-1, keepdim=True))
+
+
+class ForgetsIsland(Net):
+    """Its gradients are small differences of large numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        p: Tensor = Softmax.apply(super().forward(x))
+        return (p * torch.tensor([1000.0, 1001.0, 1002.0, 1003.0])).sum(-1)
+
+
+class OnTheEdge(Net):
+    """A ReLU that lies a last place or two above zero, and below it when it is compiled."""
+
+    def __init__(self, above: float = 2.0**-23) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.full((4,), 1.0 - above))
+        self.above = above
+
+    def forward(self, x: Tensor) -> Tensor:
+        less = 2.0 * self.above if torch.compiler.is_compiling() else 0.0
+        return super().forward(x) + torch.relu(self.one - self.other - less) + 5.0 * (self.one + self.other)
+
+
+class RunningMean(Net):
+    """Subtracts what it has seen so far: a pass more, and it is another model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros(()))
+
+    def fault(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.count += 1
+            self.mean = self.mean + (x.mean(0) - self.mean) / self.count
+        return x - self.mean
+
+
+class Restless(Net):
+    """Counts its calls in Python, which a graph takes for a constant."""
+
+    def fault(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x if self.calls < 10**6 else x * 2
+
+
+def batches(seed: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(8, 8, generator=generator)
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def workload(model: Callable[[], nn.Module] = Net) -> Workload:
+    return Workload("tiny", model, sgd, batches, loss)
+
+
+def tried(model: Callable[[], nn.Module], plan: Plan) -> Trial:
+    torch._dynamo.reset()
+    return try_compiled(workload(model), plan, CPU, 0)
+
+
+# --- a trial --------------------------------------------------------------------------------------------------
+
+
+def within(seconds: float) -> tuple[float, float]:
+    """Until when all may compile, and the first."""
+    return time.monotonic() + seconds, time.monotonic() + seconds
+
+
+@every(2, 1)
+@needs_backend
+@pytest.mark.parametrize(
+    ("line", "dropout"),
+    pairs(
+        ["fp32", "bf16-mixed", "fp16-mixed+loss_scale.init=1024", "bf16-master+regions.b=fp32"], [0.0, 0.5]
+    ),
+)
+def test_a_plan_whose_compiled_gradients_are_its_own_can_be_compiled(line: str, dropout: float) -> None:
+    found = tried(lambda: Net(dropout), Plan.parse(f"{line}+compile=default"))
+    assert found.reason == ""
+    assert found.difference <= 1.0
+    assert min(found.compile_s, found.eager_s, found.step_s) > 0.0
+
+
+@needs_backend
+@pytest.mark.parametrize("plan", [FP32_COMPILED, BF16])
+def test_wrong_gradients_are_seen(plan: Plan) -> None:
+    found = tried(Wrong, plan)
+    assert found.reason.startswith(
+        "not compiled: the gradient of a.weight differs from the same plan's uncompiled by "
+    )
+    assert found.difference > 1.0
+
+
+@needs_backend
+def test_what_a_format_leaves_open_is_no_fault_in_it_alone() -> None:
+    assert tried(WithinRounding, BF16).reason == ""
+    assert "the gradient of a.weight differs" in tried(WithinRounding, FP32_COMPILED).reason
+
+
+@needs_backend
+def test_gradients_that_are_nearer_to_fp32_compiled_are_no_fault() -> None:
+    plan = Plan.parse("bf16-master+compile=default")
+    assert tried(CoarseByHand, plan).reason == ""
+    assert "differs from the same plan's uncompiled" in tried(CoarseCompiled, plan).reason
+
+
+@needs_backend
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")  # Dynamo's own doing
+@pytest.mark.parametrize(
+    ("model", "plan", "of"),
+    [
+        (WrongBias, FP32_COMPILED, "b.bias"),
+        (WrongBias, BF16, "b.bias"),
+        (SmallGarbage, FP32_COMPILED, "small"),
+        (ForgetsIsland, BF16, ""),
+    ],
+)
+def test_gradients_that_alone_are_wrong_are_seen(model: type[Net], plan: Plan, of: str) -> None:
+    assert tried(model, plan).reason.startswith(f"not compiled: the gradient of {of}")
+
+
+@needs_backend
+def test_what_flips_in_few_draws_is_drawn_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tried(OnTheEdge, FP32_COMPILED).reason == ""
+    assert "the gradient of other differs" in tried(lambda: OnTheEdge(2.0**-20), FP32_COMPILED).reason
+    monkeypatch.setattr(trial, "DRAWS", 0)
+    assert "the gradient of other differs" in tried(OnTheEdge, FP32_COMPILED).reason
+
+
+@needs_backend
+@pytest.mark.parametrize(("plan", "by"), [(FP32_COMPILED, 1e-4), (BF16, 1e-2)])
+def test_gradients_that_are_only_rounding_may_be_any_that_are_small(plan: Plan, by: float) -> None:
+    assert tried(lambda: BeforeBatchNorm(by), plan).reason == ""
+    assert "the gradient of a.0.bias differs" in tried(lambda: BeforeBatchNorm(2.0), plan).reason
+
+
+def test_complex_weights_are_moved_and_compared_in_both_parts() -> None:
+    class Phase(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, dtype=torch.cfloat))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w * torch.complex(x, x)).real
+
+    job = Workload("complex", Phase, sgd, batches, lambda m, b: m(torch.ones(8)).square().sum())
+    with contextlib.closing(TrainingRun(job, Plan.preset("fp32"), CPU, 0)) as run:
+        weight = run.model.get_parameter("w").detach().clone()
+        found = _gradients(run, job, next(batches(0)), 0)["w"]
+        assert found.shape == (8, 2)
+        torch.testing.assert_close(found[:, 0], -found[:, 1])
+        assert found.any()
+        with _moved(run.model, 2.0**-7, 0):
+            moved = run.model.get_parameter("w").detach()
+            assert bool((moved.real != weight.real).all())
+            assert bool((moved.imag != weight.imag).all())
+        assert torch.equal(run.model.get_parameter("w"), weight)
+
+
+@needs_backend
+def test_a_model_that_is_compiled_anew_at_every_step_is_not_compiled() -> None:
+    assert tried(Restless, FP32_COMPILED).reason.startswith("not compiled: it is compiled anew ")
+
+
+class ForgetsDeep(nn.Module):
+    """Loses the gradients of all but the last of twenty layers, in which bf16 leaves much open."""
+
+    def __init__(self, forgets: bool) -> None:
+        super().__init__()
+        self.below = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64 if n else 8, 64), nn.ReLU()) for n in range(20))
+        )
+        self.last, self.forgets = nn.Linear(64, 4), forgets
+
+    def forward(self, x: Tensor) -> Tensor:
+        below = self.below(x)
+        return self.last(below.detach() * 1.0 + 0.0 * below if self.lost() else below)
+
+    def lost(self) -> bool:
+        return self.forgets and torch.compiler.is_compiling()
+
+
+@needs_backend
+def test_gradients_that_are_forgotten_are_seen_where_a_format_leaves_much_open() -> None:
+    assert tried(lambda: ForgetsDeep(False), BF16).reason == ""
+    assert tried(lambda: ForgetsDeep(True), BF16).reason.startswith("not compiled: the gradient of below.")
+
+
+@needs_backend
+def test_what_a_model_remembers_of_its_passes_is_no_fault() -> None:
+    found = tried(RunningMean, FP32_COMPILED)
+    assert found.reason == ""
+    assert found.difference < 1.0
+
+
+@needs_backend
+def test_what_cannot_be_compared_is_not_compiled() -> None:
+    """A loss scale under which every gradient is infinite."""
+    plan = Plan.parse("fp16-mixed+compile=default")
+    for model in (Net, Wrong):
+        torch._dynamo.reset()
+        job = Workload("tiny", model, sgd, batches, lambda m, b: 1e6 * m(b).square().mean())
+        found = try_compiled(job, plan, CPU, 0)
+        assert found.reason.startswith("not compiled: its gradients at its first loss scale are not finite")
+
+
+@needs_backend
+def test_a_batch_whose_gradients_are_at_the_edge_hides_no_fault_in_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = 0
+    gradients = trial._gradients
+
+    def edge(*args: Any) -> dict[str, Tensor]:
+        nonlocal calls
+        found = gradients(*args)
+        calls += 1
+        if calls == 4:  # two to see whether it draws, a batch, and the same with its weights moved
+            found["a.weight"] = found["a.weight"] * math.inf
+        return found
+
+    monkeypatch.setattr(trial, "_gradients", edge)
+    assert "the gradient of a.weight differs" in tried(WrongBelow, BF16).reason
+
+
+@needs_backend
+def test_what_the_compiler_refuses_is_the_reason() -> None:
+    def refuses(_graph: Any, _inputs: Any) -> None:
+        raise RuntimeError("no kernel of that kind")
+
+    torch.compiler.set_default_backend(refuses)
+    found = tried(Net, BF16)
+    assert found.reason.startswith("does not compile: ")
+    assert "no kernel of that kind" in found.reason
+
+
+def test_a_model_of_which_nothing_is_compiled_is_not_called_compiled() -> None:
+    with torch.compiler.set_stance("force_eager"):
+        assert (
+            tried(Net, BF16).reason == "not compiled: torch.compile finds nothing in it that it can compile"
+        )
+
+
+# --- which are tried ------------------------------------------------------------------------------------------
+
+OTHERS = [Plan.parse(f"bf16-mixed+regions.{name}=fp32") for name in ("a", "b", "drop")]
+
+
+@pytest.fixture
+def search() -> Iterator[Search]:
+    """A search whose race is over: bf16-mixed first, then others, then fp32."""
+    made = Search(workload(), CPU, Settings(("fp32", "bf16"), compile="auto"))
+    with made.home:
+        made.contest = Contest(made.workload, CPU)
+        for place, plan in enumerate([AUTOCAST, *OTHERS, FP32]):
+            entry = made.contest.entries.setdefault(plan, Entry(plan))
+            entry.times_s = [1.0 + 0.1 * place] * 4
+        yield made
+
+
+def compiled(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, compile="default")
+
+
+def tries(monkeypatch: pytest.MonkeyPatch, found: Callable[[Plan], Trial]) -> list[Plan]:
+    """Trials that find what is said, with none made."""
+    asked: list[Plan] = []
+
+    def instead(_search: Search, _payload: bytes, plan: Plan, _timeout_s: float) -> Trial:
+        asked.append(plan)
+        return found(plan)
+
+    monkeypatch.setattr(compiling, "_tried", instead)
+    return asked
+
+
+def test_the_fastest_come_first_and_the_best_go_on(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_s = {
+        compiled(AUTOCAST): 1.1,
+        compiled(OTHERS[0]): 0.5,
+        compiled(OTHERS[1]): 0.6,
+        compiled(FP32): 0.55,
+    }
+    asked = tries(monkeypatch, lambda plan: Trial("", 0.1, 1.0, step_s.get(plan, 0.9)))
+    made = compile_finalists(search, [AUTOCAST, *OTHERS], *within(600.0))
+    assert asked == [compiled(plan) for plan in (AUTOCAST, *OTHERS, FP32)]
+    assert made == [compiled(OTHERS[0]), compiled(OTHERS[1])]
+    assert search.passed_over[compiled(AUTOCAST)] == "not faster compiled: takes 1.10 times as long"
+    assert search.passed_over[compiled(FP32)] == f"not in the final: {MOST} others were faster when compiled"
+
+
+def test_plans_are_compiled_as_they_keep_memory(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [dataclasses.replace(plan, host_memory="keep") for plan in (AUTOCAST, OTHERS[0], FP32)]
+    asked = tries(monkeypatch, lambda _: Trial("", 0.1, 1.0, 0.5))
+    assert compile_finalists(search, kept, *within(600.0)) == [*map(compiled, kept[:2])]
+    assert asked == [*map(compiled, kept)]
+
+
+def test_who_always_compiles_takes_the_slow_too_and_never_what_is_wrong(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search.settings = Settings(("fp32", "bf16"), compile="always")
+    tries(monkeypatch, lambda plan: Trial("" if plan == BF16 else "not compiled: wrong", 0.1, 1.0, 1.1))
+    assert compile_finalists(search, [AUTOCAST], *within(600.0)) == [BF16]
+    assert search.passed_over == {FP32_COMPILED: "not compiled: wrong"}
+
+
+def test_without_the_time_for_it_nothing_is_compiled_and_that_is_said(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tries(monkeypatch, lambda plan: Trial("", 40.0, 1.0, 0.5))
+    assert compile_finalists(search, [AUTOCAST], *within(4.0)) == []
+    assert asked == []
+    assert set(search.passed_over) == {BF16, FP32_COMPILED}
+    assert search.passed_over[BF16].startswith("not tried: ")
+    assert search.passed_over[BF16].endswith(
+        " s of the budget are left to compile it in; a longer --budget would do"
+    )
+    # what the final will take to compile the first again is kept for it
+    assert compile_finalists(search, [AUTOCAST], *within(37.0)) == [BF16]
+    assert asked == [BF16]
+
+
+def test_the_first_may_take_what_the_final_can_spare(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tries(monkeypatch, lambda plan: Trial("", 0.1, 1.0, 0.5))
+    now = time.monotonic()
+    assert compile_finalists(search, [AUTOCAST], now + 4.0, now + 600.0) == [BF16]
+    assert asked == [BF16]
+    assert search.passed_over[FP32_COMPILED].startswith("not tried: ")
+
+
+def _traced() -> nn.Module:
+    """In the other process: its compiler is Inductor."""
+    torch.compiler.set_default_backend("aot_eager")
+    return Net()
+
+
+@needs_backend
+@soaks  # else told by the whole search at the end
+def test_a_trial_has_a_process_of_its_own(search: Search) -> None:
+    search.workload = workload(_traced)
+    made = compile_finalists(search, [AUTOCAST], *within(600.0))
+    assert set(search.trials) == {BF16, FP32_COMPILED}
+    for plan, found in search.trials.items():
+        assert found.compile_s > 0.0
+        assert plan in made or search.passed_over[plan].startswith("not faster compiled")
+
+
+def test_a_trial_that_takes_too_long_is_ended(search: Search) -> None:
+    def sleeps() -> nn.Module:
+        time.sleep(60.0)
+        return Net()
+
+    begin = time.monotonic()
+    found = compiling._tried(search, portable(workload(sleeps)), BF16, 0.5)
+    assert found.reason == (
+        "not tried: compiling took longer than the 0 s that were left; a longer --budget would do"
+    )
+    assert time.monotonic() - begin < 50.0
+
+
+def test_a_trial_whose_process_dies_is_a_reason(search: Search) -> None:
+    def dies() -> nn.Module:
+        os._exit(1)
+
+    found = compiling._tried(search, portable(workload(dies)), BF16, 60.0)
+    assert found.reason == "does not compile: the process died without a word (out of memory?)"
+
+
+def test_what_a_trial_has_started_is_gone_when_it_is_over(search: Search, tmp_path: Path) -> None:
+    """A compiler of its own, say, that would write into a folder that is being removed."""
+    told = tmp_path / "pid"
+
+    def starts_and_sleeps() -> nn.Module:
+        told.write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+        time.sleep(60.0)
+        return Net()
+
+    found = compiling._tried(search, portable(workload(starts_and_sleeps)), BF16, 1.0)
+    assert found.reason.startswith("not tried: compiling took longer")
+    status = Path(f"/proc/{told.read_text()}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_a_fault_of_the_code_comes_out_of_a_trial(search: Search) -> None:
+    def faulty() -> nn.Module:
+        raise LookupError("no such file of weights")
+
+    with pytest.raises(LookupError, match="no such file of weights"):
+        compiling._tried(search, portable(workload(faulty)), BF16, 60.0)
+
+
+def test_a_workload_that_another_process_cannot_run_is_not_compiled_and_that_is_said(search: Search) -> None:
+    here = os.getpid()
+
+    def made_here() -> nn.Module:
+        if os.getpid() != here:
+            raise AttributeError("nothing was set up")
+        return Net()
+
+    search.workload = workload(made_here)
+    assert compile_finalists(search, [AUTOCAST], *within(600.0)) == []
+    (note,) = search.notes
+    assert note.startswith(
+        "Nothing was compiled: workload 'tiny' does not run in another process (AttributeError: nothing"
+    )
+
+
+def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv(name, "mine")
+    monkeypatch.setenv("TMPDIR", "mine")
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
+    belong_to(BF16)
+    assert (os.environ[name], os.environ["TMPDIR"]) == ("mine", "mine")  # nobody searches
+    with own_cache():
+        kept = os.environ[COMPILED]
+        assert os.path.isdir(kept)
+        folders = []
+        for plan in (BF16, FP32_COMPILED, BF16, AUTOCAST):
+            belong_to(plan)
+            folders.append(os.environ[name])
+    assert folders[0] == folders[2] != folders[1]
+    assert folders[3] == folders[2]  # what compiles nothing changes nothing
+    assert (
+        os.environ["TMPDIR"] == tempfile.gettempdir() == kept
+    )  # where a compiler that is killed leaves its files
+    assert all(os.path.dirname(folder) == kept for folder in folders)
+    assert COMPILED not in os.environ
+    assert not os.path.exists(kept)
+
+
+# --- what is said of it ---------------------------------------------------------------------------------------
+
+
+def test_compiling_pays_after_as_many_steps_as_it_takes_to_gain_its_time(search: Search) -> None:
+    search.trials[BF16] = Trial("", 54.0, 0.170, 0.150)
+    assert pays_after(search, BF16) == 2700
+    times = [[[0.1695] * 3], [[0.145] * 3]]
+    search.final = Final([AUTOCAST, BF16], times_s=times)  # type: ignore[arg-type]
+    assert pays_after(search, BF16) == 2205
+    assert said(search, BF16) == (
+        "Compiling takes 54 s at the start of a first training, less where its code is on disk, and pays after 2,205 steps."
+    )
+    search.final = Final([AUTOCAST, BF16], times_s=times[::-1])  # type: ignore[arg-type]
+    assert pays_after(search, BF16) is None
+    assert said(search, BF16).endswith("and was not seen to pay.")
+    assert said(search, AUTOCAST) == ""
+    search.trials[FP32_COMPILED] = Trial("not compiled: wrong", 5.0)
+    assert pays_after(search, FP32_COMPILED) is None
+    rows = {row.plan: row for row in evidence(search).candidates}
+    assert (rows[str(BF16)].compile_s, rows[str(FP32_COMPILED)].compile_s) == (54.0, 5.0)
+    assert rows["bf16-mixed"].compile_s is None
+
+
+def test_the_page_says_what_compiling_took_and_when_it_pays() -> None:
+    assert "compiling" not in plan_grid(make_record()).header
+    rows = (
+        make_candidate("fp32", 0.1, "baseline"),
+        make_candidate("fp32+compile=default", 0.08, compile_s=54.2, pays_after_steps=2710),
+        make_candidate("bf16-mixed+compile=default", 0.12, compile_s=7.0),
+    )
+    grid = plan_grid(make_record(make_evidence(candidates=rows)))
+    at = grid.header.index("compiling")
+    assert [row.cells[at] for row in grid.rows] == ["-", "54.2 s, pays after 2,710 steps", "7.00 s"]
+
+
+def test_true_and_false_mean_always_and_never() -> None:
+    assert [Settings(compile=given).compile for given in (True, False)] == ["always", "never"]
+
+
+@needs_backend
+def test_a_search_compiles_its_finalists_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in ((decision, "LEAST", 1), (decision, "MOST", 1), (final, "ROUNDS", 3)):
+        monkeypatch.setattr(module, name, value)
+    result = castwise.tune(
+        workload(_traced), formats=("fp32", "bf16"), device="cpu", memory=False, budget_s=45, compile=True
+    )
+    record = result.evidence
+    assert record.settings["compile"] == "always"
+    assert any(stage.name == "compiling" for stage in record.stages)
+    rows = [row for row in record.candidates if "compile=default" in row.plan]
+    assert rows
+    assert all(row.compile_s or row.reason.startswith("not tried: ") for row in rows)
+    assert result.plan.compile == "default"
+    assert any(note.startswith("Compiling takes ") for note in record.notes)

@@ -1,0 +1,240 @@
+"""Whether finalists keep memory: only where page faults cost anything, and then the fastest comes as it is; who else keeps it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import castwise
+from castwise import Plan, Workload
+from castwise.core.heap import HEAP, can_keep
+from castwise.lab.search import final, keeping
+from castwise.lab.search.axes import as_raced, complexity, numerics_of
+from castwise.lab.search.contest import Contest
+from castwise.lab.search.finalists import run_as
+from castwise.lab.search.keeping import gives_back
+from castwise.lab.search.reasons import Spared
+from castwise.lab.search.search import Settings
+from castwise.lab.search.state import AUTOCAST, FP32, SearchState
+from castwise.lab.timing.processes import Home
+from castwise.lab.timing.served import belong_to
+from castwise.lab.timing.steps import TrainingRun
+from tests.lab.search.test_choices import CPU, sgd, workload
+
+KEPT, KEPT_FP32 = (Plan.parse(f"{name}+host_memory=keep") for name in ("bf16-mixed", "fp32"))
+
+needs_glibc = pytest.mark.skipif(not can_keep(), reason="the C library is not glibc")
+
+
+class Wide(nn.Module):
+    """Makes tensors and drops them: blocks of 24 MiB, which may be kept."""
+
+    MIB = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _ = [torch.ones(self.MIB << 18) for _ in range(4)]
+        return self.layer(x)
+
+
+class Wider(Wide):
+    """Blocks of 40 MiB go back to the system all the same."""
+
+    MIB = 40
+
+
+def batches(seed: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(8, 4, generator=generator)
+
+
+WIDE = Workload("wide", Wide, sgd, batches, lambda model, batch: model(batch).square().mean())
+
+
+def asked(job: Workload, device: torch.device = CPU) -> tuple[bool, list[str]]:
+    search = SearchState(job, device, Settings(formats=("fp32", "bf16")))
+    with search.home:
+        return gives_back(search, FP32), search.notes
+
+
+@needs_glibc
+def test_page_faults_are_seen_in_a_process_of_the_plans_own_and_told() -> None:
+    costs, (note,) = asked(WIDE)
+    assert costs
+    said = r"fp32 met ([\d,]+) page faults per step in a process of its own, and ([\d,]+) where that .*: at least \d+ % of"
+    found = re.match(said, note)
+    assert found, note
+    given, kept = (int(number.replace(",", "")) for number in found.groups())
+    assert given > kept  # by how much is luck: one block that moves once is a thousand faults a step
+    assert asked(workload()) == (False, [])
+
+
+@needs_glibc
+def test_page_faults_that_keeping_memory_does_not_spare_do_not_count() -> None:
+    assert asked(dataclasses.replace(WIDE, model=Wider)) == (False, [])
+
+
+def lives(pipe: object, line: str) -> list[str]:
+    """Runs in a process of its own: what it does with its memory, before a run of a plan, in its block, and after."""
+    plan = Plan.parse(line)
+    belong_to(plan)
+    seen = [HEAP.host_memory]
+    run = TrainingRun(workload(), plan, CPU)
+    seen.append(HEAP.host_memory)
+    run.before(1)
+    seen.append(HEAP.host_memory)
+    run.after()
+    run.close()
+    return [*seen, HEAP.host_memory]
+
+
+@needs_glibc
+@pytest.mark.parametrize("line", ["fp32", "fp32+host_memory=keep"])
+def test_a_process_of_a_plans_own_keeps_memory_for_good(line: str) -> None:
+    """A block of steps would else begin with what the one before gave back."""
+    with Home() as home, contextlib.closing(home.start(lives, line)) as process:
+        assert process.answer(60.0) == [Plan.parse(line).host_memory] * 4
+
+
+@needs_glibc
+def test_in_one_process_each_plan_keeps_its_own_blocks_alone() -> None:
+    seen = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        seen.append(HEAP.host_memory)
+        return model(batch).square().mean()
+
+    job = Workload("wide", Wide, sgd, batches, loss)
+    plans = ["fp32", "fp32+host_memory=keep"]
+    castwise.bench(job, device="cpu", plans=plans, steps=6, starts=0, rounds=2, memory=False, inference=False)
+    assert {"keep", "as_given"} == set(seen)
+    assert 0.3 < seen.count("keep") / len(seen) < 0.7
+    assert HEAP.host_memory == "as_given"
+
+
+@needs_glibc
+def test_the_race_keeps_memory_whichever_plan_runs_and_the_final_does_not() -> None:
+    """Also where that has no other process to run in."""
+    seen: dict[str, set[str]] = {}
+    stays = threading.Lock()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with stays:
+            seen.setdefault(search.now, set()).add(HEAP.host_memory)
+        return model(batch).square().mean()
+
+    search = SearchState(Workload("wide", Wide, sgd, batches, loss), CPU, Settings(formats=("fp32", "bf16")))
+    contest = search.contest = Contest(search.workload, CPU)
+    with search.home, contest:
+        search.now = "race"
+        contest.halve([AUTOCAST])
+        search.now = "final"
+        decided = final.race_final(search, [AUTOCAST], math.inf)
+    assert not decided.apart
+    assert decided.times_s
+    assert seen == {"race": {"keep"}, "final": {"as_given"}}
+    assert HEAP.host_memory == "as_given"
+
+
+def broken(_model: nn.Module, _batch: Tensor) -> Tensor:
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("why", ["device", "library", "process", "loss"])
+def test_where_it_cannot_be_known_nothing_is_kept(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The final says what a loss raises, and that a workload cannot leave this process."""
+    if why == "library":
+        monkeypatch.setattr(keeping, "can_keep", lambda: False)
+    job = Workload("wide", Wide, sgd, batches, broken) if why == "loss" else WIDE
+    if why == "process":
+        stays = threading.Lock()
+        job = Workload("wide", Wide, sgd, batches, lambda model, batch: (stays, model(batch).mean())[1])
+    assert asked(job, torch.device("meta") if why == "device" else CPU) == (False, [])
+
+
+@needs_glibc
+def test_one_process_whose_heap_has_no_holes_is_no_answer_however_short_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of nine searches of 30 s of `gpt` gave 5 % away by that luck."""
+    given = iter([0.0, 9e4])
+    monkeypatch.setattr(
+        keeping,
+        "_faults",
+        lambda _search, _sent, plans: [
+            (0.0 if plan.host_memory == "keep" else next(given), 0.01) for plan in plans
+        ],
+    )
+    monkeypatch.setattr(keeping, "SHARE", 0.0)
+    assert asked(WIDE, CPU)[0]
+    assert next(given, None) is None
+
+
+@needs_glibc
+def test_what_there_is_no_time_for_is_not_tried_and_that_is_said() -> None:
+    search = SearchState(WIDE, CPU, Settings(formats=("fp32", "bf16"), budget_s=60.0))
+    search.start -= 50.0
+    with search.home:
+        assert not gives_back(search, FP32)
+    (note,) = search.notes
+    assert note == "Whether keeping freed memory saves page faults was not tried: the time was spent before."
+
+
+def test_keeping_changes_no_numerics_and_is_nearly_free() -> None:
+    assert as_raced(KEPT) == numerics_of(KEPT) == AUTOCAST
+    assert complexity(AUTOCAST) < complexity(KEPT) < complexity(AUTOCAST) + 1.0
+
+
+def test_who_keeps_memory_does_not_race_itself_as_it_is() -> None:
+    search = SearchState(workload(), CPU, Settings(formats=("fp32", "bf16")))
+    other = Plan.parse("bf16-master")
+    kept = [Plan.parse(f"{plan}+host_memory=keep") for plan in (other, AUTOCAST)]
+    assert run_as(search, [other, AUTOCAST, FP32], KEPT) == [*kept, KEPT_FP32]
+    assert search.passed_over == {other: final.ran_as(kept[0]), AUTOCAST: final.ran_as(KEPT)}
+    layout = Plan.parse("fp32+memory_format=channels_last")
+    assert run_as(search, [layout, FP32], KEPT) == [Plan.parse(f"{layout}+host_memory=keep")]
+
+
+def test_what_runs_beside_its_twin_that_keeps_memory_says_why_it_cannot_be_chosen() -> None:
+    """One-line autocast is always timed."""
+    times = [
+        [[seconds * (1.0 + luck * (s - 1))] * 3 for s in range(3)]
+        for seconds, luck in ((2.0, 0.0), (1.0, 0.05), (0.99, 0.0))
+    ]
+    found = final.Final([FP32, AUTOCAST, KEPT], times_s=times, choice={FP32, KEPT})
+    assert found.reason(AUTOCAST, KEPT) == final.ran_as(KEPT)
+    assert not isinstance(found.reason(FP32, KEPT), Spared)
+    both = final.Final([FP32, AUTOCAST, KEPT], times_s=times, choice={FP32, AUTOCAST, KEPT})
+    assert not isinstance(both.reason(AUTOCAST, KEPT), Spared)
+
+
+@needs_glibc
+@pytest.mark.parametrize("keeps", [True, False])
+def test_finalists_keep_memory_and_race_no_longer_as_they_are(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(final, "ROUNDS", 3)
+    monkeypatch.setattr("castwise.lab.search.fastest.gives_back", lambda *_: keeps)
+    result = castwise.tune(
+        workload(), device="cpu", formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True
+    )
+    raced = {Plan.parse(row.plan) for row in result.evidence.candidates if row.rounds and row.speedup}
+    kept = {plan for plan in raced if plan.host_memory == "keep"}
+    assert bool(kept) == keeps
+    if keeps:
+        assert raced <= {FP32, AUTOCAST, *kept}
+        reasons = {Plan.parse(row.plan): row.reason for row in result.evidence.candidates}
+        twins = {as_raced(plan) for plan in kept} - {FP32, AUTOCAST, Plan.parse(str(result.plan))}
+        assert all(reasons[plan].startswith("the final ran it as ") for plan in twins), reasons

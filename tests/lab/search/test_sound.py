@@ -1,0 +1,166 @@
+"""Plans in doubt: which of them training runs decide, and what becomes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from castwise import Plan, Workload
+from castwise.lab.search.axes import name_of
+from castwise.lab.search.finalists import favourite
+from castwise.lab.search.pairs import is_hopeless, train_pairs
+from castwise.lab.search.sound import cleared, training_runs
+from castwise.lab.search.state import AUTOCAST, FP32, SearchState
+from tests.lab.search.conftest import raced
+from tests.lab.search.test_choices import workload
+
+LIKE_FP32 = Plan.parse("bf16-mixed+regions.**=fp32")
+"""Trains as fp32 does to the last digit."""
+REPAIRED = Plan.parse("bf16-mixed+regions.0=fp32")
+LOSING = Plan.parse("bf16-true")
+"""Trains worse: at the learning rate of this workload its parameters lose most updates."""
+
+
+@pytest.fixture
+def search(searching: Callable[[Workload], SearchState]) -> SearchState:
+    found = searching(workload())
+    found.settings = dataclasses.replace(found.settings, verify_steps=40, verify_seeds=4)
+    return found
+
+
+def clear(
+    search: SearchState, times_s: dict[Plan, float], sound: Sequence[Plan], doubtful: Sequence[Plan]
+) -> list[Plan]:
+    search.reasons.update(dict.fromkeys(doubtful, "damage 0.11"))
+    return cleared(search, raced(search, times_s), sound, doubtful)
+
+
+def runs(search: SearchState) -> int:
+    return sum(stage.name == "training runs" for stage in search.stages)
+
+
+def test_a_plan_in_doubt_that_trains_like_fp32_is_sound(search: SearchState) -> None:
+    assert clear(search, {FP32: 0.002, LIKE_FP32: 0.001}, [FP32], [LIKE_FP32]) == [LIKE_FP32]
+    assert not search.reasons
+    assert search.trained[LIKE_FP32].verdict == "not worse"
+    assert search.trained[LIKE_FP32].difference == 0.0
+
+
+def test_a_plan_in_doubt_that_trains_worse_is_not(search: SearchState) -> None:
+    assert not clear(search, {FP32: 0.002, LOSING: 0.001}, [FP32], [LOSING])
+    assert search.reasons[LOSING].startswith(
+        "damage 0.11, and in training over 2 pairs of 40 steps its loss differs"
+    )
+
+
+def test_what_is_sure_to_lose_by_training_is_trained_half_as_long(search: SearchState) -> None:
+    """Were all pairs that are left equal, it would still not be shown that it is not worse."""
+    same = [1.0, 2.0, 1.5, 1.2]
+    worse = [loss + more for loss, more in zip(same, (0.01, 0.012, 0.011, 0.009), strict=True)]
+    assert is_hopeless(same, worse, 8, margin=0.0090)
+    assert not is_hopeless(same, worse, 8, margin=0.0092)
+    assert not is_hopeless(same, same, 8, margin=0.0)
+    assert is_hopeless(same, [math.nan] * 4, 8, margin=1.0)
+    made = (search.workload, LOSING, torch.device("cpu"))
+    halves, whole = (train_pairs(*made, steps=40, seeds=4, until_hopeless=early) for early in (True, False))
+    assert (halves.seeds, whole.seeds) == (2, 4)
+    assert "not worse" not in (halves.verdict, whole.verdict)
+
+
+@pytest.mark.parametrize("rival", [AUTOCAST, Plan.parse("fp32+memory_format=channels_last")])
+def test_doubt_has_to_be_worth_something(search: SearchState, rival: Plan) -> None:
+    """What is sound, or computes in fp32, is as fast in the race."""
+    assert not clear(search, {FP32: 0.002, LIKE_FP32: 0.001, rival: 0.00102}, [FP32, rival], [LIKE_FP32])
+    assert search.reasons == {
+        LIKE_FP32: "damage 0.11; training runs, which could decide, were spared: in the race it was not 3 % faster than "
+        + name_of(rival)
+    }
+    assert not runs(search)
+
+
+def test_plans_of_one_numerics_are_trained_once_and_cleared_together(search: SearchState) -> None:
+    """Also one that alone would not be worth it: what training says holds for both memory formats."""
+    other = dataclasses.replace(LIKE_FP32, memory_format="channels_last")
+    times_s = {FP32: 0.002, LIKE_FP32: 0.001, other: 0.00199}
+    assert clear(search, times_s, [FP32], [other, LIKE_FP32]) == [LIKE_FP32, other]
+    assert not search.reasons
+    assert runs(search) == 1
+
+
+def test_plans_of_one_numerics_are_refused_together(search: SearchState) -> None:
+    other = dataclasses.replace(LOSING, memory_format="channels_last")
+    assert not clear(search, {FP32: 0.002, LOSING: 0.001, other: 0.00099}, [FP32], [LOSING, other])
+    assert search.reasons[LOSING] == search.reasons[other]
+    assert runs(search) == 1
+
+
+def test_a_plan_is_compared_with_one_that_it_shared_no_round_with(search: SearchState) -> None:
+    """One that was repaired is timed after the race, beside fp32 alone."""
+    contest = raced(search, {FP32: 0.002, LIKE_FP32: 0.001, REPAIRED: 0.0019})
+    contest.entries[FP32].times_s += [0.002] * 2
+    contest.entries[LIKE_FP32].times_s += [None] * 2
+    contest.entries[REPAIRED].times_s = [None] * 4 + [0.0019] * 2
+    assert contest.ratio(LIKE_FP32, REPAIRED) is None
+    assert contest.times_as_fast(LIKE_FP32, over=REPAIRED) == pytest.approx(1.9)
+    assert math.isnan(contest.times_as_fast(LIKE_FP32, over=AUTOCAST))
+    assert favourite(contest, [FP32, REPAIRED, LIKE_FP32]) == LIKE_FP32
+    search.reasons[LIKE_FP32] = "damage 0.11"
+    assert cleared(search, contest, [FP32, REPAIRED], [LIKE_FP32]) == [LIKE_FP32]
+
+
+def test_what_is_no_faster_than_one_that_was_cleared_is_not_trained(search: SearchState) -> None:
+    assert clear(search, {FP32: 0.002, LIKE_FP32: 0.001, LOSING: 0.0011}, [FP32], [LOSING, LIKE_FP32]) == [
+        LIKE_FP32
+    ]
+    assert search.reasons[LOSING].endswith(f"3 % faster than {name_of(LIKE_FP32)}")
+    assert runs(search) == 1
+
+
+def test_without_the_time_for_training_runs_a_plan_stays_in_doubt_and_that_is_said(
+    search: SearchState,
+) -> None:
+    """Whether steps were asked for or not."""
+    for steps in (0, 40):
+        search.settings = dataclasses.replace(search.settings, verify_steps=steps)
+        search.notes.clear()
+        assert not clear(search, {FP32: 2.0, LIKE_FP32: 1.0}, [FP32], [LIKE_FP32])
+        assert search.reasons == {LIKE_FP32: "damage 0.11"}
+        (note,) = search.notes
+        assert "there was no time to let training runs decide" in note
+    assert not runs(search)
+
+
+def test_training_runs_leave_the_final_its_time(search: SearchState) -> None:
+    raced(search, {FP32: 0.02, LIKE_FP32: 0.01})
+    assert training_runs(search, LIKE_FP32, after_s=59.0) is None
+    assert training_runs(search, LIKE_FP32) is not None
+
+
+def test_training_runs_that_memory_is_too_small_for_leave_the_plan_in_doubt(
+    search: SearchState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("castwise.lab.search.sound.train_pairs", too_large)
+    assert not clear(search, {FP32: 0.002, LIKE_FP32: 0.001}, [FP32], [LIKE_FP32])
+    assert search.reasons == {LIKE_FP32: "damage 0.11"}
+    (note,) = search.notes
+    assert "training runs could not decide: " in note
+    monkeypatch.setattr("castwise.lab.search.sound.train_pairs", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        training_runs(search, LIKE_FP32)
+
+
+def test_the_runs_of_the_race_are_closed_while_training_needs_the_memory(search: SearchState) -> None:
+    assert search.contest is not None
+    search.contest.run([LIKE_FP32], 3)
+    assert search.contest._runs
+    assert training_runs(search, LIKE_FP32) is not None
+    assert not search.contest._runs
+    search.contest.run([LIKE_FP32], 1)
+    assert search.contest.ratio(LIKE_FP32, FP32) is not None
