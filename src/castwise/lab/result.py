@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from castwise.core.extras import left_out
+from castwise.core.files import write_whole
 from castwise.core.schemas import RECORD_VERSION
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ class Result:
 
         ``about`` is of the files alone, such as where they were made.
         """
-        from castwise.report.files import write_whole
         from castwise.report.show import write
 
         record = self.to_dict() | about  # once: it may say what time it is

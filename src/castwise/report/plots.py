@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from castwise.report.files import write_whole
+from castwise.core.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

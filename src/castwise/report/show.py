@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from castwise.core.files import write_whole
 from castwise.report import (
     bench,
     compare,
@@ -26,7 +27,6 @@ from castwise.report import (
     tune,
     words,
 )
-from castwise.report.files import write_whole
 from castwise.report.grids import WORDS, terminal
 
 if TYPE_CHECKING:

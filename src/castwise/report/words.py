@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from castwise.core.amounts import digits
+from castwise.core.amounts import listed as listed
+from castwise.core.amounts import number as number
+from castwise.core.amounts import percent as percent
+from castwise.core.amounts import size as size
 
 Record = Mapping[str, Any]
 
@@ -24,7 +29,7 @@ _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 def time(seconds: float) -> str:
     """Seconds to three digits in the unit that suits them, as ``12.5 ms``."""
     unit, size = _unit(seconds)
-    return f"{_digits(seconds / size)} {unit}"
+    return f"{digits(seconds / size)} {unit}"
 
 
 def step(summary: Record | None) -> str | None:
@@ -32,17 +37,9 @@ def step(summary: Record | None) -> str | None:
     if summary is None:
         return None
     unit, size = _unit(summary["median_s"])
-    median = _digits(summary["median_s"] / size)
+    median = digits(summary["median_s"] / size)
     places = len(median.partition(".")[2])
     return f"{median} ±{(summary['q3_s'] - summary['q1_s']) / 2 / size:.{places}f} {unit}"
-
-
-def size(count: float) -> str:
-    """Bytes to three digits in powers of 1024, as ``7.46 MiB``."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{_digits(count / size)} {unit}"
-    return f"{count:.0f} B"
 
 
 def against(count: float | None, reference: float | None) -> str:
@@ -55,7 +52,7 @@ def against(count: float | None, reference: float | None) -> str:
 
 def factor(value: float) -> str:
     """A factor to three digits, as ``1.96x``."""
-    return f"{_digits(value)}x"
+    return f"{digits(value)}x"
 
 
 def speed(ratio: Record | None) -> str | None:
@@ -69,7 +66,7 @@ def speed(ratio: Record | None) -> str | None:
 def interval(ratio: Record) -> str:
     """A ratio's interval, as ``1.81 to 2.02``; an end that is not 1 does not look like it."""
     ends = [ratio[end] for end in ("low", "high")]
-    said = ["?" if end is None else _digits(end) for end in ends]
+    said = ["?" if end is None else digits(end) for end in ends]
     return " to ".join(
         f"{end:.4f}" if text in ("1.00", "1.000") and end != 1 else text
         for end, text in zip(ends, said, strict=True)
@@ -86,11 +83,6 @@ def damage(value: float | None) -> str:
     if value is None:
         return "not finite"
     return "0" if value == 0 else f"{value:.2g}"
-
-
-def number(value: float) -> str:
-    """A large or small number: thousands in groups, else three digits."""
-    return f"{value:,.0f}" if 1000 <= value < 1e15 else f"{value:.3g}"
 
 
 def share(value: float, reference: float) -> str:
@@ -116,18 +108,6 @@ def pasted(line: str, width: int = 76) -> str:
     return f"{whole}\nmodel, optimizer = amp.prepare(model, optimizer)"
 
 
-def percent(share: float) -> str:
-    """A part of a whole to two digits, as ``3.1 %``."""
-    if 0.0 < share < 1e-4:
-        return "less than 0.01 %"
-    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names as people list them: ``a, b and c``."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
-
-
 def where(record: Record) -> str:
     """The machine and the versions in a line, and how many processes looked together."""
     env = record["environment"]
@@ -141,10 +121,3 @@ def where(record: Record) -> str:
 
 def _unit(seconds: float) -> tuple[str, float]:
     return next((u for u in _UNITS if seconds >= u[1]), _UNITS[-1])
-
-
-def _digits(value: float) -> str:
-    if value <= 0:
-        return "0"
-    places = max(0, 2 - math.floor(math.log10(value) + 1e-9))
-    return f"{value:.{min(places, 6)}f}"

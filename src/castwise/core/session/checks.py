@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise.core import _torch, masters
+from castwise.core.amounts import size
 from castwise.core.model import borders
 from castwise.core.model.arrival import low_tensors, more_bytes
 from castwise.core.model.resolve import Resolution
@@ -248,8 +249,6 @@ def check_arrival(
         )
     if plan.params != "fp32" or not resolution.left_low:
         return
-    from castwise.report.words import size  # where it is needed: training imports no room that reports
-
     dtype = low[resolution.left_low[0]].dtype
     names = [name for name in resolution.left_low if low[name].dtype is dtype]
     short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from castwise.core import masters
+from castwise.core.amounts import size
 from castwise.core.model.arrival import PACKED, is_sealed
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import some
@@ -56,8 +57,6 @@ def _kinds(model: nn.Module, members: Members) -> Iterator[str]:
         counts[kind] += parameter.numel()
     yield from (f"{count:,} parameters {kind}" for kind, count in counts.items())
     if more > 0:
-        from castwise.report.words import size  # where it is needed: training imports no room that reports
-
         yield f"widened by {size(more)}"
 
 

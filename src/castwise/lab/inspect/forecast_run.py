@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from castwise.core import _torch
+from castwise.core import _torch, amounts
 from castwise.core.plans.formats import LOW, LOW_DTYPES, Format
 from castwise.core.plans.plan import Plan
 from castwise.errors import told
@@ -33,7 +33,6 @@ from castwise.lab.parity.probes import REFERENCE, Prober
 from castwise.lab.parity.together import Looking
 from castwise.lab.parity.updates import stored_change
 from castwise.lab.timing.environment import Environment
-from castwise.report import words
 
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "weight gradients", "updates")
 VISIBLE = 0.1
@@ -353,7 +352,7 @@ class Run:
         ]
         if small:
             notes.append(
-                f"At a loss scale of {words.number(self.loss_scale)} fp16 loses a tenth of the gradients or more where they are too small "
+                f"At a loss scale of {amounts.number(self.loss_scale)} fp16 loses a tenth of the gradients or more where they are too small "
                 f"beside others to count ({_some(small)}); to Adam's steps they count, so ask castwise.parity."
             )
         notes += [

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from castwise.core import amounts
 from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan, Region
 from castwise.lab.parity.casts import Cast
 from castwise.lab.parity.gradient_range import LOST, ScaleRange
 from castwise.lab.parity.updates import LOST as DROPPED
-from castwise.report import words
 
 if TYPE_CHECKING:
     from castwise.lab.inspect.forecast_result import RegionForecast, Spread, TensorForecast
@@ -51,7 +51,7 @@ def plan_trouble(region: RegionForecast, plan: Plan, formats: Sequence[str]) -> 
     ):
         low, high = region.scales.lowest_scale, region.scales.highest_scale
         if not low <= scale.init <= high:
-            return f"its gradients need a loss scale of {words.number(low)} to {words.number(high)}, not {words.number(scale.init)}"
+            return f"its gradients need a loss scale of {amounts.number(low)} to {amounts.number(high)}, not {amounts.number(scale.init)}"
     return next(iter(found.values()), "")
 
 
@@ -62,7 +62,7 @@ def plan_answer(regions: Sequence[RegionForecast], plan: Plan, formats: Sequence
     if not used or not set(used) <= set(formats):
         return ""
     bad = [region for region in low if region.trouble]
-    said = f"{plan} computes in {words.listed(used)} in {len(low)} of {len(regions)} regions and holds "
+    said = f"{plan} computes in {amounts.listed(used)} in {len(low)} of {len(regions)} regions and holds "
     return said + (f"{len(low) - len(bad)} of them{_but(bad, bad[0].trouble)}" if bad else "all of them.")
 
 
@@ -88,22 +88,22 @@ def _first_reasons(
         reasons = [reason for tensor, cast in casts if cast is not None and (reason := _reason(tensor, cast))]
         if name in region.poles:
             function, share = region.poles[name]
-            reasons.insert(0, f"{words.percent(share)} of the activations that {function} takes become 0")
+            reasons.insert(0, f"{amounts.percent(share)} of the activations that {function} takes become 0")
         if reasons:
             out[name] = reasons[0]
     return out
 
 
 def _reason(tensor: TensorForecast, cast: Cast) -> str:
-    scale = f" at a loss scale of {words.number(cast.scale)}" if isinstance(cast.scale, float) else ""
+    scale = f" at a loss scale of {amounts.number(cast.scale)}" if isinstance(cast.scale, float) else ""
     if tensor.kind == "updates":
-        return f"rounding drops {words.percent(cast.flush)} of the updates" if cast.flush > DROPPED else ""
+        return f"rounding drops {amounts.percent(cast.flush)} of the updates" if cast.flush > DROPPED else ""
     if cast.overflow:
-        share = words.percent(cast.overflow)
+        share = amounts.percent(cast.overflow)
         return f"{share} of the {tensor.kind} overflow{scale}, the largest is {tensor.largest:.2g}"
     if cast.underflow > LOST:
-        what = f"{words.percent(cast.flush)} of the {tensor.kind} become 0{scale}"
-        return f"{what}, and of a result {words.percent(cast.underflow)} of the square is lost"
+        what = f"{amounts.percent(cast.flush)} of the {tensor.kind} become 0{scale}"
+        return f"{what}, and of a result {amounts.percent(cast.underflow)} of the square is lost"
     return ""
 
 
@@ -155,9 +155,9 @@ def _sentence(
     bad = [region for region in regions if name in region.troubles]
     how = ", scaled per tensor," if name.startswith("fp8") else ""
     if name == "fp16" and scales is not None:
-        how = f", at a loss scale of {words.number(loss_scale)},"
+        how = f", at a loss scale of {amounts.number(loss_scale)},"
         if scales.is_empty:
-            how = f", at a loss scale of {words.number(loss_scale)} (none holds all gradients),"
+            how = f", at a loss scale of {amounts.number(loss_scale)} (none holds all gradients),"
     said = f"{name}{how} holds "
     if not bad:
         return f"{said}all {len(regions)} regions."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from castwise.core.amounts import size
 from castwise.core.model.arrival import low_tensors, more_bytes, widen_for
 from castwise.lab.search.axes import name_of
 from castwise.lab.search.state import SearchState
-from castwise.report.words import size
 
 AS_GIVEN = "as given"
 """What tables call the row of the model as it arrives."""

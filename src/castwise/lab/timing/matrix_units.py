@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from castwise.core.amounts import listed
 from castwise.lab.timing.environment import cpuinfo
-from castwise.report.words import listed
 
 
 @dataclass(frozen=True)

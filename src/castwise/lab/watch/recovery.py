@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from castwise.core.checkpoint.saving import as_list
 from castwise.core.checkpoint.storage import local_of
+from castwise.core.files import write_whole
 from castwise.core.masters import OfThisProcess
 from castwise.core.plans.plan import Plan
 from castwise.core.session.amp import Amp, Inside
@@ -353,10 +354,6 @@ class Recovery(OfThisProcess, Result):
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``recovery.json`` into a folder; returns its path."""
-        from castwise.report.files import (
-            write_whole,  # where it is needed: training imports no room that reports
-        )
-
         path = Path(folder) / "recovery.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, self.to_json() + "\n")

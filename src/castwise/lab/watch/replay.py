@@ -18,6 +18,7 @@ from castwise.core.casting import default_device_type
 from castwise.core.casting.trees import to_device
 from castwise.core.checkpoint.folder import candidates, read_manifest
 from castwise.core.checkpoint.storage import need
+from castwise.core.files import write_whole
 from castwise.core.parallel.wrappers import unwrap
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import Plan, as_plan
@@ -243,10 +244,6 @@ class Replay(Result):
 
     def write(self, folder: Path) -> list[Path]:
         """As :meth:`save`; returns the paths of the files."""
-        from castwise.report.files import (
-            write_whole,  # where it is needed: training imports no room that reports
-        )
-
         folder.mkdir(parents=True, exist_ok=True)
         written = [folder / "replay.json"]
         write_whole(written[0], self.to_json() + "\n")

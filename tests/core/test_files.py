@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from castwise.report.files import write_whole
+from castwise.core.files import write_whole
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
