@@ -27,7 +27,7 @@ KEPT = 2
 
 @dataclass(frozen=True)
 class Good:
-    """A good state: its checkpoint, the step that comes next, where in the data that begins, and the breaks between passes behind it.
+    """A good state: its checkpoint, the step that comes next, and where in the data that begins.
 
     ``own`` is what each rank has to itself, in its memory: Python's and NumPy's generators, and buffers.
     """
@@ -35,7 +35,6 @@ class Good:
     path: Path
     step: int
     cursor: int
-    breaks: int
     own: Mapping[str, Any] = field(repr=False, compare=False)
 
 
@@ -80,7 +79,7 @@ class GoodStates:
         self._ranks = Inside(amp).ranks
         self.all = []
 
-    def add(self, step: int, cursor: int, breaks: int) -> None:
+    def add(self, step: int, cursor: int) -> None:
         """Save the state that it is now. All ranks call it together.
 
         Raises:
@@ -102,7 +101,7 @@ class GoodStates:
             process_group=self._ranks.group,
         )
         self._serial += 1
-        self.all.append(Good(saving.path, step, cursor, breaks, own))
+        self.all.append(Good(saving.path, step, cursor, own))
         for old in self.all[:-KEPT]:
             self._remove(old)
         self.all = self.all[-KEPT:]
@@ -161,6 +160,12 @@ class GoodStates:
             if other.step > good.step:
                 self._remove(other)
         self.all = [other for other in self.all if other.step <= good.step]
+
+    def forget_before(self, good: Good) -> None:
+        """Delete the states that came before one."""
+        for other in self.all[: self.all.index(good)]:
+            self._remove(other)
+        self.all = self.all[self.all.index(good) :]
 
     def _remove(self, good: Good) -> None:
         """Delete a state, by a rename first, so that nothing that has a checkpoint's name is half of one."""

@@ -28,7 +28,6 @@ from castwise.core.plans.plan import Plan
 from castwise.core.session.amp import Amp, Inside
 from castwise.errors import CheckpointError, DivergedError, PlanError, StateError, check_count, sentence
 from castwise.lab.result import Result
-from castwise.lab.watch.between import Breaks
 from castwise.lab.watch.diagnosis import Verdict, diagnose
 from castwise.lab.watch.good_states import Good, GoodStates
 from castwise.lab.watch.moments import Moment, set_generators
@@ -115,7 +114,6 @@ class Recovery(OfThisProcess, Result):
             raise PlanError(f"Recovery(loss={loss!r}): needs a function, loss(model, batch)")
         given, things = as_list(optimizers), dict(also or {})
         self._states = GoodStates(amp, model, self._inner, given, things, Path(folder))
-        self._breaks = Breaks(given, things)
         self._amp, self._model, self._loss = amp, model, loss
         self._folder, self._every, self._attempts = Path(folder), every, attempts
         self._data = Rewind(keep_bytes)
@@ -130,7 +128,7 @@ class Recovery(OfThisProcess, Result):
         self._suspect: _Suspect | None = None
         self._first_plan = amp.plan
         self.returns, self.step = (), -1
-        self._closed = False
+        self._closed = self._begins = False
         self._symptoms = Symptoms(amp, self._ranks, spikes)
 
     def __enter__(self) -> Self:
@@ -149,8 +147,8 @@ class Recovery(OfThisProcess, Result):
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a loader, and after a return those since the good state again; then the loader goes on where it was.
 
-        Call it once for each epoch: what is to be gone back to may lie in an earlier one. What the loop does between two calls to
-        ``also`` and to the optimizers' options, as a scheduler does that steps once an epoch, is done again on the way back.
+        Call it once for each epoch. The first thing that it does is to save a good state, and nothing goes back to before it: what
+        the loop does between two epochs, such as a step of a scheduler, stays done.
 
         Raises:
             DivergedError: The training has diverged, and going back did not help ``attempts`` times.
@@ -162,12 +160,10 @@ class Recovery(OfThisProcess, Result):
                 "Recovery.batches: this recovery was closed, and watches no longer; make a new one"
             )
         check_prepared("Recovery.batches", self._amp, self._inner)
-        source, here = iter(loader), self._breaks.enter(self._data.cursor)
-        try:
-            while (moment := self._next(source)) is not None:
-                yield moment.batch
-        finally:
-            self._breaks.leave(here)
+        self._begins = True
+        source = iter(loader)
+        while (moment := self._next(source)) is not None:
+            yield moment.batch
 
     def _next(self, source: Iterator[Any]) -> Moment | None:
         """The next batch: one of those that are kept, or a new one; None where there is no other."""
@@ -177,12 +173,14 @@ class Recovery(OfThisProcess, Result):
             return None if batch is _NO_MORE else Moment(batch, {}, ())
         if self._symptoms.stepped:
             self._end_of_step()
-        self._pass_over()
+        if self._begins and self._symptoms.between_steps:
+            self._begin()
+        data.pass_over()
         if self._symptoms.between_steps and (not self._states.all or self._is_due()):
             self._save_state()
         if self._suspect is not None and self._suspect.step <= data.step:
             self._decide(self._suspect)
-            self._pass_over()
+            data.pass_over()
         moment = data.again()
         if moment is None:
             batch = next(source, _NO_MORE)
@@ -196,9 +194,21 @@ class Recovery(OfThisProcess, Result):
         data.cursor += 1
         return moment
 
-    def _pass_over(self) -> None:
-        self._data.pass_over()
-        self._breaks.redo(self._data.cursor)
+    def _begin(self) -> None:
+        """A loader begins: what is left of the one before is over, and its good states with it."""
+        self._begins = False
+        if (
+            self._suspect is not None
+        ):  # in the last steps before the loop left that loader, or before its step came again
+            verdict = Verdict("unknown", "the loop had left the data before that step came again")
+            self._log(
+                self._suspect, verdict, "the epoch ends at its last good state, and the next one begins there"
+            )
+            self._suspect = None
+        self._data.clear()
+        if self._states.all:
+            self._save_state()
+            self._states.forget_before(self._states.all[-1])
 
     def _end_of_step(self) -> None:
         self._data.end_step(self.step)
@@ -228,14 +238,13 @@ class Recovery(OfThisProcess, Result):
             return
         step = self._data.step
         try:
-            self._states.add(step, self._data.cursor, self._breaks.count)
+            self._states.add(step, self._data.cursor)
         except CheckpointError as error:
             if not self._states.all:
                 raise
             warnings.warn(f"Recovery: no new good state, and the last one stays: {error}", stacklevel=3)
             self._tried = step
             return
-        self._breaks.forget_before(self._states.all[0].breaks)
         if step > self._furthest + 1:
             self._tries = 0
 
@@ -267,7 +276,6 @@ class Recovery(OfThisProcess, Result):
         except BaseException:
             data.cursor = here
             raise
-        self._breaks.go_back(good.breaks)
         data.spoilt = set().union(*(steps for _, steps in kept))
 
     def _decide(self, suspect: _Suspect) -> None:

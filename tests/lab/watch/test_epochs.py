@@ -1,4 +1,4 @@
-"""What a loop does between two passes over its data is done again where a recovery goes back past it."""
+"""A recovery goes back within an epoch: what a loop does between two stays done."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import lr_scheduler, swa_utils
+from torch.optim import lr_scheduler
 
 import castwise
 from castwise.lab.parity.isolation import seed_all
-from castwise.lab.watch.between import Breaks
 from castwise.lab.watch.recovery import Recovery
 
 pytestmark = [
@@ -68,7 +67,7 @@ def train(
             amp.step(optimizer)
             optimizer.zero_grad()
             if one[:2] == (number, stop - 1):
-                break  # the pass is left as many loops leave it
+                break  # as many loops leave it
         schedule.step(*([1.0] if scheduler == "plateau" else []))
         average.update_parameters(model)
     if recovery is not None:
@@ -87,9 +86,9 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("bad", "every"),
     [
-        ((2, 1), 5),  # back into the epoch before
-        ((2, 0), 100),  # back to the start, over two ends
-        ((2, 1), 8),  # to a good state that was saved at the very end, before the scheduler stepped
+        ((2, 1), 5),  # back to the start of the epoch
+        ((2, 0), 100),
+        ((2, 6), 5),  # to a state within it
     ],
 )
 def test_a_scheduler_that_steps_once_an_epoch_keeps_its_place(
@@ -103,48 +102,51 @@ def test_a_scheduler_that_steps_once_an_epoch_keeps_its_place(
     assert equal(average, also)
 
 
-def test_a_pass_that_is_broken_off_counts_as_one(tmp_path: Path) -> None:
+def test_an_epoch_that_is_broken_off_counts_as_one(tmp_path: Path) -> None:
     rates, weights, _ = train(tmp_path, (2, 1), "exponential", 5, stop=6)
     wanted, without, _ = train(None, (2, 1), "exponential", stop=6)
     assert rates == wanted
     assert equal(weights, without)
 
 
-def test_what_steps_with_the_training_is_not_done_again() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
-    breaks = Breaks([optimizer], {"schedule": schedule})
-    for cursor in (0, 3):
-        here = breaks.enter(cursor)
-        optimizer.step()
-        schedule.step()
-        breaks.leave(here)
-    assert breaks.count == 0
+def test_an_epoch_that_is_left_at_the_step_that_diverged_ends_at_its_last_good_state(tmp_path: Path) -> None:
+    """Nobody sees that until the next one begins."""
+    seed_all(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    amp = castwise.Amp("fp32", device="cpu")
+    amp.prepare(model, optimizer)
+    recovery = Recovery(amp, model, optimizer, loss, tmp_path, every=100)
+    starts: list[Tensor] = []
+    for number in range(3):
+        for at, (x, y) in enumerate(recovery.batches(epoch(number))):
+            if at == 0:
+                starts.append(model[0].weight.detach().clone())
+            amp.backward(loss(model, (x, y * (float("nan") if (number, at) == (1, 5) else 1.0))))
+            amp.step(optimizer)
+            optimizer.zero_grad()
+            if at == 5:
+                break
+    assert torch.equal(starts[2], starts[1])
+    assert [one.action for one in recovery.returns] == [
+        "the epoch ends at its last good state, and the next one begins there"
+    ]
+    assert recovery.step == 17
+    amp.close()
 
 
-def test_options_and_averages_change_between_passes_and_what_is_forgotten_is_not_done_again() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), torch.tensor(1.0), foreach=False)
-    rate = optimizer.param_groups[0]["lr"]
-    average = swa_utils.AveragedModel(model)
-    breaks = Breaks([optimizer], {"average": average})
-    breaks.leave(breaks.enter(0))
-    optimizer.param_groups[0]["weight_decay"] = 0.5
-    rate.fill_(0.25)
-    average.update_parameters(model)
-    breaks.leave(breaks.enter(4))
-    assert breaks.count == 1
-    optimizer.param_groups[0]["weight_decay"] = 0.0
-    rate.fill_(1.0)
-    average.n_averaged.zero_()
-    breaks.go_back(0)
-    breaks.redo(3)
-    assert float(rate) == 1.0
-    breaks.redo(4)
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert (float(rate), optimizer.param_groups[0]["weight_decay"], int(average.n_averaged)) == (0.25, 0.5, 1)
-    breaks.forget_before(1)
-    rate.fill_(1.0)
-    breaks.redo()
-    assert float(rate) == 1.0
+def test_good_states_are_those_of_the_epoch(tmp_path: Path) -> None:
+    seed_all(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    amp = castwise.Amp("fp32", device="cpu")
+    amp.prepare(model, optimizer)
+    recovery = Recovery(amp, model, optimizer, loss, tmp_path, every=3)
+    for number in range(3):
+        for at, batch in enumerate(recovery.batches(epoch(number))):
+            assert all(good.step >= STEPS * number for good in recovery._states.all), at
+            amp.backward(loss(model, batch))
+            amp.step(optimizer)
+            optimizer.zero_grad()
+    assert len([*tmp_path.glob("step-*")]) == len(recovery._states.all) == 2
+    amp.close()
