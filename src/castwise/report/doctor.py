@@ -110,5 +110,5 @@ def _workload(report: Record) -> list[Grid | Line]:
     for finding in report["findings"]:
         lines += [Line(f"- {finding['sentence']}", "yellow"), Line(f"  {finding['advice']}")]
     if not report["findings"]:
-        lines.append(Line("Nothing stands out: matrix products decide, and their sizes fit."))
+        lines.append(Line("Nothing stands out: matrix products decide."))
     return [*lines, Line()]

@@ -11,15 +11,11 @@ from torch import nn
 
 from castwise.commands.jobs.doctor import _load_note, doctor, findings, verdicts
 from castwise.errors import DeviceError, WorkloadError
-from castwise.lab.timing.limits import OperatorTime, Product, StepProfile, profile_steps
-from castwise.lab.timing.matrix_units import cpu_units, cuda_units
+from castwise.lab.timing.limits import OperatorTime, StepProfile, profile_steps
 from castwise.lab.timing.rates import Rate
 from castwise.lab.timing.stats import Ratio, Summary
 from castwise.lab.workloads.workload import Workload
 
-TENSOR_CORES = cuda_units((8, 0))
-NO_UNITS = cpu_units(frozenset({"avx512f", "avx512_bf16"}))
-TIE, GAIN = Ratio(1.0, 0.9, 1.1, 0.95, 9), Ratio(1.4, 1.3, 1.5, 0.95, 9)
 BF16 = Rate("matmul", "", "bf16", 400.0, speedup=Ratio(4.0, 3.9, 4.1, 0.95, 9), verdict="fast")
 
 
@@ -27,19 +23,19 @@ def operator(name, share, product=None, kind="other"):
     return OperatorTime(name, share, 1.0, product, kind)
 
 
-def product(m, n, k, share=1.0, kind="matmul"):
-    return operator("aten::mm", share, Product(kind, m, n, k), "matrix")
+def product(share=1.0, kind="matmul"):
+    return operator("aten::mm", share, kind, "matrix")
 
 
 def profile(*operators, step_s=0.1, data_s=0.0, launches=100.0, launch_s=1e-6, busy_share=None):
     return StepProfile(
         Summary(step_s, step_s, step_s, 9), Summary(data_s, data_s, data_s, 9), data_s / (data_s + step_s),
-        operators or (product(64, 64, 64),), launches, launch_s, busy_share,
+        operators or (product(),), launches, launch_s, busy_share,
     )  # fmt: skip
 
 
-def found(*args, units=TENSOR_CORES, gain=TIE, rates=(BF16,), **kwargs):
-    return findings(profile(*args, **kwargs), units, rates, lambda _product: gain)
+def found(*args, rates=(BF16,), **kwargs):
+    return findings(profile(*args, **kwargs), rates)
 
 
 def test_a_workload_without_limits_has_no_findings():
@@ -71,68 +67,17 @@ def test_an_accelerator_that_waits_for_its_host():
 
 
 def test_time_outside_matrix_units_bounds_the_gain():
-    (finding,) = found(product(64, 64, 64, 0.4), operator("aten::gelu", 0.35), operator("aten::add", 0.25))
+    (finding,) = found(product(0.4), operator("aten::gelu", 0.35), operator("aten::add", 0.25))
     assert finding.what == "outside matrix units"
     assert finding.measured["share"] == pytest.approx(0.6)
     assert finding.measured["most_from_faster_products"] == pytest.approx(1 / (0.6 + 0.4 / 4))
     assert "gelu 35%, add 25%" in finding.sentence
-    assert found(product(64, 64, 64, 0.8), operator("aten::gelu", 0.2)) == ()
+    assert found(product(0.8), operator("aten::gelu", 0.2)) == ()
 
 
 def test_a_depthwise_convolution_is_outside_and_its_size_no_matter():
-    (finding,) = found(operator("aten::conv", 1.0, Product("depthwise", 0, 13, 1), "depthwise"))
+    (finding,) = found(operator("aten::conv", 1.0, "depthwise", "depthwise"))
     assert finding.what == "outside matrix units"
-
-
-def test_sizes_that_miss_the_multiples():
-    (finding,) = found(
-        product(64, 13, 32, 0.5), product(32, 13, 64, 0.1), product(64, 64, 64, 0.4), gain=GAIN
-    )
-    assert finding.what == "size"
-    assert finding.measured["n"] == 13
-    assert finding.measured["share"] == pytest.approx(0.6)  # forward and backward together
-    assert "13 columns (next that fits: 16)" in finding.sentence
-    assert "padded it runs 1.40x as fast [1.30, 1.50]" in finding.sentence
-    assert finding.advice.startswith("Round")
-
-
-def test_padding_that_gains_nothing_is_not_advised():
-    (finding,) = found(product(64, 13, 32))
-    assert finding.advice == "Leave it: padding was measured and gains nothing here."
-
-
-def test_without_matrix_units_only_a_measured_gain_counts():
-    assert found(product(64, 13, 32), units=NO_UNITS, gain=TIE) == ()
-    (finding,) = found(product(64, 13, 32), units=NO_UNITS, gain=GAIN)
-    assert finding.what == "size"
-
-
-def test_small_products_and_more_than_five_are_left_out():
-    assert found(product(64, 13, 32, 0.005), product(64, 64, 64, 0.995)) == ()
-    assert len(found(*(product(64, 8 * i + 1, 32, 0.1) for i in range(1, 10)))) == 5
-
-
-def test_convolutions_miss_by_their_channels():
-    (finding,) = found(product(0, 64, 3, kind="convolution"), gain=None)
-    assert "3 input channels (next that fits: 8); not measured" in finding.sentence
-
-
-def test_a_linear_of_width_13_is_caught_end_to_end():
-
-    def stream(seed):
-        while True:
-            yield torch.ones(16, 32)
-
-    job = Workload(
-        "narrow",
-        lambda: nn.Sequential(nn.Linear(32, 13), nn.Linear(13, 8)),
-        lambda params: torch.optim.SGD(params, 1e-3),
-        stream,
-        lambda model, batch: model(batch).square().mean(),
-    )
-    seen = profile_steps(job, torch.device("cpu"), steps=3)
-    said = findings(seen, TENSOR_CORES, (), lambda _product: None)
-    assert any(f.what == "size" and 13 in f.measured.values() for f in said)
 
 
 def test_verdicts_leave_the_baseline_out():
@@ -186,7 +131,7 @@ def test_a_loader_that_sleeps_is_caught_end_to_end():
         lambda model, batch: model(batch).square().mean(),
     )
     seen = profile_steps(job, torch.device("cpu"), budget_s=0.0)
-    assert next(f.what for f in findings(seen, NO_UNITS, (), lambda _product: None)) == "data"
+    assert next(f.what for f in findings(seen, ())) == "data"
 
 
 def test_a_busy_machine_is_told():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from castwise.errors import NonFiniteError, WorkloadError
-from castwise.lab.timing.limits import Product, operator_class, padding_gain, product_of, profile_steps
+from castwise.lab.timing.limits import operator_class, product_of, profile_steps
 from castwise.lab.workloads.workload import Workload
 
 CPU = torch.device("cpu")
@@ -32,16 +32,16 @@ def workload(width=13, sleep_s=0.0, batches=10**6, scale=1.0, model=None):
 @pytest.mark.parametrize(
     ("name", "shapes", "product"),
     [
-        ("aten::mm", [[8, 13], [13, 5]], Product("matmul", 8, 5, 13)),
-        ("aten::addmm", [[5], [8, 13], [13, 5], [], []], Product("matmul", 8, 5, 13)),
-        ("aten::addmm", [[8, 5], [8, 13], [13, 5]], Product("matmul", 8, 5, 13)),
-        ("aten::bmm", [[2, 8, 13], [2, 13, 5]], Product("matmul", 8, 5, 13)),
-        ("aten::mkldnn_convolution", [[2, 3, 8, 8], [64, 3, 3, 3], [64]], Product("convolution", 0, 64, 3)),
-        ("aten::mkldnn_convolution", [[2, 8, 9, 9], [12, 4, 3, 3], []], Product("convolution", 0, 6, 4)),
-        ("aten::convolution_backward", [[2, 64, 8, 8], [2, 3, 8, 8], [64, 3, 3, 3]], Product("convolution", 0, 64, 3)),
-        ("aten::mkldnn_convolution", [[2, 24, 8, 8], [24, 1, 3, 3]], Product("depthwise", 0, 24, 1)),
-        ("aten::mkldnn_convolution", [[2, 1, 8, 8], [24, 1, 3, 3]], Product("convolution", 0, 24, 1)),
-        ("aten::add", [[8, 8], [8, 8]], None),
+        ("aten::mm", [[8, 13], [13, 5]], "matmul"),
+        ("aten::addmm", [[5], [8, 13], [13, 5], [], []], "matmul"),
+        ("aten::addmm", [[8, 5], [8, 13], [13, 5]], "matmul"),
+        ("aten::bmm", [[2, 8, 13], [2, 13, 5]], "matmul"),
+        ("aten::mkldnn_convolution", [[2, 3, 8, 8], [64, 3, 3, 3], [64]], "convolution"),
+        ("aten::mkldnn_convolution", [[2, 8, 9, 9], [12, 4, 3, 3], []], "convolution"),
+        ("aten::convolution_backward", [[2, 64, 8, 8], [2, 3, 8, 8], [64, 3, 3, 3]], "convolution"),
+        ("aten::mkldnn_convolution", [[2, 24, 8, 8], [24, 1, 3, 3]], "depthwise"),
+        ("aten::mkldnn_convolution", [[2, 1, 8, 8], [24, 1, 3, 3]], "convolution"),
+        ("aten::add", [[8, 8], [8, 8]], ""),
     ],
 )  # fmt: skip
 def test_products_from_shapes(name, shapes, product):
@@ -67,8 +67,7 @@ def test_a_profile_sees_the_products_of_forward_and_backward():
     state = torch.get_rng_state()
     profile = profile_steps(workload(), CPU, steps=3)
     products = {operator.product for operator in profile.operators if operator.product}
-    assert Product("matmul", 16, 13, 32) in products  # forward
-    assert any({p.m, p.n, p.k} == {13, 16, 32} and p.k == 16 for p in products)  # gradient of the weight
+    assert "matmul" in products
     assert sum(operator.share for operator in profile.operators) == pytest.approx(1.0)
     assert 0.0 < profile.outside_share < 1.0
     assert profile.launches >= 6
@@ -90,11 +89,3 @@ def test_batches_that_end_and_losses_that_are_not_finite_are_told():
 def test_nothing_goes_to_standard_error(capfd):
     profile_steps(workload(), CPU, steps=3)
     assert capfd.readouterr().err == ""
-
-
-def test_padding_is_measured_for_products_alone():
-    multiples = {"m": 8, "n": 8, "k": 8}
-    ratio = padding_gain(Product("matmul", 64, 61, 61), multiples, CPU, torch.float32, rounds=2)
-    assert ratio is not None
-    assert ratio.low <= ratio.value <= ratio.high
-    assert padding_gain(Product("convolution", 0, 3, 3), multiples, CPU, torch.float32) is None

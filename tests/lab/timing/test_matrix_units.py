@@ -29,7 +29,6 @@ def test_arm_calls_them_features_and_other_systems_have_none():
 def test_amx_is_a_matrix_unit_for_the_formats_it_lists():
     units = cpu_units(cpu_flags(XEON))
     assert (units.name, units.present, units.formats) == ("AMX", True, ("bf16",))
-    assert units.multiples == {"m": 16, "n": 16, "k": 32}
     assert cpu_units(frozenset({"amx_tile", "amx_bf16", "amx_fp16"})).formats == ("bf16", "fp16")
 
 
@@ -70,7 +69,6 @@ def test_tensor_cores_by_compute_capability(capability, generation, has, lacks):
     assert generation in units.sentence
     assert has in units.formats
     assert lacks not in units.formats
-    assert units.multiples == {"m": 8, "n": 8, "k": 8}
 
 
 def test_gpus_without_tensor_cores():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise import Workload
-from castwise.lab.timing.limits import OperatorTime, Product, StepProfile
+from castwise.lab.timing.limits import OperatorTime, StepProfile
 from castwise.lab.timing.rates import Rate, verdict_of
 from castwise.lab.timing.stats import Ratio, Summary
 from castwise.lab.timing.step_rates import by_operators, measure_steps
@@ -129,8 +129,8 @@ def test_operators_say_how_slow_a_step_is_at_least() -> None:
         return Rate(kernel, "", "fp16", 1.0, speedup=Ratio(speedup, speedup, speedup, 0.95, 9))
 
     operators = (
-        OperatorTime("aten::mm", 0.5, 1.0, Product("matmul", 8, 8, 8), "matrix"),
-        OperatorTime("aten::convolution", 0.3, 1.0, Product("convolution", 0, 8, 8), "matrix"),
+        OperatorTime("aten::mm", 0.5, 1.0, "matmul", "matrix"),
+        OperatorTime("aten::convolution", 0.3, 1.0, "convolution", "matrix"),
         OperatorTime("aten::gelu", 0.2, 1.0, None, "other"),
     )
     zero = Summary(0.1, 0.1, 0.1, 9)

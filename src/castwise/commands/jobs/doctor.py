@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,10 +13,9 @@ from castwise.commands.jobs.doctor_result import DoctorResult, Finding, Workload
 from castwise.core.casting import default_device_type
 from castwise.core.plans.plan import PRESETS
 from castwise.core.session.process import find_device
-from castwise.lab.timing import stats
 from castwise.lab.timing.environment import environment
-from castwise.lab.timing.limits import Product, StepProfile, padding_gain, profile_steps
-from castwise.lab.timing.matrix_units import MatrixUnits, matrix_units
+from castwise.lab.timing.limits import StepProfile, profile_steps
+from castwise.lab.timing.matrix_units import matrix_units
 from castwise.lab.timing.rates import Judgement, Rate, judge, measure_bandwidth, measure_rates, variants
 from castwise.lab.timing.step_rates import PLANS, SLOW, STARTS, by_operators, measure_steps
 from castwise.lab.workloads.workload import Workload, find_workload, users_code
@@ -28,14 +27,8 @@ DATA = 0.1
 DISPATCH = 0.3
 """Share of a step that goes into launching operators from which on formats matter little."""
 OUTSIDE = 0.3
-SMALL = 0.01
-"""Products below this share of the operators' time are not worth changing."""
 BUSY = 0.3
 """Load per core from which on others disturb the measurement."""
-PRODUCTS = 5
-"""At most this many sizes are named."""
-
-Gain = Callable[[Product], "stats.Ratio | None"]
 
 
 def doctor(
@@ -84,18 +77,12 @@ def doctor(
         said = verdicts(rates, where.type)
         report = None
         if found is not None and profile is not None:
-            dtype = _best_dtype(said)
-            tell(Event("sizes", found.name, 0, 1))
-            limits = findings(
-                profile, units, rates, lambda product: padding_gain(product, units.multiples, where, dtype)
-            )
-            tell(Event("sizes", found.name, 1, 1))
             with users_code(f"workload {found.name!r} failed"):
                 steps = measure_steps(
                     found, where, _not_run(profile, rates, where.type), seed=seed, starts=1 if small else STARTS,
                     on_start=lambda done, total: tell(Event("steps", found.name, done, total)),
                 )  # fmt: skip
-            report = WorkloadReport(found.name, found.description, steps, profile, limits)
+            report = WorkloadReport(found.name, found.description, steps, profile, findings(profile, rates))
     return DoctorResult(environment(where), units, rates, band, said, report, notes)
 
 
@@ -126,11 +113,6 @@ def verdicts(rates: Sequence[Rate], device_type: str) -> tuple[Judgement, ...]:
     return (*(judge(name, rates) for name in names), *lacks)
 
 
-def _best_dtype(said: Sequence[Judgement]) -> torch.dtype:
-    fast = {judgement.format for judgement in said if judgement.verdict == "fast"}
-    return torch.bfloat16 if "bf16" in fast else torch.float16 if "fp16" in fast else torch.float32
-
-
 def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> dict[str, str]:
     """By plan why no step of a workload is run under it: the device lacks the format, or its operators are hopeless."""
     _, cannot = variants(device_type)
@@ -149,18 +131,14 @@ def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> d
 # --- a workload ---------------------------------------------------------------------------------------------
 
 
-def findings(
-    profile: StepProfile, units: MatrixUnits, rates: Sequence[Rate], gain: Gain
-) -> tuple[Finding, ...]:
+def findings(profile: StepProfile, rates: Sequence[Rate]) -> tuple[Finding, ...]:
     """What limits a workload, in the order in which to look at it; empty if nothing stands out.
 
     Args:
         profile: Where a step's time goes.
-        units: The device's matrix units.
         rates: What the device reached.
-        gain: Measures how much faster a product becomes with its sizes rounded up.
     """
-    found = [_data(profile), _dispatch(profile), _outside(profile, rates), *_sizes(profile, units, gain)]
+    found = [_data(profile), _dispatch(profile), _outside(profile, rates)]
     return tuple(finding for finding in found if finding is not None)
 
 
@@ -234,54 +212,3 @@ def _outside(profile: StepProfile, rates: Sequence[Rate]) -> Finding | None:
         f"{share:.0%} of the operators' time is outside of matrix products and convolutions "
         f"({', '.join(f'{name} {part:.0%}' for name, part in most)}).{bound}",
     )
-
-
-def _sizes(profile: StepProfile, units: MatrixUnits, gain: Gain) -> list[Finding]:
-    """Products that miss the multiples: with matrix units always, without only where padding was measured to pay."""
-    alike: dict[tuple[str, tuple[int, ...]], list[tuple[float, Product]]] = defaultdict(list)
-    for operator in profile.operators:
-        product = operator.product
-        if product is None or product.kind == "depthwise" or not product.missed(units.multiples):
-            continue
-        # forward and backward do the same product with its sides exchanged
-        key = (product.kind, tuple(sorted((product.m, product.n, product.k))))
-        alike[key].append((operator.share, product))
-    found = []
-    most = sorted(((sum(s for s, _ in same), same) for same in alike.values()), key=lambda item: -item[0])
-    for share, same in most[:PRODUCTS]:
-        if share < SMALL:
-            break
-        product = max(same, key=lambda item: item[0])[1]
-        ratio = gain(product)
-        pays = ratio is not None and ratio.low > 1.0
-        if units.present or pays:
-            found.append(_size(product, share, units, ratio, pays))
-    return found
-
-
-def _size(
-    product: Product, share: float, units: MatrixUnits, ratio: stats.Ratio | None, pays: bool
-) -> Finding:
-    words = {"m": "rows", "n": "columns", "k": "terms"}
-    if product.kind == "convolution":
-        words = {"m": "rows", "n": "output channels", "k": "input channels"}
-    missed = product.missed(units.multiples)
-    sizes = ", ".join(f"{size} {words[s]} (next that fits: {fits})" for s, (size, fits) in missed.items())
-    what = (
-        "convolution"
-        if product.kind == "convolution"
-        else f"matrix product {product.m} x {product.k} x {product.n}"
-    )
-    measured: dict[str, float | int | str] = {"share": share, **{s: size for s, (size, _) in missed.items()}}
-    said = "not measured"
-    if ratio is not None:
-        measured |= {"padded": ratio.value, "padded_low": ratio.low, "padded_high": ratio.high}
-        said = f"padded it runs {ratio.value:.2f}x as fast [{ratio.low:.2f}, {ratio.high:.2f}]"
-    advice = "Round the layer's sizes, or the batch size, up to the numbers that fit."
-    if ratio is not None and not pays:
-        advice = "Leave it: padding was measured and gains nothing here."
-    unit = units.name if units.present else "the vector instructions"
-    return Finding(
-        "size", measured, advice,
-        f"A {what} ({share:.0%} of the operators' time) misses the multiples of {unit}: {sizes}; {said}.",
-    )  # fmt: skip

@@ -20,7 +20,7 @@ class Finding:
     """One thing that limits a workload, the numbers it rests on by name, and what to do about it.
 
     Attributes:
-        what: ``data``, ``dispatch``, ``outside matrix units`` or ``size``.
+        what: ``data``, ``dispatch``, or ``outside matrix units``.
     """
 
     what: str

@@ -8,7 +8,7 @@ import sys
 import time
 import timeit
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,8 @@ from torch.utils.flop_counter import flop_registry
 from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
 from castwise.lab.timing import stats
-from castwise.lab.timing.rates import ROUNDS, Loop, Variant, matmul
 from castwise.lab.timing.steps import build_model
-from castwise.lab.timing.timing import race, speedup, synchronize
+from castwise.lab.timing.timing import synchronize
 from castwise.lab.workloads.workload import (
     Workload,
     check_loss,
@@ -53,44 +52,18 @@ _VIEWS = frozenset({
 
 
 @dataclass(frozen=True)
-class Product:
-    """A matrix product ``[m, k] @ [k, n]``, or the one that a convolution amounts to.
-
-    Attributes:
-        kind: ``matmul``, ``convolution`` or ``depthwise``.
-        m: Rows; for convolutions 0, since they depend on more than the operands' shapes.
-        n: Columns: output features or channels per group.
-        k: Terms of each sum: input features or channels per group.
-    """
-
-    kind: str
-    m: int
-    n: int
-    k: int
-
-    def missed(self, multiples: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-        """By side its size and the next that fits, for sides that are no multiple of what they should be."""
-        sides = {"m": self.m, "n": self.n, "k": self.k}
-        return {
-            side: (size, -(-size // multiples[side]) * multiples[side])
-            for side, size in sides.items()
-            if side in multiples and size % multiples[side]
-        }
-
-
-@dataclass(frozen=True)
 class OperatorTime:
     """The calls per step of one operator on one set of shapes, and their share of the time of all operators.
 
     Attributes:
-        product: For matrix operators what they multiply, where their shapes tell.
+        product: For matrix operators what they multiply, as :func:`product_of` says.
         kind: ``matrix``, ``depthwise``, ``optimizer`` or ``other``.
     """
 
     name: str
     share: float
     calls: float
-    product: Product | None
+    product: str
     kind: str
 
 
@@ -242,15 +215,14 @@ def operator_class(name: str, shapes: Sequence[Sequence[int]]) -> str:
     """
     base = name.rpartition("::")[2]
     if base in MATRIX or any(part in base for part in _ATTENTION):
-        product = product_of(name, shapes)
-        return "depthwise" if product is not None and product.kind == "depthwise" else "matrix"
+        return "depthwise" if product_of(name, shapes) == "depthwise" else "matrix"
     if base.startswith(("_foreach_", "_fused_")) or name.startswith("Optimizer."):
         return "optimizer"
     return "depthwise" if "depthwise" in base else "other"
 
 
-def product_of(name: str, shapes: Sequence[Sequence[int]]) -> Product | None:
-    """The matrix product that an operator does; None where it does none or the shapes do not tell.
+def product_of(name: str, shapes: Sequence[Sequence[int]]) -> str:
+    """What an operator multiplies: ``matmul``, ``convolution`` or ``depthwise``; empty where nothing, or the shapes do not tell.
 
     An argument that is no tensor has an empty shape.
     """
@@ -259,24 +231,14 @@ def product_of(name: str, shapes: Sequence[Sequence[int]]) -> Product | None:
     if base in ("mm", "bmm", "addmm", "baddbmm", "addbmm"):
         # the operand to be added comes first and may be one-dimensional
         left_right = operands[-2:]
-        if len(left_right) < 2 or left_right[0][-1] != left_right[1][-2]:
-            return None
-        left, right = left_right
-        return Product("matmul", left[-2], right[-1], left[-1])
-    if "conv" not in base:
-        return None
-    images = [shape for shape in operands if len(shape) >= 3]
+        return "matmul" if len(left_right) == 2 and left_right[0][-1] == left_right[1][-2] else ""
+    images = [shape for shape in operands if len(shape) >= 3] if "conv" in base else []
     if base.startswith(("convolution_backward", "_slow_conv2d_backward")):
         images = images[1:]  # the gradient of the output comes first
     if len(images) < 2:
-        return None
+        return ""
     image, weight = images[:2]
-    if weight[1] == 1 and image[1] > 1:
-        return Product("depthwise", 0, weight[0], 1)
-    groups = image[1] // weight[1] if image[1] % weight[1] == 0 else 0
-    if groups and weight[0] % groups == 0:
-        return Product("convolution", 0, weight[0] // groups, weight[1])
-    return Product("convolution", 0, weight[1], weight[0])  # transposed: input channels come first
+    return "depthwise" if weight[1] == 1 and image[1] > 1 else "convolution"
 
 
 def _operators(profiler: Any, device: torch.device) -> tuple[tuple[OperatorTime, ...], float]:
@@ -336,31 +298,3 @@ def _launch_s() -> float:
         )
         / 200
     )
-
-
-# --- sizes --------------------------------------------------------------------------------------------------
-
-
-def padding_gain(
-    product: Product,
-    multiples: Mapping[str, int],
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    rounds: int = ROUNDS,
-) -> stats.Ratio | None:
-    """How much faster a product becomes when its sides are rounded up to the multiples, more arithmetic included.
-
-    None for convolutions, and where no round succeeded.
-    """
-    if product.kind != "matmul":
-        return None
-    sizes = {"m": product.m, "n": product.n, "k": product.k}
-    padded = sizes | {side: fits for side, (_, fits) in product.missed(multiples).items()}
-    runners = [
-        (name, Loop(matmul(**sides), Variant("", dtype), device))
-        for name, sides in (("as it is", sizes), ("padded", padded))
-    ]
-    steps = max(1, min(200, round(2e7 / max(1, product.m * product.n * product.k))))
-    laps = race(runners, rounds=rounds, steps=steps, device=device)
-    return speedup(laps["as it is"], laps["padded"])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -20,15 +19,12 @@ class MatrixUnits:
         name: ``AMX``, ``Tensor Cores``, ``Matrix Cores``, ``XMX``, ``SME``, ``none`` or ``unknown``.
         formats: Formats that the matrix units take.
         vector_formats: Formats below fp32 that vector instructions take: faster at best by the lanes they save.
-        multiples: For the sides of a product ``[m, k] @ [k, n]`` the number of elements that each should be a
-            multiple of in a 16-bit format; empty where no such number is known.
         sentence: All of it in words.
     """
 
     name: str
     formats: tuple[str, ...] = ()
     vector_formats: tuple[str, ...] = ()
-    multiples: Mapping[str, int] = field(default_factory=dict)
     sentence: str = ""
 
     @property
@@ -49,9 +45,7 @@ def matrix_units(device: torch.device) -> MatrixUnits:
     if device.type == "xpu" and getattr(
         torch.xpu.get_device_properties(device), "has_subgroup_matrix_multiply_accumulate", False
     ):
-        return MatrixUnits(
-            "XMX", ("bf16", "fp16"), multiples={"m": 8, "n": 16, "k": 16}, sentence="XMX: bf16 and fp16"
-        )
+        return MatrixUnits("XMX", ("bf16", "fp16"), sentence="XMX: bf16 and fp16")
     return MatrixUnits(
         "unknown", sentence=f"torch does not say which matrix units this {device.type} device has"
     )
@@ -93,17 +87,11 @@ def cpu_units(flags: frozenset[str]) -> MatrixUnits:
             "AMX",
             formats,
             tuple(vector),
-            {"m": 16, "n": 16, "k": 32} if formats else {},
             f"AMX: {takes}{also}",
         )
     if "sme" in flags:
-        return MatrixUnits("SME", ("bf16", "fp16"), tuple(vector), {}, f"SME: bf16 and fp16{also}")
-    multiples = {}
-    if "avx512f" in flags:
-        multiples = {"n": 16, "k": 32 if "avx512_bf16" in flags else 16}
-    elif "avx2" in flags:
-        multiples = {"n": 8, "k": 8}
-    return MatrixUnits("none", (), tuple(vector), multiples, f"no matrix units{also}")
+        return MatrixUnits("SME", ("bf16", "fp16"), tuple(vector), f"SME: bf16 and fp16{also}")
+    return MatrixUnits("none", (), tuple(vector), f"no matrix units{also}")
 
 
 def _vector_sentence(flags: frozenset[str]) -> str:
@@ -137,8 +125,7 @@ def cuda_units(capability: tuple[int, int], name: str = "") -> MatrixUnits:
         name: Of the GPU: the GTX 16 series shares its capability with the RTX 20 series but has no Tensor Cores.
 
     Source:
-        NVIDIA, "Matrix Multiplication Background User's Guide": sides in multiples of 16 bytes, 8 elements of a
-        16-bit format; and the table of compute capabilities in the CUDA C++ Programming Guide.
+        NVIDIA, the table of compute capabilities in the CUDA C++ Programming Guide.
     """
     number = capability[0] * 10 + capability[1]
     if not re.search(r"\bGTX 16\d\d\b", name):
@@ -148,12 +135,11 @@ def cuda_units(capability: tuple[int, int], name: str = "") -> MatrixUnits:
                     "Tensor Cores",
                     formats,
                     ("fp16",),
-                    {"m": 8, "n": 8, "k": 8},
                     f"Tensor Cores, {generation}: {listed(formats)}",
                 )
     vector = ("fp16",) if number == 60 or number >= 70 else ()
     return MatrixUnits(
-        "none", (), vector, {}, f"no Tensor Cores (compute capability {capability[0]}.{capability[1]})"
+        "none", (), vector, f"no Tensor Cores (compute capability {capability[0]}.{capability[1]})"
     )
 
 
@@ -167,8 +153,7 @@ def rocm_units(architecture: str) -> MatrixUnits:
     cdna = ("gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950")
     if gfx in cdna or re.fullmatch(r"gfx1[12]\d\d", gfx):
         formats = ("bf16", "fp16") if gfx not in cdna[3:] else ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
-        multiples = {"m": 16, "n": 16, "k": 16}
-        return MatrixUnits("Matrix Cores", formats, ("fp16",), multiples, f"Matrix Cores: {listed(formats)}")
+        return MatrixUnits("Matrix Cores", formats, ("fp16",), f"Matrix Cores: {listed(formats)}")
     if not gfx:
         return MatrixUnits("unknown", sentence="torch does not say which architecture this AMD GPU has")
-    return MatrixUnits("none", (), ("fp16",), {}, f"no matrix units ({gfx})")
+    return MatrixUnits("none", (), ("fp16",), f"no matrix units ({gfx})")

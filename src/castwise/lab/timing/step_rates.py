@@ -204,6 +204,5 @@ def by_operators(profile: StepProfile, rates: Sequence[Rate], plan: str) -> floa
             best[kind] = max(best.get(kind, 0.0), rate.speedup.high)
     slowdown = 0.0
     for operator in profile.operators:
-        kind = operator.product.kind if operator.product is not None else ""
-        slowdown += operator.share / (best.get(kind) or 1.0)
+        slowdown += operator.share / (best.get(operator.product) or 1.0)
     return slowdown
