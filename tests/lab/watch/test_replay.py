@@ -403,41 +403,6 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing(tmp_path: Path) -> None:
         replay(tmp_path, Net(width=4096), loss)
 
 
-def test_weights_by_a_checkpoint_outlive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castwise.lab.watch.recorder.LARGE", 0)
-    amp, model, optimizer = start("bf16-master", Net(width=4096))
-    model.last.weight.requires_grad_(False)
-    with Recorder(amp, model, tmp_path / "steps", checkpoints=tmp_path / "saves", copies=True) as recorder:
-        for number, batch in enumerate(recorder.batches(data(8))):
-            if number == 3:
-                checkpoint.save(tmp_path / "saves", number, model=model, optimizers=optimizer, amp=amp)
-            amp.backward(loss(model, batch))
-            then = gradients(model)
-            amp.step(optimizer)
-            if number == 7:
-                recorder.write()
-            optimizer.zero_grad()
-    (path,) = recorder.records
-    own = sum(file.stat().st_size for file in path.glob("rank-*"))
-    assert own < 4 * sum(p.numel() for p in model.parameters())
-    for file in sorted((tmp_path / "saves").rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-    again = replay(path, Net(width=4096), loss)
-    assert again.exact
-    assert same(then, again.gradients)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8])
-def test_differences_are_exact(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    one = (torch.randn(33, 7) * 100).to(dtype)
-    other = (one.double() * 1.01).to(dtype)
-    if dtype.is_floating_point:
-        other[0, 0], other[1, 1], other[2, 2] = float("nan"), float("-inf"), -0.0
-    back = step_files.restored(step_files.difference(other, one), one)
-    assert torch.equal(back.view(torch.uint8), other.view(torch.uint8))
-
-
 @pytest.mark.parametrize("place", ["rank-00000.safetensors", "values.json", "checkpoint.json"])
 def test_one_flipped_byte_is_refused(place: str, tmp_path: Path) -> None:
     amp, model, optimizer = start("fp32")

@@ -40,8 +40,6 @@ from castwise.lab.watch.passes import gradients_not_finite
 
 KINDS = ("loss", "error", "alarm", "overflow")
 """Of records, the most telling first."""
-LARGE = 64 << 20
-"""Bytes of weights from which on a checkpoint is looked for that they can be told by."""
 
 
 @dataclasses.dataclass
@@ -93,8 +91,6 @@ class Recorder(OfThisProcess):
             on in it. Numbers go on behind those of the records that are there.
         workload: By which name the job can be found again, as in :func:`castwise.lab.workloads.workload.find_workload`. A replay shows the name, and
             runs it only where it is given again.
-        checkpoints: A folder of :func:`castwise.checkpoint.save`. Weights of 64 MiB and more are written as what differs from
-            the newest there, whose files the record keeps by hard links.
         most: Records of each kind.
         copies: Copy the weights before every step, so that an alarm about a step that was made gets this step, and not the
             one that follows.
@@ -114,7 +110,6 @@ class Recorder(OfThisProcess):
         folder: str | os.PathLike[str],
         *,
         workload: str | None = None,
-        checkpoints: str | os.PathLike[str] | None = None,
         most: int = 3,
         copies: bool = False,
     ) -> None:
@@ -123,7 +118,6 @@ class Recorder(OfThisProcess):
         self._amp, self._session = amp, Inside(amp)
         self._workload, self._most, self._copies = workload, most, copies
         self._folder, self._is_cut = Path(folder), any(map(is_dtensor, self._model.parameters()))
-        self._checkpoints = None if checkpoints is None else Path(checkpoints)
         self._counts: dict[str, int] = {}
         # behind what an earlier process has left there
         self._number = Ranks(self._session.ranks.group, CheckpointError).first(lambda: _last_of(self._folder))
@@ -337,23 +331,7 @@ class Recorder(OfThisProcess):
         folder = self._folder
         if ranks.size < self._session.ranks.size and self._session.ranks.rank:
             folder = folder / f"rank-{self._session.ranks.rank}"
-        return step_files.write(
-            folder, self._number, content, weights, made_by, self._base(ranks), ranks.group
-        )
-
-    def _base(self, ranks: Ranks) -> step_files.Base | None:
-        """The checkpoint that weights are told by, the same on all ranks."""
-        size = sum(parameter.nbytes for parameter in self._model.parameters())
-        if self._checkpoints is None or size < LARGE:
-            return None
-        folder, home = self._checkpoints, _nearest(self._folder)
-
-        def newest() -> Path | None:
-            base = step_files.Base.newest(folder)
-            return base.path if base is not None and base.path.stat().st_dev == home.stat().st_dev else None
-
-        path = Ranks(ranks.group, CheckpointError).first(newest)
-        return None if path is None else step_files.Base.at(path)
+        return step_files.write(folder, self._number, content, weights, made_by, ranks.group)
 
 
 def _last_of(folder: Path) -> int:
@@ -375,11 +353,6 @@ def _joined(whys: Sequence[tuple[str, str] | None]) -> tuple[str, str]:
     if len(ranks_of) == 1 and len(next(iter(ranks_of.values()))) == len(whys):
         return kind, next(iter(ranks_of))
     return kind, "; ".join(f"on {named(ranks)}: {text}" for text, ranks in ranks_of.items())
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder itself, or the nearest around it that there is."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
