@@ -448,3 +448,46 @@ def test_ci_runs_the_linters_and_the_tests_and_nothing_else() -> None:
         if line.strip() and not line.startswith("#")
     ]
     assert commands == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make lint test"]
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ("checkpoint", "core.checkpoint"),
+        ("compat.apex.amp.frontend", "bridges.compat.apex.amp.frontend"),
+        ("integrations.pytest", "bridges.trainers.pytest"),
+        ("inspection.compare", "lab.inspect.compare"),
+        ("monitor", "lab.watch"),
+        ("numerics.parity", "lab.parity.parity"),
+        ("plans.plan", "core.plans.plan"),
+        ("workload", "lab.workloads.workload"),
+    ],
+)
+def test_former_paths_name_the_same_modules(former: str, now: str, tmp_path: Path) -> None:
+    """As an import, from an import, as an attribute, and in a pickle."""
+    package, _, last = f"castwise.{former}".rpartition(".")
+    code = f"""
+        import importlib, pickle, sys
+        import castwise.{former}
+        from {package} import {last} as one
+        import castwise.{now}
+        real = sys.modules["castwise.{now}"]
+        assert sys.modules["castwise.{former}"] is real is importlib.import_module("castwise.{former}")
+        assert real.__name__ == real.__spec__.name == "castwise.{now}"
+        name, held = next((name, held) for name, held in vars(real).items() if callable(held) and name.isidentifier())
+        assert pickle.loads(f"ccastwise.{former}\\n{{name}}\\n.".encode()) is held
+    """
+    run_python(textwrap.dedent(code), tmp_path)
+
+
+def test_a_former_path_puts_nothing_over_a_name_of_its_package(tmp_path: Path) -> None:
+    """``apex.amp._amp_state`` is a module, and the package's own object of that name."""
+    code = """
+        import sys
+        import castwise.compat.apex as apex
+        from castwise.compat.apex.amp._amp_state import _amp_state
+        from castwise.compat.apex import amp
+        assert amp._amp_state is _amp_state
+        assert sys.modules["castwise.compat.apex.amp"] is amp
+    """
+    run_python(textwrap.dedent(code), tmp_path)

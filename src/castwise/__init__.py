@@ -7,6 +7,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -157,7 +158,26 @@ class _Alias(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: Any) -> None:
-        module.__spec__ = self._spec  # in whose place that of the other path was put
+        name, module.__spec__ = (
+            module.__spec__.name,
+            self._spec,
+        )  # in whose place that of the other path was put
+        package, _, child = name.rpartition(".")
+        if child in vars(sys.modules[package]):
+            sys.modules[package] = _Holder(package)
+
+
+class _Holder(types.ModuleType):
+    """Takes what the import of a module by its other path would put over a name of the package, and gives way to the package."""
+
+    def __init__(self, package: str) -> None:
+        vars(self).update(_package=package, _inner=sys.modules[package])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_inner"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        sys.modules[vars(self)["_package"]] = vars(self)["_inner"]
 
 
 sys.meta_path.insert(0, _Moved())  # before that which looks in folders

@@ -62,7 +62,7 @@ class Kernels:
             self._lease.close()
 
 
-ROOMS = "process", "casting/kernels"
+ROOMS = "session/process", "casting/kernels"
 
 
 @each_value()

@@ -227,7 +227,7 @@ import sys
 def test_nothing():
     assert "torch" not in sys.modules
     loaded = {name for name in sys.modules if name.startswith("castwise")}
-    assert loaded == {"castwise", "castwise.integrations", "castwise.integrations.pytest"}
+    assert loaded == {"castwise", *("castwise.bridges", "castwise.bridges.trainers", "castwise.bridges.trainers.pytest")}
 """)
     done = pytest_of_its_own(tmp_path, "-p", "no:xdist")
     assert done.returncode == 0, done.stdout

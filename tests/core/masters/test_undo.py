@@ -307,7 +307,7 @@ class Interrupts:
 
     def __init__(self, line: int, rooms: Sequence[str] = ("masters", "session")) -> None:
         self.left = line
-        self.rooms = [f"castwise/{room}" for room in rooms]
+        self.rooms = [f"castwise/core/{room}" for room in rooms]
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         if not any(room in frame.f_code.co_filename for room in self.rooms):

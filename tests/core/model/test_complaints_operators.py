@@ -62,6 +62,9 @@ def samples() -> list[Any]:
     finally:
         if lacking:
             del sys.modules["expecttest"]
+        torch.backends.__allow_nonbracketed_mutation_flag = (
+            True  # which the import takes from all tests that follow
+        )
     return [op for op in home.op_db if torch.float32 in op.supported_dtypes("cpu")]
 
 

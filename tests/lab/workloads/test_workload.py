@@ -340,4 +340,4 @@ def test_values_that_are_not_finite_are_found_in_any_container() -> None:
 
 def test_built_in_workloads_are_imported_when_they_are_asked_for(tmp_path: Path) -> None:
     code = "import sys, castwise.lab.workloads.workload; print([m for m in sys.modules if m.startswith('castwise.lab.workloads')])"
-    assert run_python(code, tmp_path) == "[]\n"
+    assert run_python(code, tmp_path) == "['castwise.lab.workloads', 'castwise.lab.workloads.workload']\n"

@@ -64,7 +64,7 @@ class Monitor(OfThisProcess):
         log: ``log(values, step)``, called with every sample's numbers by name: ``wandb.log``, ``logger.log_metrics``. What it raises is
             a warning, once, and the training goes on.
         live: Show the last sample and the open alarms in the terminal, where there is one.
-        on_alarm: ``on_alarm(alarm)``, called with each :class:`castwise.lab.watch.Alarm` when it is raised, behind the step that raised it, on
+        on_alarm: ``on_alarm(alarm)``, called with each :class:`castwise.monitor.Alarm` when it is raised, behind the step that raised it, on
             every rank with the same. What it raises goes through that step, which has been made or skipped whole: a way to end a run.
         lines: By kind of alarm another :class:`~castwise.lab.watch.alarms.Line`, or None to leave it out; see
             ``castwise.lab.watch.LINES``.

@@ -89,7 +89,7 @@ class Recorder(OfThisProcess):
         model: What it has prepared; DistributedDataParallel, FSDP2 and ``torch.compile`` around it are seen through.
         folder: Of the records, on a file system that all ranks see; a rank that ends by an error writes into ``rank-1`` and so
             on in it. Numbers go on behind those of the records that are there.
-        workload: By which name the job can be found again, as in :func:`castwise.lab.workloads.workload.find_workload`. A replay shows the name, and
+        workload: By which name the job can be found again, as in :func:`castwise.workload.find_workload`. A replay shows the name, and
             runs it only where it is given again.
         most: Records of each kind.
         copies: Copy the weights before every step, so that an alarm about a step that was made gets this step, and not the

@@ -137,7 +137,7 @@ def find_workload(spec: str) -> Workload:
 
     Args:
         spec: ``sine``, ``gpt?layers=4&width=384`` (a built-in with options), ``path/to/file.py:attribute`` or
-            ``package.module:attribute``. The attribute is a :class:`Workload` or a function without arguments
+            ``package.module:attribute``. The attribute is a :class:`castwise.Workload` or a function without arguments
             that returns one. A file's folder joins ``sys.path``, as if the file were run as a script.
 
     Returns:

@@ -168,8 +168,8 @@ def test_no_false_alarm_on_published_scripts() -> None:
     published = [
         *(ROOT / "examples").rglob("*.py"),
         *some((ROOT / "bench").rglob("*.py"), 4),
-        *(ROOT / "tests" / "script" / "published").glob("*.txt"),
-        *(ROOT / "tests" / "compat").rglob("*_scripts/*.py"),
+        *(ROOT / "tests" / "bridges" / "run" / "published").glob("*.txt"),
+        *(ROOT / "tests" / "bridges" / "compat").rglob("*_scripts/*.py"),
         *some((ROOT / "tests").rglob("test_*.py"), 60),
     ]
     assert len(published) > 25
@@ -182,7 +182,9 @@ def test_no_false_alarm_on_published_scripts() -> None:
 
 
 def test_scripts_that_were_written_to_be_hard_hold_the_faults_that_they_hold() -> None:
-    corpus = (ROOT / "tests" / "migrate" / "corpus").glob("torch_*.txt" if SOAKING else "torch_clip*.txt")
+    corpus = (ROOT / "tests" / "bridges" / "scripts" / "migrate" / "corpus").glob(
+        "torch_*.txt" if SOAKING else "torch_clip*.txt"
+    )
     found = {(path.name, one.line, one.rule) for path in corpus for one in lint(path).findings}
     # the scripts are for a CPU, so that they run
     others = {each for each in found if each[2] != "fp16-on-cpu"}

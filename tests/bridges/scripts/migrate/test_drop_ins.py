@@ -109,7 +109,7 @@ def modules(of: ModuleType) -> list[str]:
 def test_what_is_read_from_the_source_is_what_runs(library: str) -> None:
     for full in modules(LIBRARIES[library]):
         module = importlib.import_module(full)
-        name = full.removeprefix("castwise.compat.")
+        name = full.removeprefix("castwise.bridges.compat.")
         assert is_module(name)
         for public in getattr(module, "__all__", ()):
             assert home(name, public) == name

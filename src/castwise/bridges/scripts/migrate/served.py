@@ -89,7 +89,7 @@ def lacks(dotted: str) -> str:
 @functools.cache
 def _bound(module: str) -> Mapping[str, bool] | None:
     """The names that a module of a drop-in binds, and whether it defines them; None where there is no such module."""
-    base = resources.files("castwise.compat")
+    base = resources.files("castwise.bridges.compat")
     path = module.replace(".", "/")
     for file in (base.joinpath(f"{path}.py"), base.joinpath(path, "__init__.py")):
         if file.is_file():
