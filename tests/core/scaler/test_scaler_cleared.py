@@ -149,3 +149,23 @@ def test_a_gan_whose_critic_is_cleared_before_its_own_loss() -> None:
         amp.step(both[0])
         both[0].zero_grad()
     assert amp.skipped_steps == 0
+
+
+@pytest.mark.parametrize("plan", ["fp16-mixed+loss_scale.init=64", "fp16-mixed+loss_scale.init=512"])
+def test_true_gradients_that_are_large_beside_what_was_cleared_are_stepped(plan: str) -> None:
+    """A critic whose gradients of the maker's loss are cleared, and whose own are unscaled, or computed by ``amp.grad``."""
+    amp, critic = Amp(plan, device="cpu"), net()
+    optimizer = torch.optim.SGD(critic.parameters(), 1e-6)
+    amp.prepare(critic, optimizer)
+    for way in ("unscale_", "grad") * 3:
+        amp.backward(task(critic, 0) * 1e-3)
+        optimizer.zero_grad()
+        loss = -10.0 * task(critic, 0)
+        if way == "grad":
+            set_on(critic, amp.grad(loss, [*critic.parameters()]))
+        else:
+            amp.backward(loss)
+            amp.unscale_(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert amp.skipped_steps == 0

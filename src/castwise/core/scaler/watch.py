@@ -172,7 +172,8 @@ class Watch:
                     f"{type(by).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
                     "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
                 )
-            if window.were_cleared(optimizer):
+            computed = key in scaler.optimizer_states or window.differentiated  # and so true by now
+            if not computed and window.were_cleared(optimizer):
                 raise StateError(
                     f"{type(by).__name__}.step(): its gradients are as large as those that zero_grad() has cleared since the last step, "
                     "and point where these pointed, which had the loss scale in them: what is made of copies of scaled gradients is too "
