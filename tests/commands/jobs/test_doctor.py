@@ -9,10 +9,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from castwise.commands.jobs.doctor import _load_note, doctor, findings, verdicts
+from castwise.commands.jobs.doctor import _load_note, by_operators, doctor, findings, step_rates, verdicts
 from castwise.errors import DeviceError, WorkloadError
 from castwise.lab.timing.limits import OperatorTime, StepProfile, profile_steps
-from castwise.lab.timing.rates import Rate
+from castwise.lab.timing.rates import Rate, verdict_of
 from castwise.lab.timing.stats import Ratio, Summary
 from castwise.lab.workloads.workload import Workload
 
@@ -152,3 +152,79 @@ def test_devices_that_are_not_there(device, message):
 def test_a_workload_that_is_not_there():
     with pytest.raises(WorkloadError):
         doctor("nowhere", device="cpu")
+
+
+def rate(kernel, speedup):
+    return Rate(kernel, "", "fp16", 1.0, speedup=Ratio(speedup, speedup, speedup, 0.95, 9))
+
+
+def test_operators_say_how_slow_a_step_is_at_least():
+    seen = profile(
+        operator("aten::mm", 0.5, "matmul"),
+        operator("aten::convolution", 0.3, "convolution"),
+        operator("aten::gelu", 0.2),
+    )
+    rates = (rate("matmul", 0.01), rate("conv3x3", 0.1), rate("conv1x1", 0.5))
+    assert by_operators(seen, rates, "fp16-mixed") == pytest.approx(0.5 / 0.01 + 0.3 / 0.5 + 0.2)
+    assert by_operators(seen, rates, "bf16-mixed") == pytest.approx(1.0)
+
+
+class SlowInLow(nn.Linear):
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            time.sleep(0.05)
+        return super().forward(x)
+
+
+class BreaksInLow(nn.Linear):
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            raise NotImplementedError("no kernel for bf16")
+        return super().forward(x)
+
+
+def batches(seed):
+    while True:
+        yield torch.ones(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (nn.Linear, ""),
+        (SlowInLow, "x slower than fp32"),
+        (BreaksInLow, "no kernel for bf16"),
+    ],
+)
+def test_steps_of_each_format_and_their_verdicts(layer, said):
+    job = Workload(
+        "job", lambda: layer(8, 8), lambda params: torch.optim.SGD(params, lr=1e-3), batches,
+        lambda model, batch: model(batch).square().mean(),
+    )  # fmt: skip
+    base, low, fp16 = step_rates(
+        job, torch.device("cpu"), {"fp16-mixed": "not asked for"}, 0, 1, lambda _event: None
+    )
+    assert (base.plan, low.plan, fp16.plan) == ("fp32", "bf16-mixed", "fp16-mixed")
+    assert (base.speedup, base.verdict) == (None, None)
+    assert base.time is not None
+    assert (fp16.verdict, fp16.reason, fp16.time) == ("avoid", "not asked for", None)
+    assert said in low.reason
+    if said:
+        assert (low.time, low.speedup, low.verdict) == (None, None, "avoid")
+    else:
+        assert low.speedup.n == 1  # starts, of which one says little, however many rounds it had
+        assert low.verdict == verdict_of(low.speedup)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (1.01, 1.2, "fast"),
+        (0.93, 0.97, "no gain"),
+        (0.95, 1.01, "no gain"),
+        (0.85, 0.95, "no gain"),
+        (0.5, 0.89, "avoid"),
+    ],
+)
+def test_verdicts_go_by_the_interval(low, high, verdict):
+    assert verdict_of(Ratio((low + high) / 2, low, high, 0.95, 9)) == verdict

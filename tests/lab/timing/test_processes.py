@@ -28,7 +28,6 @@ from castwise.lab.timing import processes, served
 from castwise.lab.timing.apart import Apart
 from castwise.lab.timing.memory import measure_memory
 from castwise.lab.timing.processes import Home, NotThereError, _end, delivered
-from castwise.lab.timing.step_rates import measure_steps
 
 CHANGES: dict[str, Callable[[], Any]] = {
     "matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
@@ -177,28 +176,6 @@ def test_what_cannot_be_made_again_there_is_measured_here(
         assert measure_memory(made, PRESETS["fp32"], CPU, inference=False, home=home).method.endswith(
             "one thread"
         )
-    base, *_ = measure_steps(
-        made, CPU, {"bf16-mixed": "not asked for", "fp16-mixed": "not asked for"}, starts=1
-    )
-    assert base.time is not None
-
-
-def test_what_was_set_here_after_the_start_is_missed_by_fp32_there_and_all_is_timed_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
-    base, *_ = measure_steps(
-        workload(scaled), CPU, {"bf16-mixed": "not asked for", "fp16-mixed": "not asked for"}, starts=1
-    )
-    assert base.time is not None
-
-
-SCALE: float | None = None
-
-
-def scaled(model: nn.Module, batch: Tensor) -> Tensor:
-    assert SCALE is not None
-    return model(batch).square().mean() * SCALE
 
 
 @pytest.mark.parametrize("forks", some([True, False], 2))

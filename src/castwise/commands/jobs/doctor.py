@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from castwise.commands.jobs import Event, Progress, heard
-from castwise.commands.jobs.doctor_result import DoctorResult, Finding, WorkloadReport
+from castwise.commands.jobs.bench import bench
+from castwise.commands.jobs.doctor_result import DoctorResult, Finding, StepRate, WorkloadReport
 from castwise.core.casting import default_device_type
 from castwise.core.plans.plan import PRESETS
 from castwise.core.session.process import find_device
 from castwise.lab.timing.environment import environment
 from castwise.lab.timing.limits import StepProfile, profile_steps
 from castwise.lab.timing.matrix_units import matrix_units
-from castwise.lab.timing.rates import Judgement, Rate, judge, measure_bandwidth, measure_rates, variants
-from castwise.lab.timing.step_rates import PLANS, SLOW, STARTS, by_operators, measure_steps
+from castwise.lab.timing.rates import (
+    Judgement,
+    Rate,
+    judge,
+    measure_bandwidth,
+    measure_rates,
+    variants,
+    verdict_of,
+)
+from castwise.lab.timing.timing import WARMUP
 from castwise.lab.workloads.workload import Workload, find_workload, users_code
 
 __all__ = ["DoctorResult", "Finding", "WorkloadReport", "doctor", "findings", "verdicts"]
 
+PLANS = ("fp32", "bf16-mixed", "fp16-mixed")
+SLOW = 3.0
+"""A plan that takes this many times fp32's time, by a step or by what its operators take, is not timed any further."""
+STARTS, ROUNDS = 3, 6
+"""Starts of all plans, and rounds of steps in each."""
 DATA = 0.1
 """Share of data in data plus step from which on waiting for it is worth a word."""
 DISPATCH = 0.3
@@ -78,10 +92,9 @@ def doctor(
         report = None
         if found is not None and profile is not None:
             with users_code(f"workload {found.name!r} failed"):
-                steps = measure_steps(
-                    found, where, _not_run(profile, rates, where.type), seed=seed, starts=1 if small else STARTS,
-                    on_start=lambda done, total: tell(Event("steps", found.name, done, total)),
-                )  # fmt: skip
+                steps = step_rates(
+                    found, where, _not_run(profile, rates, where.type), seed, 1 if small else STARTS, tell
+                )
             report = WorkloadReport(found.name, found.description, steps, profile, findings(profile, rates))
     return DoctorResult(environment(where), units, rates, band, said, report, notes)
 
@@ -126,6 +139,41 @@ def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> d
         elif slowdown > SLOW:
             out[plan] = f"not run: its operators alone would take {slowdown:.2g} times as long as in fp32"
     return out
+
+
+def step_rates(
+    workload: Workload, device: torch.device, out: Mapping[str, str], seed: int, starts: int, tell: Progress
+) -> tuple[StepRate, ...]:
+    """A workload's steps under each of ``PLANS``, as a bench times them; ``out`` has those that are not run, and why."""
+    rounds = starts * ROUNDS
+    result = bench(
+        workload, [plan for plan in PLANS if plan not in out], device=device, steps=WARMUP + rounds, rounds=rounds, starts=starts,
+        seed=seed, inference=False, memory=False, hopeless=SLOW, progress=tell,
+    )  # fmt: skip
+    found = {plan: StepRate(plan, verdict="avoid", reason=reason) for plan, reason in out.items()}
+    for row in result.plans:
+        if row.status != "ok" or row.training is None:
+            found[row.name] = StepRate(row.name, verdict="avoid", reason=row.reason)
+        else:
+            ratio = None if row.name == result.baseline else row.training.speedup
+            verdict = None if ratio is None else verdict_of(ratio)
+            found[row.name] = StepRate(row.name, row.training.step, ratio, verdict)
+    return tuple(found[plan] for plan in PLANS)
+
+
+def by_operators(profile: StepProfile, rates: Sequence[Rate], plan: str) -> float:
+    """How many times as long as in fp32 a step takes in a plan's format at least, by the rates of its operators.
+
+    What is neither a matrix product nor a convolution counts as in fp32, and so does what has no rate; of an interval the
+    high end counts.
+    """
+    format = PRESETS[plan].compute
+    best: dict[str, float] = {}
+    for rate in rates:
+        if rate.format == format and rate.speedup is not None:
+            kind = {"matmul": "matmul", "depthwise": "depthwise"}.get(rate.kernel, "convolution")
+            best[kind] = max(best.get(kind, 0.0), rate.speedup.high)
+    return sum(operator.share / (best.get(operator.product) or 1.0) for operator in profile.operators)
 
 
 # --- a workload ---------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from castwise.lab.result import Result
+from castwise.lab.timing import stats
 from castwise.lab.timing.environment import Environment
 from castwise.lab.timing.limits import StepProfile
 from castwise.lab.timing.matrix_units import MatrixUnits
-from castwise.lab.timing.rates import Bandwidth, Judgement, Rate
-from castwise.lab.timing.step_rates import StepRate
+from castwise.lab.timing.rates import Bandwidth, Judgement, Rate, Verdict
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,25 @@ class Finding:
     measured: Mapping[str, float | int | str]
     advice: str
     sentence: str
+
+
+@dataclass(frozen=True)
+class StepRate:
+    """A training step under a plan.
+
+    Attributes:
+        plan: A preset's name.
+        time: Per step, None where it was not timed to the end.
+        speedup: Over fp32; None for fp32, and where it was not timed to the end.
+        verdict: None for fp32.
+        reason: Why it was not timed to the end; else empty.
+    """
+
+    plan: str
+    time: stats.Summary | None = None
+    speedup: stats.Ratio | None = None
+    verdict: Verdict | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
