@@ -62,9 +62,8 @@ def samples() -> list[Any]:
     finally:
         if lacking:
             del sys.modules["expecttest"]
-        torch.backends.__allow_nonbracketed_mutation_flag = (
-            True  # which the import takes from all tests that follow
-        )
+        # the import forbids all that follows to set flags of torch.backends; the module in its place hides the name
+        torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     return [op for op in home.op_db if torch.float32 in op.supported_dtypes("cpu")]
 
 
