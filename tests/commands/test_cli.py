@@ -66,7 +66,7 @@ def test_help(words: tuple[str, ...]) -> None:
 def test_bench_prints_its_table_and_where_it_wrote(own_folder: Path) -> None:
     result = _run(
         "bench", f"{TINY}:mlp", "--plans", "bf16-mixed, bf16-mixed+ops.relu=fp32", "--steps", "8", "--rounds", "2",
-        "--no-memory", "--no-inference",
+        "--no-memory", "--no-inference", "--verbose",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     assert "Speed" in result.stdout

@@ -194,7 +194,7 @@ def test_a_search_that_was_interrupted_at_once_still_has_a_page() -> None:
     page = show.page(record)
     said = read(page)
     assert "The search ended early." in said
-    assert "interrupted or ran out of its budget" in said
+    assert "interrupted or ran out of time" in said
     assert "<svg" not in page
     assert "Plans compared" not in said
     assert "castwise tune convnext --out out" in said

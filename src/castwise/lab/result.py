@@ -35,11 +35,11 @@ class Result:
         """The record as JSON text."""
         return _text(self.to_dict())
 
-    def table(self) -> RenderableType:
-        """What was found as text and tables for ``rich.print``."""
+    def table(self, *, verbose: bool = True) -> RenderableType:
+        """What was found as text and tables for ``rich.print``: all of it, or what fits on a screen."""
         from castwise.report.show import table
 
-        return table(self.to_dict())
+        return table(self.to_dict(), verbose)
 
     def _save(self, page: Path, data: Path, **about: Any) -> tuple[Path, ...]:
         """Write the record, and where the libraries are there the page with its pictures; folders are made.

@@ -15,6 +15,9 @@ Record = Mapping[str, Any]
 
 FEW = 6
 """The interval of fewer rounds in one process, or of fewer starts, is wide."""
+MOST = 6
+"""Plans that are shown on one screen."""
+_UNMEASURED = ("unsupported", "failed")
 _MEMORY = {
     "training peak": "training_peak_bytes",
     "inference peak": "inference_peak_bytes",
@@ -29,6 +32,39 @@ def lines(record: Record) -> list[Grid | Line]:
         Line(headline(record), "bold"), Line(), *grids(record), *(Line(note, "yellow") for note in notes(record)),
         *(Line(said, "dim") for said in small),
     ]  # fmt: skip
+
+
+def brief(record: Record) -> list[Grid | Line]:
+    """The answer and a row per plan, for one screen; of the remarks those about plans that were not measured."""
+    base = baseline(record)
+
+    def memory(row: Record) -> str:
+        peak = _bytes(row, "training_peak_bytes")
+        return words.against(peak, None if row is base else _bytes(base, "training_peak_bytes"))
+
+    columns: Columns = {
+        "plan": "name",
+        "training step": lambda row: _timed(row, "training")[0],
+        f"vs {base['name']}": lambda row: _timed(row, "training")[1],
+        "peak memory": memory,
+        "final loss": lambda row: words.loss(row["final_loss"]) if row["status"] == "ok" else None,
+    }
+    rows = record["plans"][:MOST]
+    left = len(record["plans"]) - len(rows)
+    return [
+        Line(headline(record), "bold"),
+        Grid.of("", rows, columns, "status"),
+        *([Line(f"and {left} more plans", "dim")] if left else ()),
+        *(
+            Line(f"{row['name']}, {row['status']}: {row['reason']}", "yellow")
+            for row in rows
+            if row["status"] in _UNMEASURED
+        ),
+        Line(
+            "Brackets hold 95 % intervals. --verbose, or the page: inference, memory, learning, the method.",
+            "dim",
+        ),
+    ]
 
 
 def values(record: Record) -> dict[str, Any]:
@@ -129,7 +165,7 @@ def notes(record: Record) -> list[str]:
     """Sentences below a table: why a plan has no numbers, and what else went wrong."""
     out = list(record["notes"])
     for row in record["plans"]:
-        if row["status"] in ("unsupported", "failed"):
+        if row["status"] in _UNMEASURED:
             out.append(f"{row['name']}, {row['status']}: {row['reason']}")
         elif row["status"] == "stopped":
             out.append(f"{row['name']} was {row['reason']}.")

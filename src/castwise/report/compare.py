@@ -7,7 +7,7 @@ from typing import Any
 
 from castwise.report import words
 from castwise.report.compare_plots import PICTURES, label
-from castwise.report.grids import Columns, Grid, Line
+from castwise.report.grids import Columns, Grid, Line, opening
 
 __all__ = ["PICTURES", "lines", "values"]
 
@@ -44,6 +44,11 @@ def lines(record: Record) -> list[Grid | Line]:
         Line(MEANING, "dim"),
         Line(words.where(record), "dim"),
     ]
+
+
+def brief(record: Record) -> list[Grid | Line]:
+    """The answer alone."""
+    return opening(lines(record))
 
 
 def values(record: Record) -> dict[str, Any]:

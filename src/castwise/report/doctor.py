@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from castwise.report import words
@@ -29,6 +30,40 @@ def lines(record: Record) -> list[Grid | Line]:
         *([Line(_ALONE, "dim")] if record["workload"] is None else ()),
         *(Line(note, "yellow") for note in record["notes"]),
     ]
+
+
+def brief(record: Record) -> list[Grid | Line]:
+    """The answer, the formats or the steps by plan, and what holds a workload back, for one screen."""
+    where, report = record["environment"], record["workload"]
+    device = Line(f"{where['device']}, {where['threads']} threads: {record['units']['sentence']}.", "dim")
+    hint = Line("--verbose shows the rates of each operator, and how they were measured.", "dim")
+    if report is None:
+        told: list[Grid | Line] = [
+            Line(_device_headline(record), "bold"), replace(_verdicts(record["verdicts"]), title=""),
+            Line("These are single operators; castwise doctor WORKLOAD times training steps."),
+        ]  # fmt: skip
+    else:
+        told = [
+            Line(headline(report), "bold"),
+            _steps(report).only("", "plan", "training step", "vs fp32", "verdict"),
+        ]
+        for finding in report["findings"][:_MOST]:
+            told += [Line(f"- {finding['sentence']}", "yellow"), Line(f"  {finding['advice']}")]
+    return [*told, *(Line(note, "yellow") for note in record["notes"]), device, hint]
+
+
+_MOST = 2
+"""Findings that are shown on one screen; the first weigh most."""
+
+
+def _device_headline(record: Record) -> str:
+    """What the formats of a device are good for, in a sentence."""
+    by: dict[str, list[str]] = {}
+    for found in record["verdicts"]:
+        by.setdefault(found["verdict"], []).append(found["format"])
+    fast, avoid = by.get("fast", []), by.get("avoid", [])
+    said = f"operators in {words.listed(fast)} are" if fast else "no format is known to be"
+    return f"On this device {said} faster than in fp32{f'; avoid {words.listed(avoid)}' if avoid else ''}."
 
 
 _ALONE = (
@@ -79,9 +114,7 @@ def headline(report: Record) -> str:
     return f"{report['name']}: {best['plan']} trains {words.speed(best['speedup'])} as fast as fp32."
 
 
-def _workload(report: Record) -> list[Grid | Line]:
-    profile = report["profile"]
-    median, low, high = (words.time(profile["step_s"][key]) for key in ("median_s", "q1_s", "q3_s"))
+def _steps(report: Record) -> Grid:
     columns: Columns = {
         "plan": "plan",
         "training step": lambda step: words.step(step["time"]),
@@ -89,10 +122,16 @@ def _workload(report: Record) -> list[Grid | Line]:
         "verdict": "verdict",
         "why": "reason",
     }
+    return Grid.of(f"Steps of {report['name']}", report["steps"], columns, "verdict")
+
+
+def _workload(report: Record) -> list[Grid | Line]:
+    profile = report["profile"]
+    median, low, high = (words.time(profile["step_s"][key]) for key in ("median_s", "q1_s", "q3_s"))
     lines: list[Grid | Line] = [
         Line(headline(report), "bold"),
         Line(),
-        Grid.of(f"Steps of {report['name']}", report["steps"], columns, "verdict"),
+        _steps(report),
         Line(
             "Each trained in a process of its own, in turns, and was started again; brackets hold 95 % intervals from paired rounds. "
             f"{words.PAIRED} fast: all of the interval is above 1; avoid: all of it is below 0.9. Whether a format keeps the "

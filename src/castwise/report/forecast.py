@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from castwise.report import words
-from castwise.report.grids import Columns, Grid, Line
+from castwise.report.grids import Columns, Grid, Line, opening
 from castwise.report.plots import COLOURS, Picture
 
 Record = Mapping[str, Any]
@@ -56,6 +56,11 @@ def lines(record: Record) -> list[Grid | Line]:
         *(Line(f"reached: {TERMS['reached']}.", "dim") for _ in [*record["spreads"]][:1]),
         Line(f"{_means(record)} {words.where(record)}", "dim"),
     ]
+
+
+def brief(record: Record) -> list[Grid | Line]:
+    """The answer alone."""
+    return opening(lines(record))
 
 
 def values(record: Record) -> dict[str, Any]:

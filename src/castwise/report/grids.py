@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -115,6 +116,11 @@ class Grid:
         places = [(*self.header, "why").index(name) for name in columns]
         rows = (replace(row, cells=tuple((*row.cells, row.why)[at] for at in places)) for row in self.rows)
         return Grid(title, columns, tuple(rows), wraps=False)
+
+
+def opening(lines: Iterable[Grid | Line]) -> list[Grid | Line]:
+    """The paragraphs that come before the first table or blank line: an answer, and what belongs to it."""
+    return list(itertools.takewhile(lambda part: isinstance(part, Line) and bool(part.text), lines))
 
 
 def terminal(lines: Iterable[Grid | Line]) -> RenderableType:

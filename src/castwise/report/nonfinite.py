@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from castwise.report.grids import Columns, Grid, Line
+from castwise.report.grids import Columns, Grid, Line, opening
 from castwise.report.plots import Picture
 
 Record = Mapping[str, Any]
@@ -120,6 +120,11 @@ def lines(record: Record) -> list[Grid | Line]:
     for grid in grids(record):
         shown += [Line(), grid]
     return shown
+
+
+def brief(record: Record) -> list[Grid | Line]:
+    """The answer alone."""
+    return opening(lines(record))
 
 
 def values(record: Record) -> dict[str, Any]:

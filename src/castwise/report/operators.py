@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from castwise.report import words
-from castwise.report.grids import Columns, Grid, Line
+from castwise.report.grids import Columns, Grid, Line, opening
 from castwise.report.plots import Picture
 
 Record = Mapping[str, Any]
@@ -91,6 +91,11 @@ def lines(record: Record) -> list[Grid | Line]:
     left = max(len(record[key]) - _MOST for key in ("operators", "casts", "regions"))
     more = [Line(f"Tables show {_MOST} rows; save() writes all of them.", "dim")] if left > 0 else []
     return [*shown, *more, *(Line(note, "yellow") for note in record["notes"])]
+
+
+def brief(record: Record) -> list[Grid | Line]:
+    """The answer alone."""
+    return opening(lines(record))
 
 
 def values(record: Record) -> dict[str, Any]:

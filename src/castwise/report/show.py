@@ -37,12 +37,19 @@ _KINDS = {
     "monitor": monitor, "nonfinite": nonfinite, "operators": operators, "parity": parity, "recovery": recovery,
     "replay": replay, "train": train, "try": tried, "tune": tune,
 }  # fmt: skip
-"""By the kind of a record what says it: ``lines`` for the terminal; ``values`` and ``PICTURES`` for the page's template."""
+"""By the kind of a record what says it: ``lines`` and ``brief`` for the terminal; ``values`` and ``PICTURES`` for the page's template."""
 
 
-def table(record: Mapping[str, Any]) -> RenderableType:
-    """What a result's record says, for ``rich.print``; readable from 80 columns on."""
-    return terminal(_KINDS[record["kind"]].lines(record))
+def table(record: Mapping[str, Any], verbose: bool = True) -> RenderableType:
+    """What a result's record says, for ``rich.print``; readable from 80 columns on.
+
+    Args:
+        record: Of any kind.
+        verbose: All of it, or what fits on a screen: the answer and what supports it.
+    """
+    kind = _KINDS[record["kind"]]
+    lines = kind.lines if verbose else getattr(kind, "brief", kind.lines)
+    return terminal(lines(record))
 
 
 def page(record: Mapping[str, Any]) -> str:

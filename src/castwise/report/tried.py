@@ -11,35 +11,49 @@ from castwise.report.grids import Columns, Grid, Line
 Record = Mapping[str, Any]
 
 
-def lines(record: Record) -> list[Grid | Line]:
-    """A table with a row per plan, why one failed, and what the numbers are."""
+def headline(record: Record) -> str:
+    """Which plan ran the script fastest, in a sentence."""
     rows = record["plans"]
-    first = rows[0]
-    columns: Columns = {
-        "plan": "plan",
-        "step": lambda row: words.step(row["step"]),
-        f"vs {first['plan']}": lambda row: "" if row is first else words.speed(row["speedup"]),
-        "peak memory": lambda row: words.against(
-            row["peak_bytes"], None if row is first else first["peak_bytes"]
-        ),
-        "loss": lambda row: words.loss(row["final_loss"]) if row["status"] == "ok" else "-",
-        "skipped": "skipped",
-    }
+    first, ran = rows[0], [row for row in rows if row["status"] == "ok"]
+    if first not in ran:
+        return f"{record['script']} did not run under {first['plan']}, so nothing can be compared with it."
+    if len(rows) == 1:
+        return f"{record['script']} runs under {first['plan']}; --plans with more than one compares them."
+    known = [row for row in ran if row["speedup"] is not None and row["speedup"]["low"] > 1.0]
+    if not known:
+        others = "no other plan that ran is" if len(ran) > 1 else "no other plan ran, so none is"
+        return f"{record['script']}: {others} known to be faster than {first['plan']}."
+    best = max(known, key=lambda row: float(row["speedup"]["value"]))
+    return f"{record['script']} runs {words.speed(best['speedup'])} as fast under {best['words']} as under {first['plan']}."
+
+
+def brief(record: Record) -> list[Grid | Line]:
+    """The answer, a row per plan and which of them failed, for one screen."""
+    grid = _grid(record)
+    failed = [f"{row['plan']} failed: {row['reason']}" for row in record["plans"] if row["reason"]]
+    return [
+        Line(headline(record), "bold"),
+        grid.only(grid.title, *(name for name in grid.header if name != "skipped")),
+        *(Line(said, "yellow") for said in failed[:_MOST]),
+        *_tuned(record),
+        Line("Brackets hold 95 % intervals. --verbose: notes, and how it was measured.", "dim"),
+    ]
+
+
+_MOST = 2
+"""Failures that are told on one screen; the table shows all."""
+
+
+def lines(record: Record) -> list[Grid | Line]:
+    """The answer, a table with a row per plan, why one failed, and what the numbers are."""
+    rows = record["plans"]
     process = ", of the whole process" if record["environment"]["device_type"] == "cpu" else ""
     return [
-        Grid.of(f"{record['script']}, its first {record['steps']} steps", rows, columns, "status"),
+        Line(headline(record), "bold"),
+        _grid(record),
         *(Line(f"{row['plan']} failed: {row['reason']}", "yellow") for row in rows if row["reason"]),
-        *(
-            Line(f"{row['plan']}: {note}", "yellow")
-            for row in rows
-            for note in row["notes"]
-            if "trains under" not in note
-        ),
-        *(
-            (Line(f"Tuned for this script: {record['tuned']}. {record['answer']}", "bold"),)
-            if record["tuned"]
-            else ()
-        ),
+        *(Line(f"{row['plan']}: {note}") for row in rows for note in row["notes"]),
+        *_tuned(record),
         Line(
             f"Times are medians ± half the interquartile range of {record['rounds']} rounds, with all that the script does between "
             f"two steps; each plan ran in a process of its own, one at a time. Brackets hold 95 % intervals from paired rounds of "
@@ -48,3 +62,32 @@ def lines(record: Record) -> list[Grid | Line]:
         ),
         Line(words.where(record), "dim"),
     ]
+
+
+def _tuned(record: Record) -> list[Line]:
+    if not record["tuned"]:
+        return []
+    said = next((row["words"] for row in record["plans"] if row["plan"] == record["tuned"]), record["tuned"])
+    return [Line(f"Tuned for this script: {said}. {record['answer']}", "bold")]
+
+
+def _grid(record: Record) -> Grid:
+    rows = record["plans"]
+    first = rows[0]
+    columns: Columns = {
+        "plan": "words",
+        "step": lambda row: words.step(row["step"]),
+        f"vs {first['plan']}": lambda row: "" if row is first else words.speed(row["speedup"]),
+        "peak memory": lambda row: words.against(
+            row["peak_bytes"], None if row is first else first["peak_bytes"]
+        ),
+        "loss": lambda row: words.loss(row["final_loss"]) if row["status"] == "ok" else "-",
+        "skipped": "skipped",
+    }
+    return Grid.of(
+        f"{record['script']}, its first {record['steps']} steps",
+        rows,
+        columns,
+        "status",
+        spare=("skipped", "peak memory"),
+    )

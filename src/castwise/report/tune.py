@@ -38,7 +38,8 @@ def lines(record: Record) -> list[Grid | Line]:
     return [
         Line(record["answer"], "bold"),
         *(Line(sentence) for sentence in record["why"]),
-        *(Line(note, "yellow") for note in remarks(record)),
+        *(Line(note, "yellow") for note in _open(record)),
+        *(Line(note) for note in record["notes"]),
         Line(),
         Line("Paste into your training loop:"),
         Line(words.pasted(record["plan"]), "green"),
@@ -53,6 +54,29 @@ def lines(record: Record) -> list[Grid | Line]:
         *([Line(said)] if said else ()),
         *(Line(small, "dim") for small in (interval_note(record), words.where(record))),
     ]
+
+
+def brief(record: Record) -> list[Grid | Line]:
+    """The answer, what supports it, what is open, how to use the plan, and the plans beside it, for one screen."""
+    grid, open_ = plan_grid(record), _open(record)
+    rows = tuple(
+        row for row in grid.rows if row.tag in ("chosen", "baseline", "tie") or _BESIDE in row.cells[0]
+    )
+    uncompiled = record["settings"].get("compile") == "never" and record["goal"] == "time"
+    return [
+        Line(record["answer"], "bold"),
+        *(Line(sentence) for sentence in record["why"][: _REASONS - min(len(open_), 1)]),
+        *(Line(note, "yellow") for note in open_[:1]),
+        Line(words.pasted(record["plan"]), "green"),
+        *([replace(grid, rows=rows).only("", *_BRIEF)] if rows else ()),
+        Line(f"{_UNCOMPILED * uncompiled}More: --verbose, or the page.", "dim"),
+    ]  # fmt: skip
+
+
+_BRIEF = ("plan", "training step", "vs fp32", "peak memory")
+_REASONS = 3
+_UNCOMPILED = "torch.compile was not tried (--compile auto). "
+_BESIDE = "one-line autocast"
 
 
 def _left(record: Record, status: str) -> list[Grid | Line]:
@@ -99,13 +123,15 @@ def left_grid(record: Record, status: str) -> Grid:
     for row in rows:
         alike.setdefault(_why(row), []).append(dict(row))
     columns = _columns(record)
-    firsts = [same[0] | {"name": _and_others(same)} for same in alike.values()]
+    firsts = [same[0] | {"words": _and_others(same)} for same in alike.values()]
     return replace(Grid.of("", firsts, columns, "status", _why), title=f"{len(rows)} {_LEFT[status]}")
 
 
 def _and_others(same: Sequence[Record]) -> str:
     others = len(same) - 1
-    return str(same[0]["name"]) + (f" and {others} other{'s' * (others > 1)}" if others else "")
+    return str(same[0]["words"] or same[0]["name"]) + (
+        f" and {others} other{'s' * (others > 1)}" if others else ""
+    )
 
 
 def _is_shown(record: Record, row: Record) -> bool:
@@ -119,7 +145,7 @@ def _is_shown(record: Record, row: Record) -> bool:
 
 def _name_beside(row: Record) -> str:
     """What a plan is to everybody, which is why it always has a row."""
-    return {"fp32": "as it is", "bf16-mixed": "one-line autocast"}.get(row["plan"], "")
+    return {"fp32": "as it is", "bf16-mixed": _BESIDE}.get(row["plan"], "")
 
 
 def _status(record: Record) -> Callable[[Record], str]:
@@ -138,7 +164,7 @@ def _columns(record: Record) -> Columns:
     base = _baseline(record)
     peak = None if base is None else base["peak_bytes"]
     columns: Columns = {
-        "plan": lambda row: ", ".join(filter(None, (row["name"], _name_beside(row)))),
+        "plan": lambda row: ", ".join(filter(None, (row["words"] or row["name"], _name_beside(row)))),
         "training step": lambda row: words.step(row["time"]),
         "vs fp32": lambda row: (
             "1" if row["status"] == "baseline" and row["time"] else words.speed(row["speedup"])
@@ -180,7 +206,11 @@ def _folded(ties: Sequence[Record], columns: Columns) -> Row:
         "loss": span(words.loss, [row["loss"] for row in ties]),
         "compiling": span(words.time, [row["compile_s"] for row in ties]),
     }
-    return Row(tuple(cells[name] or "-" for name in columns), "tie", "\n".join(row["name"] for row in ties))
+    return Row(
+        tuple(cells[name] or "-" for name in columns),
+        "tie",
+        "\n".join(row["words"] or row["name"] for row in ties),
+    )
 
 
 def _compiling(row: Record) -> str | None:
@@ -257,9 +287,14 @@ def _baseline(record: Record) -> Record | None:
 
 
 def remarks(record: Record) -> list[str]:
-    """Sentences that a reader should not miss: what is incomplete first."""
-    ended = "The search was interrupted or ran out of its budget: this is what was known by then."
-    return [*([] if record["complete"] else [ended]), *record["notes"]]
+    """Sentences that a reader should not miss: what is open first."""
+    return [*_open(record), *record["notes"]]
+
+
+def _open(record: Record) -> list[str]:
+    """What the search could not tell."""
+    ended = "The search was interrupted or ran out of time: this is what it knew by then."
+    return [*([] if record["complete"] else [ended]), *record.get("undecided", ())]
 
 
 def facts(record: Record) -> list[tuple[str, str, str]]:

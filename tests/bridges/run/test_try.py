@@ -197,7 +197,7 @@ def test_from_the_command_line(here: Path) -> None:
         "for _ in range(100_000):\n    o.zero_grad(); m(torch.randn(16, 8)).square().mean().backward(); o.step()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "castwise", "try", "--plans", "bf16-mixed", "--rounds", "1", "train.py"],
+        [sys.executable, "-m", "castwise", "try", "--plans", "bf16-mixed", "--rounds", "1", "--verbose", "train.py"],
         cwd=here, capture_output=True, text=True, env={"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

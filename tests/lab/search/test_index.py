@@ -258,8 +258,8 @@ SAID = Final(
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
-        ({"budget_s": 60.0}, {"notes": (SAID.doubt(FP32),)}),
-        ({"budget_s": 60.0}, {"candidates": (*PEAKS, make_candidate("bf16", 0.1, reason="not tried: the time was spent"))}),
+        ({"budget_s": 60.0}, {"undecided": (SAID.doubt(FP32),)}),
+        ({"budget_s": 60.0}, {"candidates": (*PEAKS, make_candidate("bf16", 0.1, late=True))}),
         ({"budget_s": 60.0}, {"candidates": ()}),
         ({"memory": True}, {"settings": {"memory": False}}),
         ({"verify_steps": 50, "verify_seeds": 20}, {"settings": {"verify_steps": 50}}),

@@ -188,7 +188,7 @@ def test_what_there_is_no_time_for_is_not_tried_and_that_is_said() -> None:
     search.start -= 50.0
     with search.home:
         assert not gives_back(search, FP32)
-    (note,) = search.notes
+    (note,) = search.undecided
     assert note == "Whether keeping freed memory saves page faults was not tried: the time was spent before."
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from castwise import Plan, Workload
-from castwise.lab.search.axes import name_of
+from castwise.core.plans.words import in_words
 from castwise.lab.search.finalists import favourite
 from castwise.lab.search.pairs import is_hopeless, train_pairs
 from castwise.lab.search.sound import cleared, training_runs
@@ -77,7 +77,7 @@ def test_doubt_has_to_be_worth_something(search: SearchState, rival: Plan) -> No
     assert not clear(search, {FP32: 0.002, LIKE_FP32: 0.001, rival: 0.00102}, [FP32, rival], [LIKE_FP32])
     assert search.reasons == {
         LIKE_FP32: "damage 0.11; training runs, which could decide, were spared: in the race it was not 3 % faster than "
-        + name_of(rival)
+        + in_words(rival)
     }
     assert not runs(search)
 
@@ -116,7 +116,7 @@ def test_what_is_no_faster_than_one_that_was_cleared_is_not_trained(search: Sear
     assert clear(search, {FP32: 0.002, LIKE_FP32: 0.001, LOSING: 0.0011}, [FP32], [LOSING, LIKE_FP32]) == [
         LIKE_FP32
     ]
-    assert search.reasons[LOSING].endswith(f"3 % faster than {name_of(LIKE_FP32)}")
+    assert search.reasons[LOSING].endswith(f"3 % faster than {in_words(LIKE_FP32)}")
     assert runs(search) == 1
 
 
@@ -126,10 +126,10 @@ def test_without_the_time_for_training_runs_a_plan_stays_in_doubt_and_that_is_sa
     """Whether steps were asked for or not."""
     for steps in (0, 40):
         search.settings = dataclasses.replace(search.settings, verify_steps=steps)
-        search.notes.clear()
+        search.undecided.clear()
         assert not clear(search, {FP32: 2.0, LIKE_FP32: 1.0}, [FP32], [LIKE_FP32])
         assert search.reasons == {LIKE_FP32: "damage 0.11"}
-        (note,) = search.notes
+        (note,) = search.undecided
         assert "there was no time to let training runs decide" in note
     assert not runs(search)
 

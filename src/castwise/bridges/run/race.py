@@ -23,6 +23,7 @@ from castwise.commands.jobs import Event, Progress, heard
 from castwise.commands.jobs.tune_result import TuneResult
 from castwise.core.casting import default_device_type
 from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.plans.words import in_words
 from castwise.errors import CastwiseError
 from castwise.lab.result import Result
 from castwise.lab.search.axes import name_of
@@ -40,6 +41,7 @@ class Tried:
 
     Attributes:
         plan: The plan's name or line.
+        words: The plan as people read it.
         status: ``ok``, or ``failed``.
         step: Seconds per step, over rounds.
         speedup: Over the first plan, from paired rounds; None for itself.
@@ -51,6 +53,7 @@ class Tried:
     """
 
     plan: str
+    words: str = ""
     status: str = "ok"
     step: stats.Summary | None = None
     speedup: stats.Ratio | None = None
@@ -283,7 +286,7 @@ def _check_first(child: _Child, script: str, in_place: bool) -> None:
 def _tried(child: _Child, first: _Child, steps: int) -> Tried:
     said = child.said
     notes = tuple(line.removeprefix("castwise run: ") for line in said if line.startswith("castwise run: "))
-    row = Tried(child.name, notes=notes)
+    row = Tried(child.name, in_words(child.name), notes=notes)
     if not child.seconds:
         return dataclasses.replace(row, status="failed", reason=last_words(said))
     assert child.last is not None

@@ -16,6 +16,7 @@ from castwise.commands.cli.options import (
     PlanName,
     Seed,
     Traceback,
+    Verbose,
     WorkloadName,
     as_path,
     listed,
@@ -80,11 +81,12 @@ def bench(
     out: Annotated[
         Path | None, path_option("Folder for the page and the record.", "runs/bench-WORKLOAD")
     ] = None,
+    verbose: Verbose = False,
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Train a workload under several plans, in turns, and show what each costs."""
-    with answering(show_traceback, json=json) as answer:
+    with answering(show_traceback, json=json, verbose=verbose) as answer:
         from castwise.commands.jobs import bench as job
         from castwise.core.plans.plan import as_plan
 
@@ -155,11 +157,12 @@ def tune(
     out: Annotated[
         Path | None, path_option("Folder for the plan, the evidence and the page.", "runs/tune-WORKLOAD")
     ] = None,
+    verbose: Verbose = False,
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Find the fastest plan whose gradients cannot be told from fp32's, by experiment; under torchrun on all ranks."""
-    with answering(show_traceback, json=json) as answer:
+    with answering(show_traceback, json=json, verbose=verbose) as answer:
         import torch
 
         from castwise.commands.jobs import tune as job
@@ -244,11 +247,12 @@ def doctor(
         ),
     ] = None,
     device: Device = None,
+    verbose: Verbose = False,
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Measure what this machine's device makes of each format, and what holds a workload back; or read a script."""
-    with answering(show_traceback, json=json) as answer:
+    with answering(show_traceback, json=json, verbose=verbose) as answer:
         if lint is not None:
             if workload is not None:
                 raise CastwiseError("doctor takes a workload or --lint PATH, not both: call it twice")
@@ -288,11 +292,12 @@ def inspect(
     out: Annotated[
         Path | None, path_option("Folder for the pages and the records.", "runs/inspect-WORKLOAD")
     ] = None,
+    verbose: Verbose = False,
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Look at a workload's numerics: what is not finite and why, operators and casts, errors by module, other formats."""
-    with answering(show_traceback, json=json) as answer:
+    with answering(show_traceback, json=json, verbose=verbose) as answer:
         from castwise.commands.jobs import inspect as job
 
         with folder_for(out, "inspect", workload) as folder:

@@ -83,6 +83,7 @@ Device = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of weights and data.", callback=_is_seed)]
 Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it came from.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all that was found, as the page does.")]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object, the record or an error, and nothing else.")
 ]

@@ -15,6 +15,7 @@ from castwise.commands.cli.options import (
     Script,
     ScriptArguments,
     Traceback,
+    Verbose,
     as_path,
     path_option,
     plans_in,
@@ -73,12 +74,13 @@ def try_(
     out: Annotated[
         Path | None, path_option("Folder for the tuned plan, its evidence and its page.", "runs/try-SCRIPT")
     ] = None,
+    verbose: Verbose = False,
     json: Json = False,
     module: IsModule = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Run a script's first steps under several plans, in turns, and show what each makes of them."""
-    with answering(show_traceback, json=json) as answer:
+    with answering(show_traceback, json=json, verbose=verbose) as answer:
         from castwise.bridges.run import try_script
 
         chosen = plans_in(plans)

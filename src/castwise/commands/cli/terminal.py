@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 
 FAILED, MISUNDERSTOOD, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit codes."""
+FEW = 3
+"""Files that are named one by one where there are no more."""
 
 
 class Shown(Protocol):
     """What a command answers with: a result."""
 
-    def table(self) -> RenderableType:
-        """For a person."""
+    def table(self, *, verbose: bool) -> RenderableType:
+        """For a person: all of it, or what fits on a screen."""
 
     def to_dict(self) -> dict[str, Any]:
         """For a program."""
@@ -46,15 +48,16 @@ class Answer:
 
     Args:
         json: Whether it is for a program. It is then printed when the command ends, with what went wrong.
+        verbose: Whether a person wants all of it, or what fits on a screen.
     """
 
-    def __init__(self, json: bool) -> None:
-        self._json = json
+    def __init__(self, json: bool, verbose: bool = True) -> None:
+        self._json, self._verbose = json, verbose
         self._record: dict[str, Any] = {}
 
     def __call__(self, result: Shown, save: Callable[[], Sequence[Path]] = lambda: ()) -> None:
         """Answer with a result, and the names of its files."""
-        self.give(result.to_dict, lambda console: console.print(result.table()), save)
+        self.give(result.to_dict, lambda console: console.print(result.table(verbose=self._verbose)), save)
 
     def give(
         self,
@@ -72,8 +75,18 @@ class Answer:
             else:
                 with _reader():  # click's own echo takes no notice of what an ASCII terminal can show
                     show(_console())
-                    for line in ("Wrote", *(f"  {path}" for path in paths)) if paths else ():
+                    for line in self._wrote(paths):
                         print(line)
+
+    def _wrote(self, paths: Sequence[Path]) -> Sequence[str]:
+        """Where the files are: all of them, or the page and the folder of the others."""
+        if not paths:
+            return ()
+        if self._verbose or len(paths) <= FEW:
+            return ("Wrote", *(f"  {path}" for path in paths))
+        pages = [path for path in paths if path.suffix == ".html"]
+        first = pages[0] if pages else paths[0]
+        return (f"Wrote {first} and {len(paths) - 1} other files beside it",)
 
     def fail(self, error: BaseException, text: str, code: int) -> typer.Exit:
         """Say in a sentence what went wrong; returns what ends the command."""
@@ -95,16 +108,19 @@ def error_record(error: BaseException, text: str, code: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def answering(show_traceback: bool, *, json: bool = False, terminable: bool = True) -> Iterator[Answer]:
+def answering(
+    show_traceback: bool, *, json: bool = False, verbose: bool = True, terminable: bool = True
+) -> Iterator[Answer]:
     """What a command does: one sentence on standard error and exit code 1 for whatever goes wrong.
 
     Args:
         show_traceback: Show where errors come from.
         json: Answer with one JSON object. Whatever else is printed, by the code of a workload too, goes to standard error.
+        verbose: Answer a person with all that was found, and not with what fits on a screen.
         terminable: End as by an interrupt where SIGTERM comes, unless whoever started this process has it ignored.
     """
     global _coming
-    answer, before = Answer(json), None
+    answer, before = Answer(json, verbose), None
     if terminable and signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         with contextlib.suppress(ValueError):  # not the main thread
             before = signal.signal(signal.SIGTERM, _terminate)

@@ -36,8 +36,8 @@ TOOLS: Mapping[str, str] = {
 class Finding(Protocol):
     """What a tool returns."""
 
-    def table(self) -> RenderableType:
-        """For a person."""
+    def table(self, *, verbose: bool) -> RenderableType:
+        """For a person: all of it, or the answer and what supports it."""
 
     def to_dict(self) -> dict[str, Any]:
         """For a program."""
@@ -73,15 +73,15 @@ class InspectResult:
             "failed": dict(self.failed),
         }
 
-    def table(self) -> RenderableType:
-        """What the tools say, one after another, for ``rich.print``."""
+    def table(self, *, verbose: bool = True) -> RenderableType:
+        """What the tools say, one after another, for ``rich.print``: all of it, or what fits on a screen."""
         from rich.console import Group
         from rich.rule import Rule
         from rich.text import Text
 
         parts: list[RenderableType] = []
         for name, finding in self.findings.items():
-            parts += [Rule(name, align="left"), finding.table(), Text()]
+            parts += [Rule(name, align="left"), finding.table(verbose=verbose), Text()]
         parts += [Text(f"{name}: {why}", "yellow") for name, why in self.failed.items()]
         return Group(*parts)
 

@@ -257,7 +257,7 @@ def _soundness(search: Search) -> str:
             f"{in_training(trained)}."
         )
     if verified is not None and verified.verdict == "pass":
-        return "Its gradients cannot be told from fp32's within the noise of the data, on fresh batches too."
+        return "Its gradients cannot be told from fp32's within the noise of the data."
     return ""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from castwise.core.amounts import size
 from castwise.core.model.arrival import low_tensors, more_bytes, widen_for
-from castwise.lab.search.axes import name_of
+from castwise.core.plans.words import in_words
 from castwise.lab.search.state import SearchState
 
 AS_GIVEN = "as given"
@@ -34,4 +34,4 @@ def arrival_notes(search: SearchState) -> Iterator[str]:
     frozen = any(not p.requires_grad for name, p in model.named_parameters() if name in low)
     widen = widen_for(search.chosen, model)
     said = f", widen={(widen if frozen else True)!r}" if widen else ""
-    yield f"Apply the plan {name_of(search.chosen)} by amp.prepare(model, optimizer{said})."
+    yield f"Apply the plan {in_words(search.chosen)} by amp.prepare(model, optimizer{said})."

@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from castwise.core.plans.plan import Plan
+from castwise.core.plans.words import in_words
 from castwise.errors import CastwiseError, WorkloadError
-from castwise.lab.search.axes import as_raced, name_of, uncompiled
+from castwise.lab.search.axes import as_raced, uncompiled
 from castwise.lab.search.decision import LEAST as STARTS
-from castwise.lab.search.reasons import NotTried, Spared
+from castwise.lab.search.reasons import Late, NotTried, Spared
 from castwise.lab.search.state import FP32, SearchState
 from castwise.lab.search.trial import Trial, run_trial
 from castwise.lab.timing.apart import Apart
@@ -82,14 +83,14 @@ def compile_finalists(
     for number, raced in enumerate(order):
         plan = each[raced]
         made = dataclasses.replace(plan, compile=MODE)
-        search.say(search.now, f"compiling {name_of(plan)}", number, len(order))
+        search.say(search.now, f"compiling {in_words(plan)}", number, len(order))
         begin = ranks.now()
         in_final = sum(search.trials[one].compile_s for one in _fastest(speeds))
         left = (until if search.trials else first_until) - begin
         room = (left - STARTS * AGAIN * in_final) / (1.0 + STARTS * AGAIN)
         if room < max(LEAST_S, took):
             last = f", and the last that was compiled took {took:.0f} s" if took else ""
-            search.passed_over[made] = NotTried(
+            search.passed_over[made] = Late(
                 f"not tried: {max(0.0, room):.0f} s of the budget are left to compile it in{last}; a longer --budget would do"
             )
             continue

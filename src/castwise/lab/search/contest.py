@@ -20,9 +20,10 @@ import torch
 
 from castwise.core.heap import can_keep
 from castwise.core.plans.plan import PRESETS, Plan
+from castwise.core.plans.words import in_words
 from castwise.core.session.process import Claim
-from castwise.lab.search.axes import name_of, storage_of
-from castwise.lab.search.reasons import NotTried
+from castwise.lab.search.axes import storage_of
+from castwise.lab.search.reasons import Late
 from castwise.lab.timing import stats
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
@@ -42,7 +43,7 @@ other (bench/results/race-cpu.json); the third before it had so many rounds:"""
 EARLY = 6
 HEATS = 2
 """Rounds of further heats tell hardly anybody apart: who is left differs by a few percent, and the final decides on that."""
-LATE = NotTried("not tried: the time was spent")
+LATE = Late("not tried: the time was spent")
 
 
 @dataclass
@@ -190,7 +191,7 @@ class Contest:
     def _not_faster(self, plan: Plan, leader: Plan) -> str:
         ratio = self.ratio(plan, leader)
         said = f"takes {1 / ratio.value:.2f} times as long as" if ratio else "not timed beside"
-        return f"not faster: {said} {name_of(leader)} in the race"
+        return f"not faster: {said} {in_words(leader)} in the race"
 
     def run(
         self, plans: Sequence[Plan], rounds: int, *, admit_late: bool = True, until: float | None = None

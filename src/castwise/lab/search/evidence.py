@@ -53,11 +53,13 @@ class Candidate:
     Attributes:
         name: A preset's name or the plan's line; what tables call it.
         plan: The plan's line, which ``Plan.parse`` reads.
+        words: The plan as people read it.
         status: ``baseline`` (fp32, chosen or not), ``chosen``, ``tie`` (sound, and not known to be slower than the chosen one),
             ``sound`` (nothing else is known of it), ``rejected``, or ``not tried`` (to the end, for want of time or since its
             parts alone were slower).
         reason: Why ("not faster", "gradient bias 0.31 in encoder.layers.3.norm", "out of memory", "not supported by this
             device: ..."); of the chosen one why it was chosen.
+        late: Whether it was not tried for want of time.
         rounds: Timed rounds it took part in.
         time: Time per training step, None where it was not timed.
         speedup: Over fp32, by the final; > 1 is faster. None for those that left before it.
@@ -72,7 +74,9 @@ class Candidate:
     name: str
     plan: str
     status: Status
+    words: str = ""
     reason: str = ""
+    late: bool = False
     rounds: int = 0
     time: Summary | None = None
     speedup: Ratio | None = None
@@ -183,6 +187,7 @@ class Evidence:
         stages: What was done, in order, and what it cost.
         verification: Of ``verify_steps``, where asked for.
         notes: Sentences that a reader should not miss.
+        undecided: What was left open, and what would decide it: a longer budget, or a quieter machine.
     """
 
     workload: str
@@ -209,6 +214,7 @@ class Evidence:
     stages: tuple[Stage, ...] = ()
     verification: Verification | None = None
     notes: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
 
     @property
     def passes(self) -> int:

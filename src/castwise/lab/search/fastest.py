@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan
+from castwise.core.plans.words import in_words
 from castwise.lab.parity.updates import LOST, lost_updates
 from castwise.lab.search.axes import (
     FORMATS,
     as_raced,
     as_trained,
     complexity,
-    name_of,
     numerics_of,
     run_with,
     whole_step_plans,
@@ -110,7 +110,7 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         eager.insert(0, FP32)
         search.final.choice = {FP32, *search.final.choice}
         search.notes.append(
-            f"Whole steps say otherwise, so that fp32 as it is was to be chosen too: {name_of(run_with(FP32, how))} was "
+            f"Whole steps say otherwise, so that fp32 as it is was to be chosen too: {in_words(run_with(FP32, how))} was "
             f"{twin.value:.2f} ({twin.low:.2f} to {twin.high:.2f}) times as fast in the final."
         )
     if not shown:
@@ -118,11 +118,8 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     choices = [compiled, eager] if always else [[*eager, *compiled]]
     turns = (search.final.in_turn(plans, search.reasons) for plans in choices)
     _choose(search, itertools.chain.from_iterable(turns))
-    search.notes += [
-        note
-        for note in (search.final.doubt(search.chosen, search.reasons), said(search, search.chosen))
-        if note
-    ]
+    search.undecided += filter(None, [search.final.doubt(search.chosen, search.reasons)])
+    search.notes += filter(None, [said(search, search.chosen)])
 
 
 def _how(search: SearchState, plan: Plan) -> Plan:

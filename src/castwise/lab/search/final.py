@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from castwise.core.plans.plan import Plan
-from castwise.lab.search.axes import as_raced, complexity, name_of, numerics_of, run_with
+from castwise.core.plans.words import in_words
+from castwise.lab.search.axes import as_raced, complexity, numerics_of, run_with
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.decision import BEHIND, LEAST, MARGIN, MOST, SURE, Decision, among, decide, settle
 from castwise.lab.search.reasons import Spared
@@ -126,7 +127,7 @@ class Final:
         if round(ratio.low, 2) > 1.0:  # as it is printed
             return f"not faster: takes {_interval(ratio)} times as long"
         if self.choice and plan not in self.choice and (twin := self._twin(plan)) is not None:
-            apart = f"only shown: what sets {name_of(twin)} apart was measured by itself"
+            apart = f"only shown: what sets {in_words(twin)} apart was measured by itself"
             return Spared(apart) if plan == FP32 else ran_as(twin)
         if complexity(plan) < complexity(chosen) and (ahead := self._ahead(plan, chosen)):
             return f"not faster: {ahead}"
@@ -153,10 +154,10 @@ class Final:
         for other in self.plans:
             ratio = self.ratio(other, plan)
             if ratio is not None and round(ratio.low, 2) > 1.0:
-                return f"{name_of(other)} is {_interval(ratio)} times as fast"
+                return f"{in_words(other)} is {_interval(ratio)} times as fast"
         ahead = self._ahead_in_race(plan)
         best = chosen if chosen in ahead else next(iter(ahead), None)
-        return f"{name_of(best)} was {ahead[best]:.2f} times as fast in the race" if best is not None else ""
+        return f"{in_words(best)} was {ahead[best]:.2f} times as fast in the race" if best is not None else ""
 
     def _ahead_in_race(self, plan: Plan) -> dict[Plan, float]:
         """What was how many times as fast as a plan in the race, where that is believed."""
@@ -178,23 +179,24 @@ class Final:
         plan = max(ratios, key=ratios.__getitem__, default=chosen)
         if ratios.get(plan, 1.0) < MARGIN:
             return ""
-        more = ratios[plan] - 1.0
-        faster = f"up to {100.0 * more:.0f} % faster" if more < 1.0 else "much faster"
-        idle = "a machine with nothing else to do"
+        more = 100.0 * (ratios[plan] - 1.0)
+        faster = f"up to {more:.0f} % faster" if more < _TOLD else "faster"
+        idle = "an idle machine"
         late = self.starts <= LEAST if self.apart else min(map(len, self._times(chosen))) < 2 * ROUNDS
         helps = late or (self.apart and self.starts < MOST)
         longer = f"A longer --budget, and {idle}," if helps else idle.capitalize()
-        raced = any(self._ahead_in_race(one) for one in could if complexity(one) < complexity(chosen))
-        why = "The time was too short" if late else "The machine is too noisy"
-        return (
-            f"{why} to decide: after {self.starts} start{'s' * (self.starts != 1)} {name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
-            f"those{self.to_choose} that are not known to be slower{', here or in the race' * raced}. {longer} would tell."
-        )
+        why = "the time was too short" if late else "the machine is too noisy"
+        after = f"{self.starts} start{'s' * (self.starts != 1)}"
+        return f"Not decided after {after}, since {why}: whether {in_words(plan)} is {faster}. {longer} would tell."
+
+
+_TOLD = 20.0
+"""Per cent up to which an open difference says how large it may be: a wider interval says nothing of it."""
 
 
 def ran_as(plan: Plan) -> Spared:
     """Why a plan was not chosen, or not timed, that came to the final as another."""
-    return Spared(f"the final ran it as {name_of(plan)}")
+    return Spared(f"the final ran it as {in_words(plan)}")
 
 
 def _interval(ratio: stats.Ratio) -> str:

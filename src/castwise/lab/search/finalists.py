@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from castwise.core.plans.plan import Plan
-from castwise.lab.search.axes import as_raced, complexity, name_of, numerics_of, run_with, storage_of
+from castwise.core.plans.words import in_words
+from castwise.lab.search.axes import as_raced, complexity, numerics_of, run_with, storage_of
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.decision import MARGIN
@@ -138,10 +139,10 @@ def likeliest(
             continue
         out = "not in the final:"
         if _is_far(contest, plan, over):
-            slow = f"takes {over[plan]:.2f} times as long as {name_of(next(iter(over)))} in the race"
+            slow = f"takes {over[plan]:.2f} times as long as {in_words(next(iter(over)))} in the race"
             search.passed_over[plan] = f"{out} {slow}"
         elif (rival := in_vain(contest, plan, left)) is not None:
-            search.passed_over[plan] = Spared(f"{out} {name_of(rival)} {AS_GOOD}")
+            search.passed_over[plan] = Spared(f"{out} {in_words(rival)} {AS_GOOD}")
         elif len(left) - len([FP32, *lossless]) == most:
             search.passed_over[plan] = Spared(f"{out} {most} that were faster or simpler filled it")
         else:

@@ -12,8 +12,8 @@ import math
 import statistics
 
 from castwise.core.plans.plan import Plan
+from castwise.core.plans.words import in_words
 from castwise.core.session.fused import can_fuse, is_fused
-from castwise.lab.search.axes import name_of
 from castwise.lab.search.contest import LATE
 from castwise.lab.search.state import SearchState
 from castwise.lab.timing.timing import WARMUP, speedup
@@ -46,7 +46,7 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
     needs_s = 2 * (WARMUP + LEAST_ROUNDS) * step_s
     if ranks.at("the time left").same(needs_s > min(MOST_SHARE * budget_s, left_s)):
         search.passed_over[fused] = LATE
-        search.notes.append(
+        search.undecided.append(
             "Whether the fused optimizer saves time was not tried: the time was spent before."
         )
         return False
@@ -68,9 +68,11 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
         lambda found: -found[0],
     )  # fmt: skip
     name = type(optimizer).__name__
-    took = f"{name} takes {1e3 * part_s:.3g} ms of a step of {name_of(plan)}, and fused {1e3 * then_s:.3g} ms"
+    took = (
+        f"{name} takes {1e3 * part_s:.3g} ms of a step of {in_words(plan)}, and fused {1e3 * then_s:.3g} ms"
+    )
     if search.device.type != "cpu":
-        took = f"a step of {name_of(plan)} takes {1e3 * part_s:.3g} ms with {name}, and {1e3 * then_s:.3g} ms where that is fused"
+        took = f"a step of {in_words(plan)} takes {1e3 * part_s:.3g} ms with {name}, and {1e3 * then_s:.3g} ms where that is fused"
     if least < WORTH:
         search.passed_over[fused] = (
             f"{took}, which {len(given_s.seconds)} rounds do not know to save {WORTH:.0%} of the step"

@@ -46,8 +46,6 @@ ALIKE = 0.01
 """Two losses, and two norms, are of one job where they differ by no more than this share."""
 _FREE = ("budget_s", "memory", "verify_seeds", "seed")
 """Settings that change how well a plan is known, and not which is sought."""
-_MORE_TIME = ("--budget", "the time was spent")
-"""Words by which notes and reasons say that something was left open or out for want of time."""
 _LARGEST = 1 << 26
 _DEEPEST = 200
 """Bytes of an entry, and levels of its JSON: more has none that was written here."""
@@ -247,8 +245,7 @@ def _answers(found: Evidence, settings: Settings) -> bool:
         return False
     if settings.budget_s <= asked["budget_s"]:
         return True
-    said = (*found.notes, *(row.reason for row in found.candidates))
-    if any(word in sentence for sentence in said for word in _MORE_TIME):
+    if found.undecided or any(row.late for row in found.candidates):
         return False
     return not timed or any(row.peak_bytes is not None for row in found.candidates)
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from castwise.core.heap import can_keep
 from castwise.core.plans.plan import Plan
-from castwise.lab.search.axes import name_of
+from castwise.core.plans.words import in_words
 from castwise.lab.search.state import SearchState
 from castwise.lab.timing.apart import Apart
 from castwise.lab.timing.processes import NotThereError
@@ -41,11 +41,11 @@ def gives_back(search: SearchState, plan: Plan) -> bool:
     if search.device.type != "cpu" or not can_keep():
         return False
     if search.left_s() < LEFT * search.settings.budget_s:
-        search.notes.append(
+        search.undecided.append(
             "Whether keeping freed memory saves page faults was not tried: the time was spent before."
         )
         return False
-    search.tell(f"page faults of {name_of(plan)}")
+    search.tell(f"page faults of {in_words(plan)}")
     try:
         payload = search.payload()
     except NotThereError:  # the final says so
@@ -55,7 +55,7 @@ def gives_back(search: SearchState, plan: Plan) -> bool:
         return False
     search.spared += share
     search.notes.append(
-        f"{name_of(plan)} met {given:,.0f} page faults per step in a process of its own, and {kept:,.0f} where that kept its "
+        f"{in_words(plan)} met {given:,.0f} page faults per step in a process of its own, and {kept:,.0f} where that kept its "
         f"freed memory: at least {100.0 * share:.0f} % of its time, so that the final compared plans with host_memory=keep."
     )
     return True

@@ -10,6 +10,12 @@ class Spared(str):
 
 
 class NotTried(str):
-    """Why nothing is known of a plan: mostly the time was spent."""
+    """Why nothing is known of a plan."""
+
+    __slots__ = ()
+
+
+class Late(NotTried):
+    """Nothing is known of a plan since the time was spent: a longer budget would tell."""
 
     __slots__ = ()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from castwise.core.model.resolve import assign, region_of
 from castwise.core.plans.plan import Plan
+from castwise.core.plans.words import in_words
 from castwise.lab.parity.parity import ParityResult
 from castwise.lab.search.answer import answer, speed, tied, why, why_chosen
 from castwise.lab.search.arrived import AS_GIVEN
@@ -16,7 +17,7 @@ from castwise.lab.search.compiling import pays_after
 from castwise.lab.search.contest import Entry
 from castwise.lab.search.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
 from castwise.lab.search.pairs import in_training
-from castwise.lab.search.reasons import NotTried, Spared
+from castwise.lab.search.reasons import Late, NotTried, Spared
 from castwise.lab.search.search import Search
 from castwise.lab.search.state import AUTOCAST, FP32
 from castwise.lab.timing import stats
@@ -55,6 +56,7 @@ def evidence(search: Search) -> Evidence:
         stages=tuple(search.stages),
         verification=search.verification,
         notes=tuple(dict.fromkeys(search.notes)),
+        undecided=tuple(dict.fromkeys(search.undecided)),
     )
 
 
@@ -98,7 +100,9 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
     )
     over_fp32 = speed(search, plan, FP32)
     return Candidate(
-        name=AS_GIVEN if plan == search.as_given else name_of(plan), plan=str(plan), status=status, reason=reason, rounds=len(times),
+        name=AS_GIVEN if plan == search.as_given else name_of(plan), plan=str(plan), status=status,
+        words=AS_GIVEN if plan == search.as_given else in_words(plan), reason=reason,
+        late=status == "not tried" and isinstance(reason, Late), rounds=len(times),
         time=_time(search, times, over_fp32), speedup=over_fp32,
         versus_autocast=speed(search, plan, AUTOCAST),
         peak_bytes=search.peaks.get(plan), parity=_parity(search, plan, found),

@@ -28,13 +28,14 @@ from torch import nn
 
 from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import as_given, low_tensors, widen_
+from castwise.core.plans.words import in_words
 from castwise.errors import StateError
 from castwise.lab.parity.batches import same_batch
 from castwise.lab.parity.isolation import seed_all, undisturbed
 from castwise.lab.parity.parity import ParityTest, coarsest, is_adam
 from castwise.lab.parity.probes import Prober
 from castwise.lab.search.arrived import arrival_notes
-from castwise.lab.search.axes import as_trained, name_of, numerics_of
+from castwise.lab.search.axes import as_trained, numerics_of
 from castwise.lab.search.compiling import own_cache
 from castwise.lab.search.contest import Entry
 from castwise.lab.search.exemptions import find_exemptions
@@ -112,7 +113,7 @@ class Search(SearchState):
         if self.arrived:
             self.notes += arrival_notes(self)
         if missed := formats_not_reached(self):
-            self.notes.append(
+            self.undecided.append(
                 f"{' and '.join(missed)} {'was' if len(missed) == 1 else 'were'} not tried: the time was spent before. A longer "
                 f"--budget would tell whether {'it is' if len(missed) == 1 else 'they are'} faster."
             )
@@ -210,6 +211,6 @@ class Search(SearchState):
                 f"its loss after {settings.verify_steps} steps is worse than fp32's by {self.verification.difference:.2g}"
             )
             self.notes.append(
-                f"{name_of(self.chosen)} passed the gradient test and failed in training; the plan is fp32."
+                f"{in_words(self.chosen)} passed the gradient test and failed in training; the plan is fp32."
             )
             self.settle(FP32, None)

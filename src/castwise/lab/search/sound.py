@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from castwise.core.model.resolve import assign, region_of
 from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan
+from castwise.core.plans.words import in_words
 from castwise.lab.parity.parity import FLOOR, ParityResult
-from castwise.lab.search.axes import as_raced, name_of, numerics_of
+from castwise.lab.search.axes import as_raced, numerics_of
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.decision import MARGIN
@@ -65,7 +66,7 @@ def find_sound(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> 
             continue
         known = numerics_of(plan) in search.findings
         if not known and (rival := in_vain(contest, plan, sound)) is not None:
-            search.passed_over[plan] = NotTried(f"not tested: {name_of(rival)} {AS_GOOD}")
+            search.passed_over[plan] = NotTried(f"not tested: {in_words(rival)} {AS_GOOD}")
             continue
         left = search.numerics.left()
         if left < VERIFYING + MICROBATCHES and not known:
@@ -116,7 +117,7 @@ def cleared(
     for plans in each.values():
         rival = contest.order([*sound, *out])[0]
         if not contest.times_as_fast(plans[0], over=rival) > MARGIN:
-            more = f"; training runs, which could decide, were spared: in the race it was not 3 % faster than {name_of(rival)}"
+            more = f"; training runs, which could decide, were spared: in the race it was not 3 % faster than {in_words(rival)}"
         elif (found := training_runs(search, plans[0], after_s)) is None:
             more = ""
         elif found.verdict == "not worse":
@@ -146,9 +147,9 @@ def training_runs(search: SearchState, plan: Plan, after_s: float = 0.0) -> Veri
     a_pair_s = sum(statistics.median(contest.entries[one].lap.seconds) for one in (FP32, plan))
     steps = affordable_steps(room_s, a_pair_s, settings.verify_seeds, settings.verify_steps)
     if not steps:
-        search.notes.append(
-            f"{name_of(plan)} is in doubt by its gradients, and there was no time to let training runs decide; with more "
-            "of it (--budget) they would."
+        search.undecided.append(
+            f"{in_words(plan)} is in doubt by its gradients, and there was no time to let training runs decide; a longer "
+            "--budget would."
         )
         return None
     contest.make_room()
@@ -163,7 +164,7 @@ def training_runs(search: SearchState, plan: Plan, after_s: float = 0.0) -> Veri
         if search.ranks.size > 1 or not cannot_run(error):  # the others are in the midst of it
             raise
         search.notes.append(
-            f"{name_of(plan)} is in doubt, and training runs could not decide: {unfit(error)}."
+            f"{in_words(plan)} is in doubt, and training runs could not decide: {unfit(error)}."
         )
         return None
     return search.trained[numerics]

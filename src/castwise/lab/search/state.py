@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from castwise.core.plans.plan import PRESETS, Plan
+from castwise.core.plans.words import in_words
 from castwise.errors import CastwiseError, PlanError, check_count
 from castwise.lab.parity.parity import ParityResult, ParityTest, with_measured_scale
-from castwise.lab.search.axes import check_formats, name_of, numerics_of
+from castwise.lab.search.axes import check_formats, numerics_of
 from castwise.lab.search.contest import BASELINE, Contest
 from castwise.lab.search.evidence import Stage, Verification
 from castwise.lab.search.part_costs import Cost
@@ -120,6 +121,7 @@ class SearchState:
         peaks: Peak bytes per plan.
         stages: What was done.
         notes: What a reader should know.
+        undecided: What was left open, and what would decide it: a longer budget, a quieter machine.
         chosen: The plan, once there is one that is known to be sound: fp32 at first.
         verified: Its gradients on fresh batches.
         verification: Its training runs against fp32.
@@ -158,6 +160,7 @@ class SearchState:
     peaks: dict[Plan, int] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
     chosen: Plan = FP32
     verified: ParityResult | None = None
     verification: Verification | None = None
@@ -189,7 +192,7 @@ class SearchState:
             return ""
         leader = self.contest.order(timed)[0]
         ratio = self.contest.ratio(leader)
-        return f"fastest so far {name_of(leader)}, {ratio.value:.2f}x fp32" if ratio is not None else ""
+        return f"fastest so far {in_words(leader)}, {ratio.value:.2f}x fp32" if ratio is not None else ""
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -311,16 +314,16 @@ class SearchState:
                 continue
             compiles_s = self.trials[plan].compile_s if plan in self.trials else 0.0
             if self.left_s() < PEAK_S + compiles_s:
-                self.notes.append(
+                self.undecided.append(
                     f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
                 )
                 return plans[number:]
-            self.say(self.now, name_of(plan), number, len(plans))
+            self.say(self.now, in_words(plan), number, len(plans))
             try:
                 here = self.ranks.at(f"the memory of {plan}")
                 peak = here.worst(partial(measure, plan), lambda found: found or 0)
             except (CastwiseError, OSError) as error:
-                self.notes.append(f"{name_of(plan)}: {error}")
+                self.notes.append(f"{in_words(plan)}: {error}")
                 continue
             if peak is not None:
                 self.peaks[plan] = peak

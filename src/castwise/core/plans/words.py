@@ -1,0 +1,100 @@
+"""A plan in a few words, where people read: the preset that it comes from, and what differs from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Final
+
+from castwise.core.amounts import listed
+from castwise.core.plans.plan import PRESETS, Plan, Region
+from castwise.errors import CastwiseError
+
+_MOST: Final = 3
+"""Names of regions or operators that are listed; more are counted."""
+_RULES: Final = {
+    "fp32": "in fp32", "lower": "cast to the compute format", "widest": "in its widest input's format",
+    "as_is": "not cast", "unfused": "unfused", "banned": "banned",
+}  # fmt: skip
+
+
+def in_words(plan: Plan | str) -> str:
+    """A plan as ``bf16-mixed; conv1 and head in fp32; channels_last; fused optimizer``.
+
+    Args:
+        plan: A plan, or its line; a line that is no plan of this version is returned as it is.
+    """
+    if isinstance(plan, str):
+        try:
+            plan = Plan.parse(plan)
+        except CastwiseError:
+            return str(plan)
+    name, base = _nearest(plan)
+    return "; ".join([name, *_differences(plan, base)])
+
+
+def _nearest(plan: Plan) -> tuple[str, Plan]:
+    """The preset that a plan's line begins with."""
+    name = str(plan).partition("+")[0]
+    return name, PRESETS[name]
+
+
+def _differences(plan: Plan, base: Plan) -> Iterator[str]:
+    formats: dict[str, list[str]] = {}
+    for region in plan.regions:
+        if region in base.regions:
+            continue
+        pattern = _part(region)
+        if region.compute is not None:
+            formats.setdefault(f"in {region.compute}", []).append(pattern)
+        if region.params not in (None, region.compute):
+            formats.setdefault(f"stored in {region.params}", []).append(pattern)
+    for what, patterns in formats.items():
+        yield f"{_listed(patterns, 'regions')} {what}"
+    if gone := [_part(region) for region in base.regions if region not in plan.regions]:
+        yield f"nothing of its own for {_listed(gone, 'regions')}"
+    rules: dict[str, list[str]] = {}
+    for op, rule in plan.ops:
+        if (op, rule) not in base.ops:
+            rules.setdefault(rule, []).append(op)
+    for rule, ops in rules.items():
+        yield f"{_listed(ops, 'operators')} {_RULES.get(rule, rule)}"
+    modes: dict[str, list[str]] = {}
+    for what, field in (("products", "fp32_matmul"), ("convolutions", "fp32_conv")):
+        if getattr(plan, field) != getattr(base, field):
+            modes.setdefault(getattr(plan, field), []).append(what)
+    for mode, whats in modes.items():
+        yield f"fp32 {' and '.join(whats)} in {mode}"
+    if plan.memory_format != base.memory_format:
+        yield plan.memory_format
+    if plan.optimizer != base.optimizer:
+        yield f"{plan.optimizer} optimizer"
+    if plan.compile != base.compile:
+        yield "compiled" + (f" ({plan.compile})" if plan.compile != "default" else "")
+    if plan.host_memory != base.host_memory:
+        yield "freed memory kept"
+    said = {
+        "regions",
+        "ops",
+        "fp32_matmul",
+        "fp32_conv",
+        "memory_format",
+        "optimizer",
+        "compile",
+        "host_memory",
+    }
+    for other in dataclasses.fields(plan):
+        here, there = getattr(plan, other.name), getattr(base, other.name)
+        if other.name in said or not other.compare or here == there:
+            continue
+        yield "another loss scale" if other.name == "loss_scale" else f"{other.name} {here}"
+
+
+def _part(region: Region) -> str:
+    """What a region is called: a class, or a module; a number alone would not say that it is one."""
+    pattern = region.pattern.removeprefix("type:")
+    return f"module {pattern}" if pattern[0].isdigit() else pattern
+
+
+def _listed(names: list[str], what: str) -> str:
+    return listed(names) if len(names) <= _MOST else f"{len(names)} {what} ({', '.join(names[:2])}, ...)"
