@@ -378,12 +378,12 @@ _VIEWS = re.compile(
 
 def uses_of_leaves(
     outputs: Sequence[torch.Tensor],
-) -> tuple[list[tuple[torch.Tensor, list[Any], bool]], bool]:
+) -> tuple[list[tuple[torch.Tensor, list[Any], list[Any]]], bool]:
     """The leaves that a backward from some outputs reaches.
 
     Returns:
-        Each with the autograd nodes that it went into, and whether it, or a view of it, went into a product with anything but itself,
-        as weights do in penalties. And whether somebody's own code in Python is there, which may run what the graph does not show.
+        Each with the autograd nodes that it went into, and the products among them of it, or of a view of it, with anything but
+        itself, as weights have in penalties. And whether somebody's own code in Python is there, which may run what the graph does not show.
     """
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     above: dict[Any, list[Any]] = {node: [] for node in waiting}
@@ -403,16 +403,17 @@ def uses_of_leaves(
             node = node.next_functions[0][0]
         return node
 
-    def is_multiplied(node: Any) -> bool:
-        name = type(node).__name__
-        if _VIEWS.match(name):
-            return any(map(is_multiplied, above[node]))
-        if isinstance(node, torch.autograd.function.BackwardCFunction) or not _PRODUCTS.search(name):
-            return False
-        given = [viewed(below) for below, _ in node.next_functions if below is not None]
-        return len(given) == 1 or any(each is not given[0] for each in given)
+    def products(nodes: Sequence[Any]) -> Iterator[Any]:
+        for node in nodes:
+            name = type(node).__name__
+            if _VIEWS.match(name):
+                yield from products(above[node])
+            elif _PRODUCTS.search(name) and not isinstance(node, torch.autograd.function.BackwardCFunction):
+                given = [viewed(below) for below, _ in node.next_functions if below is not None]
+                if len(given) == 1 or any(each is not given[0] for each in given):
+                    yield node
 
-    found = [(leaf.variable, above[leaf], any(map(is_multiplied, above[leaf]))) for leaf in leaves]
+    found = [(leaf.variable, above[leaf], list(products(above[leaf]))) for leaf in leaves]
     return found, any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in above)
 
 
@@ -421,9 +422,15 @@ def node_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def makes(node: Any) -> tuple[torch.dtype, int]:
+    """Dtype and number of dimensions of what the operator of an autograd node has made."""
+    made = node._input_metadata[0]
+    return made.dtype, len(made.shape)
+
+
 def casts_to(node: Any, dtype: torch.dtype) -> bool:
     """Whether an autograd node is that of a cast to ``dtype``."""
-    return type(node).__name__ == "ToCopyBackward0" and node._input_metadata[0].dtype is dtype
+    return type(node).__name__ == "ToCopyBackward0" and makes(node)[0] is dtype
 
 
 def hides_operators(node: Any) -> bool:

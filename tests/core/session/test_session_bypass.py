@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -420,3 +421,62 @@ def test_graphs_that_are_older_than_the_border() -> None:
     assert bypass.watching(model)
     with pytest.raises(StateError, match="was not called"):
         amp.backward(model.forward(x).mean())
+
+
+BESIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "a method": lambda model, x: model.encode(x),
+    "a part": lambda model, x: model.encoder(x),
+    "its weight": lambda model, x: x @ model.encoder.weight.t(),
+    "forward": lambda model, x: model.forward(x),
+}
+"""What computes a part of a loss from a model beside its own call."""
+
+
+def trained_beside(plan: str, beside: Callable[[Any, torch.Tensor], torch.Tensor]) -> list[str]:
+    amp = Amp(plan, device="cpu")
+    model = amp.prepare(Net())
+    x = torch.rand(4, 8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        amp.backward(model(x).mean() + beside(model, x).float().mean())
+    amp.close()
+    return [str(one.message) for one in said if "beside the call" in str(one.message)]
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("way", BESIDE)
+def test_a_part_of_a_loss_beside_the_model_is_told(way: str, plan: str) -> None:
+    (said,) = trained_beside(plan, BESIDE[way])
+    assert "methods=('encode',)" in said
+    assert plan in said
+
+
+def _penalty_on_gradients(model: Any, x: torch.Tensor) -> torch.Tensor:
+    given = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(given).sum(), given, create_graph=True)
+    return gradient.float().square().sum()
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        _penalty_on_gradients,
+        lambda model, x: sum(p.square().sum() for p in model.parameters()),
+        lambda model, x: (model.encoder.weight @ model.encoder.weight.t()).square().sum(),
+        lambda model, x: model.norm(x),
+        lambda model, x: model(x),
+    ],
+)
+def test_penalties_and_what_no_plan_casts_are_not(
+    beside: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> None:
+    assert not trained_beside("bf16-mixed", beside)
+
+
+def test_nor_is_what_runs_by_the_plan_in_another_way() -> None:
+    def in_a_block(model: Any, x: torch.Tensor) -> torch.Tensor:
+        with castwise.autocast("bf16-mixed", device_type="cpu"):
+            return model.encode(x)
+
+    assert not trained_beside("bf16-mixed", in_a_block)
+    assert not trained_beside("fp32", BESIDE["a method"])

@@ -10,6 +10,7 @@ that is stored low needs no cast in such a block, so that nothing is said of it 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,12 +78,28 @@ class _Watched:
 
     def is_settled(self, nodes: Sequence[Any]) -> bool:
         """Whether what used the parameters shows that they were used by the plan, or cannot show anything."""
-        return any(
-            self.entries.made(number := _torch.node_number(node))
+        return any(map(self._is_by_plan, nodes))
+
+    def _is_by_plan(self, node: Any) -> bool:
+        number = _torch.node_number(node)
+        return (
+            self.entries.made(number)
             or any(key == self.key and first <= number < last for key, first, last in tracing.graph_spans)
             or _torch.casts_to(node, self.dtype)
             or _torch.hides_operators(node)
-            for node in nodes
+        )
+
+    def strays(self, products: Sequence[Any]) -> bool:
+        """Whether there is a product in another format than the plan's, made beside the model's own call.
+
+        Of a model that computes low as a whole: around a region, others may use its weights in their own format. And not of
+        a vector, as spectral norms make of a weight before the call.
+        """
+        if self.path:
+            return False
+        made = [(*_torch.makes(node), node) for node in products]
+        return any(
+            dtype is not self.dtype and size > 1 and not self._is_by_plan(node) for dtype, size, node in made
         )
 
     def was_passed_by(self, hides: bool) -> bool:
@@ -211,11 +228,9 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
     Raises:
         StateError: One was.
     """
-    uses, products = {}, set()
     leaves, hides = _torch.uses_of_leaves(outputs)
-    for leaf, nodes, multiplied in leaves:
-        uses[id(leaf)] = nodes
-        products |= {id(leaf)} if multiplied else set()
+    uses = {id(leaf): nodes for leaf, nodes, _ in leaves}
+    products = {id(leaf): multiplied for leaf, _, multiplied in leaves if multiplied}
     done = []
     try:
         for watched in _watched:
@@ -230,7 +245,14 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
             nodes = [node for key in reached for node in uses[key]]
             if (watched.model() is None or watched.looks < 0) or (nodes and watched.is_settled(nodes)):
                 done.append(watched)
-            elif not products.isdisjoint(reached) and watched.was_passed_by(hides):
+                beside = (
+                    []
+                    if hides
+                    else [name for key, name in reached.items() if watched.strays(products.get(key, ()))]
+                )
+                if beside:
+                    _tell_beside(watched, beside[0])
+            elif not products.keys().isdisjoint(reached) and watched.was_passed_by(hides):
                 fact = _fact(watched, next(name for key, name in reached.items() if key in products))
                 if watched.say is None:
                     raise StateError(f"backward: {fact}{_CURE}")
@@ -239,6 +261,23 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
     finally:
         if done:
             _forget(done)
+
+
+def _tell_beside(watched: _Watched, name: str) -> None:
+    model = watched.model()
+    kind, dtype = type(model).__name__, str(watched.dtype).removeprefix("torch.")
+    said = (
+        f"part of the loss was computed from {name} beside the call of the prepared {kind}, so that the operators there were not cast "
+        f"to {dtype} as the plan {watched.plan} says"
+    )
+    if watched.say is not None:
+        watched.say(said)
+        return
+    warnings.warn(
+        f"backward: {said}. Name the methods that are called beside forward, amp.prepare(model, optimizer, methods=('encode',)), or "
+        "write that part inside castwise.autocast(...) or in fp32 by intent.",
+        stacklevel=2,
+    )
 
 
 _CURE = (
