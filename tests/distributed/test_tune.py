@@ -400,7 +400,7 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     words = (f"{TINY}:plain", "--goal", "numerics", "--device", "cpu", "--no-memory", "--out", "out")
     ranks = command(tmp_path, WORLD, "tune", *words)
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].said("err")
-    assert "".join(rank.said("out") for rank in ranks).count("\nWrote\n") == 1
+    assert "".join(rank.said("out") for rank in ranks).count("\nWrote out/report.html and ") == 1
     record = json.loads((tmp_path / "out" / "evidence.json").read_text())
     assert record["world_size"] == WORLD
     assert Plan.load(tmp_path / "out" / "plan.json").digest == record["digest"]
