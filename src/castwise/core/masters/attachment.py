@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from castwise.core import _torch
 from castwise.core.masters import sync
-from castwise.core.masters.copies import is_being_copied, look_at_copies
+from castwise.core.masters.copies import is_being_copied, look_at_copies, search
 from castwise.core.masters.files import Loads, with_masters
 from castwise.core.masters.following import follow_parameters, leave_parameters
 from castwise.core.masters.originals import (
@@ -120,6 +120,7 @@ class Attachment:
         self._models: list[tuple[weakref.ref[nn.Module], Callable[[], None]]] = []
         """Each with what removes its hooks."""
         self._pairs = Pairs(self._optimizer)
+        self._steps = 0
         self._frozen: list[nn.Parameter] = []
         self._groups: list[list[Any]] = []
         self._loads = Loads(optimizer)
@@ -438,6 +439,8 @@ class Attachment:
             self._loads.look(optimizer)
             self._loads.join(optimizer, self._pairs.pull, last=True)
         self._pairs.look()
+        self._steps += 1
+        search(self._steps, self._pairs.stored)
         look_at_copies()
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._wrap(args[1]), *args[2:]), kwargs
