@@ -74,7 +74,7 @@ def attach(
         StateError: An optimizer whose ``Optimizer.__init__`` never ran. After this or any other error the optimizer,
             the parameters and the model's hooks are as they were.
     """
-    if not _torch.has_step_hooks(optimizer):
+    if not _torch.optimizers.has_step_hooks(optimizer):
         raise StateError(
             f"prepare: {type(optimizer).__name__} is a torch.optim.Optimizer whose Optimizer.__init__ was never called, so that "
             "its steps cannot be followed. Prepare the optimizer that it wraps, or call super().__init__(params, defaults) in it."
@@ -140,8 +140,8 @@ class Attachment:
     def install(self, optimizer: Optimizer) -> None:
         """Follow the optimizer's steps; :meth:`detach` undoes it, however far it came."""
         _attachments[optimizer] = self
-        _torch.refuse_inlining(before_step)
-        _torch.refuse_inlining(after_step)
+        _torch.tensors.refuse_inlining(before_step)
+        _torch.tensors.refuse_inlining(after_step)
         before, after, loaded, saved = self._hooks
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -267,7 +267,7 @@ class Attachment:
         """
         optimizer = self._optimizer()
         if optimizer is not None:
-            _torch.remove_hooks(optimizer, *self._hooks)
+            _torch.hooks.remove_hooks(optimizer, *self._hooks)
         for _, remove in self._models:
             remove()
         self.refresh_from_model()

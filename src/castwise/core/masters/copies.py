@@ -44,7 +44,7 @@ _SAMPLE = 64
 class _Clone:
     """A clone: an alias of it may be all that is left, as of ``p.clone().detach()``."""
 
-    memory: _torch.WeakMemory
+    memory: _torch.tensors.WeakMemory
     source: TensorWeakRef
     written: int
     changes: int = 0
@@ -53,7 +53,7 @@ class _Clone:
 def watch(copied: Tensor, source: Tensor) -> None:
     """Remember a copy that ``copy.deepcopy`` has just made of a parameter with a master."""
     if not copied.is_inference():  # which cannot be trained, and counts no writes
-        _watched[copied] = (TensorWeakRef(source), _torch.versions([copied])[0])
+        _watched[copied] = (TensorWeakRef(source), _torch.tensors.versions([copied])[0])
 
 
 def watch_clone(clone: Tensor, source: Tensor) -> None:
@@ -62,7 +62,7 @@ def watch_clone(clone: Tensor, source: Tensor) -> None:
         return
     if len(_clones) > _MANY:
         _clones[:] = [known for known in _clones if known.memory.tensor() is not None]
-    memory = _torch.WeakMemory(clone)
+    memory = _torch.tensors.WeakMemory(clone)
     _clones.append(_Clone(memory, TensorWeakRef(source), memory.version))
 
 
@@ -85,7 +85,7 @@ def search(step: int, parameters: Sequence[Tensor]) -> None:
             continue
         source = min(sources, key=lambda parameter: _distance(tensor, parameter))
         if _distance(tensor, source) < _NEAR:
-            memory = _torch.WeakMemory(tensor)
+            memory = _torch.tensors.WeakMemory(tensor)
             _clones.append(_Clone(memory, TensorWeakRef(source), memory.version))
 
 
@@ -159,7 +159,7 @@ def look_at_copies() -> None:
 
 def _written_copies() -> Iterator[Tensor]:
     for copied, (reference, version) in list(_watched.items()):
-        source, now = reference(), _torch.versions([copied])[0]
+        source, now = reference(), _torch.tensors.versions([copied])[0]
         if source is None or not is_low(copied):
             excuse(copied)
         elif now != version:
