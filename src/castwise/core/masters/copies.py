@@ -92,7 +92,8 @@ def search(step: int, parameters: Sequence[Tensor]) -> None:
 def _address(tensor: Tensor) -> int:
     """Where a tensor's memory is; 0 where it has none, or counts no writes."""
     try:
-        return 0 if tensor.is_inference() or tensor.layout is not torch.strided else tensor.data_ptr()
+        counts = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_inference())
+        return tensor.data_ptr() if counts else 0
     except RuntimeError:  # one that is being traced, one that is not initialized
         return 0
 
