@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise import Workload
-from castwise.core._torch import OperatorMode
+from castwise.core._torch.tensors import OperatorMode
 from castwise.core.casting.trees import map_tensors
 from castwise.lab.parity.damage import Grams, estimate
 from castwise.lab.parity.probes import REFERENCE, Prober

@@ -181,7 +181,7 @@ class Life:
             line = "bf16-master+memory_format=channels_last+ops.exp=fp32+fp32_conv=ieee"
         plan = castwise.Plan.parse(line)
         if how == "conflict" and (
-            not _torch.cpu_has_bf16() or (self.amp and self.amp.plan.fp32_matmul != "as_is")
+            not _torch.cpu.cpu_has_bf16() or (self.amp and self.amp.plan.fp32_matmul != "as_is")
         ):
             return
         amp = Amp(plan, device="cpu")

@@ -115,7 +115,7 @@ def close_that_keeps(what: str) -> Fault:
 
 def borders_that_do_not_unwind() -> contextlib.AbstractContextManager[None]:
     """Only torch's hooks leave a border: they run after an `Exception`, and after nothing else."""
-    return instead(_torch, "guard_calls", lambda former: lambda *args: None)
+    return instead(_torch.calls, "guard_calls", lambda former: lambda *args: None)
 
 
 def strangers_welcome() -> contextlib.AbstractContextManager[None]:

@@ -119,7 +119,9 @@ def test_an_interrupted_ddp_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> N
         dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not _torch.cpu_has_bf16(), reason="this CPU has no second precision for fp32 products")
+@pytest.mark.skipif(
+    not _torch.cpu.cpu_has_bf16(), reason="this CPU has no second precision for fp32 products"
+)
 def test_a_session_whose_collection_is_interrupted_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python swallows what a finalizer raises and never calls it again."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps the frames alive

@@ -38,7 +38,7 @@ class Scale:
 def can_follow(plan: castwise.Plan, kind_name: str) -> bool:
     """Whether a loop by hand gives the same bits: plans that torch.autocast and masters amount to."""
     if kind_name == "lstm" and plan.compute in (
-        ("fp16",) if castwise.core._torch.cpu_has_bf16() else ("fp16", "bf16")
+        ("fp16",) if castwise.core._torch.cpu.cpu_has_bf16() else ("fp16", "bf16")
     ):
         return False  # torch.autocast has no such LSTM on this CPU
     regions = all(

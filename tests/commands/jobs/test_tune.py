@@ -212,7 +212,7 @@ def test_training_runs() -> None:
 def test_the_lightest_plan_is_chosen_among_the_sound_and_looked_at_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_torch, "cpu_has_bf16", lambda: True)  # else it is out, however light
+    monkeypatch.setattr(_torch.cpu, "cpu_has_bf16", lambda: True)  # else it is out, however light
     # what cannot be sent to another process is measured in forks, which start at once
     made = Workload("wide", wide, adamw, lambda seed: wide_batches(seed), loss)
     result = castwise.tune(

@@ -218,7 +218,7 @@ def test_a_push_that_fails_half_way_changes_nothing(monkeypatch: pytest.MonkeyPa
 
     with castwise.autocast("fp16", device_type="cpu", cache_enabled=False):
         before = state()
-        monkeypatch.setattr(frames._torch, "set_guard_code", failing)
+        monkeypatch.setattr(frames._torch.dynamo, "set_guard_code", failing)
         with pytest.raises(KeyboardInterrupt), castwise.autocast(EXP, device_type="cpu"):
             raise AssertionError("never entered")
         assert state() == before

@@ -121,7 +121,7 @@ def test_a_region_on_another_thread_sees_the_step(plan: Plan) -> None:
     assert torch.equal(found[1], torch.zeros_like(found[1]))
 
 
-class Casts(_torch.OperatorMode):
+class Casts(_torch.tensors.OperatorMode):
     """Counts casts to bf16."""
 
     def __init__(self) -> None:

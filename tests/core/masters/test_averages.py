@@ -162,6 +162,38 @@ def _by_difference(averages: list[Tensor], model: nn.Module) -> None:
         average.sub_(0.01 * (average - parameter))
 
 
+def _cloned_detached(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _cloned_data(model: nn.Module) -> list[Tensor]:
+    return [p.data.clone() for p in model.parameters()]
+
+
+def _copied_state(model: nn.Module) -> list[Tensor]:
+    return list(copy.deepcopy(model.state_dict()).values())
+
+
+def _cast_copy(model: nn.Module) -> list[Tensor]:
+    return [p.detach().to(p.dtype, copy=True) for p in model.parameters()]
+
+
+def _filled(model: nn.Module) -> list[Tensor]:
+    return [torch.empty_like(p, requires_grad=False).copy_(p.detach()) for p in model.parameters()]
+
+
+@torch.no_grad()
+def _by_new_data(averages: list[Tensor], model: nn.Module) -> None:
+    for average, parameter in zip(averages, model.parameters(), strict=True):
+        average.data = average.data * DECAY + parameter.data * (1 - DECAY)
+
+
+@torch.no_grad()
+def _by_lerp(averages: list[Tensor], model: nn.Module) -> None:
+    for average, parameter in zip(averages, model.parameters(), strict=True):
+        average.lerp_(parameter.detach().to(average.dtype), 1 - DECAY)
+
+
 @torch.no_grad()
 def _by_foreach_difference(averages: list[Tensor], model: nn.Module) -> None:
     params = list(model.parameters())
@@ -177,6 +209,12 @@ def _by_foreach_difference(averages: list[Tensor], model: nn.Module) -> None:
         (_copied_each, _by_data),
         (_cloned, _by_difference),  # torch_ema, diffusers
         (_cloned, _by_foreach_difference),
+        (_deepcopied, _by_new_data),  # lightly, byol_pytorch
+        (_cloned_detached, _by_difference),
+        (_cloned_data, _by_lerp),
+        (_copied_state, _by_lerp),
+        (_cast_copy, _by_lerp),
+        (_filled, _by_lerp),
     ],
 )
 def test_averages_of_libraries_are_noticed(begin: Any, update: Any) -> None:
@@ -185,21 +223,22 @@ def test_averages_of_libraries_are_noticed(begin: Any, update: Any) -> None:
     averages = begin(model)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(4):
+        for _ in range(6):
             train(model, optimizer, 1)
             update(averages, model)
         train(model, optimizer, 1)
     assert ["castwise.AveragedModel(model, ...)" in str(w.message) for w in said] == [True]
 
 
-@pytest.mark.parametrize("how", ["best", "noise", "once", "dropped", "forward", "source"])
-def test_clones_that_are_no_averages_are_not_noticed(how: str) -> None:
-    """Weights to come back to, memory for something else, what is gone."""
+@pytest.mark.parametrize("begin", [_cloned, _cloned_detached])
+@pytest.mark.parametrize("how", ["best", "noise", "once", "dropped", "forward", "source", "none"])
+def test_clones_that_are_no_averages_are_not_noticed(how: str, begin: Any) -> None:
+    """Weights to come back to, memory for something else, what is gone, a teacher that stays as it is."""
     model, optimizer = prepared()
-    kept = [p.clone().detach() for p in model.parameters()]
+    kept = begin(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for step in range(4):
+        for step in range(7):
             train(model, optimizer, 1)
             for clone, parameter in zip(kept, model.parameters(), strict=False):
                 if how == "best":

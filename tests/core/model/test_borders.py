@@ -672,7 +672,7 @@ def test_an_lstm_that_onednn_lacks_runs_low_by_torchs_own_kernels(
     line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch.autocast asks for a primitive that a CPU without AVX-512 has not in bf16, and none so far in fp16."""
-    monkeypatch.setattr(castwise.core._torch, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(castwise.core._torch.cpu, "cpu_has_bf16", lambda: False)
     torch.manual_seed(0)
     model, x = nn.LSTM(6, 4, batch_first=True), torch.randn(3, 5, 6)
     exact = model(x)[0]

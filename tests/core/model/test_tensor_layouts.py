@@ -11,7 +11,7 @@ from torch import nn
 
 import castwise
 from castwise import Amp
-from castwise.core._torch import dense_values, is_dense, to_dense
+from castwise.core._torch.tensors import dense_values, is_dense, to_dense
 from castwise.errors import StateError, WorkloadError
 
 pytestmark = [

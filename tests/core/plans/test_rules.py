@@ -47,7 +47,7 @@ def spy(*args: object, **kwargs: object) -> None:
 
 
 def made_up_arguments(
-    op: _torch.OpOverload, tensors: Iterator[torch.Tensor]
+    op: _torch.operators.OpOverload, tensors: Iterator[torch.Tensor]
 ) -> tuple[list[object], dict[str, object]]:
     """Arguments of the right types for a schema; no kernel ever computes with them."""
     values: dict[str, object] = {
@@ -73,7 +73,9 @@ def made_up_arguments(
     return args, kwargs
 
 
-def arriving_dtypes(op: _torch.OpOverload, device: str, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
+def arriving_dtypes(
+    op: _torch.operators.OpOverload, device: str, dtypes: Sequence[torch.dtype]
+) -> list[torch.dtype]:
     """Dtypes of tensors and of the dtype argument below a device's autocast key; the last of them decides."""
     tensors = (torch.empty(2, 2, dtype=dtypes[i % len(dtypes)], device=device) for i in range(32))
     args, kwargs = made_up_arguments(op, tensors)
@@ -106,7 +108,7 @@ def arriving_dtypes(op: _torch.OpOverload, device: str, dtypes: Sequence[torch.d
     raise AssertionError(f"{op} never reached the spy")
 
 
-def observed_rule(op: _torch.OpOverload, device: str) -> str:
+def observed_rule(op: _torch.operators.OpOverload, device: str) -> str:
     """Which rule explains what an operator's inputs turn into."""
     try:
         low, wide, mixed = (
@@ -127,7 +129,7 @@ def observed_rule(op: _torch.OpOverload, device: str) -> str:
     return f"{low} {wide} {mixed}"
 
 
-def overload_of(name: str) -> _torch.OpOverload:
+def overload_of(name: str) -> _torch.operators.OpOverload:
     base, _, overload = name.removeprefix("aten::").partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
@@ -135,7 +137,8 @@ def overload_of(name: str) -> _torch.OpOverload:
 @pytest.mark.parametrize("device", DEVICE_TYPES)
 def test_native_table_lists_exactly_what_torch_has_registered(device: str) -> None:
     registered = {
-        name.removeprefix("aten::").partition(".")[0] for name in _torch.autocast_registrations(device)
+        name.removeprefix("aten::").partition(".")[0]
+        for name in _torch.dispatcher.autocast_registrations(device)
     }
     listed = set(base_table("native", device))
     assert registered - listed == set()
@@ -148,7 +151,7 @@ def test_native_table_says_what_every_registered_kernel_does(device: str) -> Non
     table = base_table("native", device)
     wrong = {}
     with FakeTensorMode():
-        for name in sorted(_torch.autocast_registrations(device)):
+        for name in sorted(_torch.dispatcher.autocast_registrations(device)):
             if ".names_" in name:  # torch 2.11 looks up the names of dimensions before it casts
                 continue
             if (
@@ -516,7 +519,9 @@ def test_where_tables_are_kept_no_operator_that_torch_casts_is_cast_unasked(devi
 
 def test_a_rule_for_any_operator_is_taken_or_refused_in_words() -> None:
     """Some have overloads that torch declares and never registers, such as ``index_put_.hacked_twin``."""
-    names = {name.removeprefix("aten::").partition(".")[0] for name in _torch.operator_names("aten")}
+    names = {
+        name.removeprefix("aten::").partition(".")[0] for name in _torch.operators.operator_names("aten")
+    }
     for name in names:
         with suppress(PlanError):
             overrides("native", [(name, "as_is")], "cpu")

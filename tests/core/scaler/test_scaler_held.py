@@ -281,17 +281,17 @@ def test_sparse_gradients_that_are_replaced() -> None:
 
 def test_nobody_is_told_of_clearing_when_the_last_session_has_gone() -> None:
     gc.collect()
-    before = len(_torch.clearing._looks)
+    before = len(_torch.optimizers.clearing._looks)
     first, *_ = make("fp16-mixed")
     second, *held = make("bf16-mixed")
     assert hasattr(nn.Module.zero_grad, "__wrapped__")
     first.close()
-    assert len(_torch.clearing._looks) == before + 1
+    assert len(_torch.optimizers.clearing._looks) == before + 1
     alive = weakref.ref(second)
     del second, held
     gc.collect()
     assert alive() is None
-    assert len(_torch.clearing._looks) == before
+    assert len(_torch.optimizers.clearing._looks) == before
     if not before:
         assert not hasattr(nn.Module.zero_grad, "__wrapped__")
 

@@ -170,7 +170,10 @@ def test_a_gradscaler_may_go_on_by_itself_where_the_plan_has_none() -> None:
     scaler.update()
     assert not torch.equal(before, model.weight)
     amp.close()
-    assert not hasattr(torch.amp.GradScaler.scale, "__wrapped__") or castwise.core._torch.scaling._looks
+    assert (
+        not hasattr(torch.amp.GradScaler.scale, "__wrapped__")
+        or castwise.core._torch.optimizers.scaling._looks
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, -1.0, "1", None])

@@ -50,12 +50,12 @@ def nothing(*_: Any, **__: Any) -> Any:
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "operator overrides": lambda patch: patch.setattr(_torch, "register_autocast_kernel", nothing),
-    "recompiling when the plan changes": lambda patch: patch.setattr(_torch, "_SPARE_DEVICES", {}),
-    "following backward": lambda patch: patch.setattr(_torch, "around_python_backward", nothing),
-    "the loss scale": lambda patch: patch.setattr(_torch, "check_and_unscale", nothing),
+    "operator overrides": lambda patch: patch.setattr(_torch.dispatcher, "register_autocast_kernel", nothing),
+    "recompiling when the plan changes": lambda patch: patch.setattr(_torch.dynamo, "_SPARE_DEVICES", {}),
+    "following backward": lambda patch: patch.setattr(_torch.autograd, "around_python_backward", nothing),
+    "the loss scale": lambda patch: patch.setattr(_torch.grad_scaler, "check_and_unscale", nothing),
     "masters": lambda patch: patch.setattr(masters, "attach", nothing),
-    "hooks of modules and optimizers": lambda patch: patch.setattr(_torch, "remove_hooks", nothing),
+    "hooks of modules and optimizers": lambda patch: patch.setattr(_torch.hooks, "remove_hooks", nothing),
 }
 
 

@@ -325,7 +325,7 @@ def test_a_collected_session_gives_its_settings_up() -> None:
     gc.collect()
     assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]
     with castwise.Amp(
-        "fp32+fp32_matmul=bf16" if castwise.core._torch.cpu_has_bf16() else "fp32", device="cpu"
+        "fp32+fp32_matmul=bf16" if castwise.core._torch.cpu.cpu_has_bf16() else "fp32", device="cpu"
     ) as amp:
         amp.prepare(Net())
 

@@ -549,7 +549,7 @@ def test_close_leaves_what_prepare_did_not_store() -> None:
 
 
 @pytest.mark.skipif(
-    not castwise.core._torch.cpu_has_bf16(), reason="this CPU has no second precision for fp32 products"
+    not castwise.core._torch.cpu.cpu_has_bf16(), reason="this CPU has no second precision for fp32 products"
 )
 def test_live_plans_that_disagree_on_process_settings() -> None:
     first = castwise.Amp(Plan(compute="fp32", fp32_matmul="ieee"), device="cpu")

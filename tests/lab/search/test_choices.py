@@ -182,7 +182,7 @@ def test_losses_inside_the_model_may_follow_their_inputs() -> None:
 
 
 def test_a_part_that_is_slower_low_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "cpu_has_bf16", lambda: True)  # else it is hopeless on a piece
+    monkeypatch.setattr(_torch.cpu, "cpu_has_bf16", lambda: True)  # else it is hopeless on a piece
     made = workload(SlowWhenLow)
     model = made.model()
     batch = next(batches(0))
@@ -346,7 +346,7 @@ def test_bf16_is_tried_on_a_piece_first_where_the_cpu_has_none(
     has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There it takes 40 times as long as fp32, and a search of `gpt` spent half of its time on finding that out on whole steps."""
-    monkeypatch.setattr(_torch, "cpu_has_bf16", lambda: has)
+    monkeypatch.setattr(_torch.cpu, "cpu_has_bf16", lambda: has)
     slower = _slowdown_on_a_piece(nn.Linear(64, 64), (torch.randn(4096, 64),), {}, "bf16", CPU, BY_ITSELF)
     assert (slower == 1.0) == has
 

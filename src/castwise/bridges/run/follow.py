@@ -92,13 +92,13 @@ class Follower:
     def begin(self) -> None:
         """Look from now on."""
         self._begun = True
-        _torch.watch_every_step(self._begin_step)
+        _torch.optimizers.watch_every_step(self._begin_step)
         wrappers.on_ddp(self._meet_ddp)
         self._undo = [
-            _torch.after_optimizers(self._meet_optimizer), _torch.before_calls(self._meet), _torch.around_backward(self._backward),
-            lambda: _torch.forget_every_step(self._begin_step),
+            _torch.optimizers.after_optimizers(self._meet_optimizer), _torch.hooks.before_calls(self._meet), _torch.autograd.around_backward(self._backward),
+            lambda: _torch.optimizers.forget_every_step(self._begin_step),
             register_optimizer_step_post_hook(self._end_step).remove,
-            _torch.around_function(torch.jit, "script", _around_script),
+            _torch.hooks.around_function(torch.jit, "script", _around_script),
         ]  # fmt: skip
         if self.plan.loss_scale is not None:
             for home, names, around in (
@@ -111,7 +111,7 @@ class Follower:
                 (torch.Tensor, ("retain_grad",), self._around_retain_grad),
                 (torch.Tensor, ("register_post_accumulate_grad_hook",), self._around_accumulate_hooks),
             ):
-                self._undo += [_torch.around_function(home, name, around) for name in names]
+                self._undo += [_torch.hooks.around_function(home, name, around) for name in names]
 
     def end(self) -> None:
         """Look no more; what is prepared stays so. Say how many steps were skipped."""
@@ -151,7 +151,7 @@ class Follower:
     def _begin_step(self, optimizer: Optimizer) -> None:
         self._stepping = optimizer
         amp = self._scaling
-        if amp is not None and _torch.graph_task_id() != -1 and optimizer in self._joined.values():
+        if amp is not None and _torch.autograd.graph_task_id() != -1 and optimizer in self._joined.values():
             self._hide()
             amp.unscale_(optimizer)  # a hook steps while backward goes on
 
@@ -267,13 +267,13 @@ class Follower:
     # --- backward -------------------------------------------------------------------------------------------
 
     def _backward(self, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._begun or _torch.graph_task_id() != -1:  # inside another backward
+        if not self._begun or _torch.autograd.graph_task_id() != -1:  # inside another backward
             return call(outputs, grads, *args, **kwargs)
         self._join()
         amp = None if self.plan.loss_scale is None else self._session_of(outputs)
         if amp is None:
             return call(outputs, grads, *args, **kwargs)
-        leaves, hides = _torch.leaves_below(outputs)
+        leaves, hides = _torch.autograd.leaves_below(outputs)
         own = self._held()
         others = [leaf for leaf in leaves if id(leaf) not in own]
         if len(others) == len(leaves) and not hides:  # nothing of this trains by the plan
@@ -307,7 +307,7 @@ class Follower:
                     return hook(*given)
                 true = map_tensors(lambda grad: grad / scale, given)
                 found = hook(*true)
-                if found is None and isinstance(true[0], torch.Tensor) and _torch.version(true[0]):
+                if found is None and isinstance(true[0], torch.Tensor) and _torch.tensors.version(true[0]):
                     found = true[0]  # written to
                 return map_tensors(lambda grad: grad * scale, found)
 

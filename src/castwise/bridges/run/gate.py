@@ -72,11 +72,11 @@ class Gate:
 
     def begin(self) -> None:
         """Wait from the end of the first step on."""
-        _torch.around_backward(self._note)
+        _torch.autograd.around_backward(self._note)
         register_optimizer_step_post_hook(self._stepped)
 
     def _note(self, call: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if _torch.graph_task_id() == -1 and len(outputs) == 1 and outputs[0].numel() == 1:
+        if _torch.autograd.graph_task_id() == -1 and len(outputs) == 1 and outputs[0].numel() == 1:
             self._loss = outputs[0].detach()
         return call(outputs, *args, **kwargs)
 

@@ -97,7 +97,7 @@ class Recorder:
     def begin(self) -> None:
         """Look from now on."""
         self._undo = [
-            _torch.after_optimizers(self._optimizers.append), _torch.around_calls(self._call), _torch.around_backward(self._backward)
+            _torch.optimizers.after_optimizers(self._optimizers.append), _torch.hooks.around_calls(self._call), _torch.autograd.around_backward(self._backward)
         ]  # fmt: skip
 
     def _call(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,11 @@ class Recorder:
     def _backward(self, call: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         found = call(outputs, *args, **kwargs)
         recording = self._recording
-        if recording is None or _torch.graph_task_id() != -1 or not kwargs.get("accumulate_grad", True):
+        if (
+            recording is None
+            or _torch.autograd.graph_task_id() != -1
+            or not kwargs.get("accumulate_grad", True)
+        ):
             return found
         if len(outputs) != 1 or outputs[0].numel() != 1:
             self.trouble.append("backward is called on something else than one loss")

@@ -7,7 +7,7 @@ torch.compile is told of frames. ``trees``: casts through containers.
 
 from __future__ import annotations
 
-from castwise.core._torch import hook_first
+from castwise.core._torch.hooks import hook_first
 from castwise.core.casting.ambient import AmbientAutocast
 from castwise.core.casting.context import autocast, default_device_type
 from castwise.core.casting.functions import (

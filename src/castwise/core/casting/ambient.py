@@ -86,8 +86,8 @@ class AmbientAutocast:
         frames.push_block(self._frame)
         frames.ambient[self.device_type] = self._frame
         self._restore_backward = (
-            _torch.around_backward(self._rest_in_backward),
-            _torch.around_python_backward(self._enter_python_backward),
+            _torch.autograd.around_backward(self._rest_in_backward),
+            _torch.autograd.around_python_backward(self._enter_python_backward),
         )
 
     def leave(self) -> None:

@@ -56,7 +56,7 @@ def unfused_attention(
             scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
         else:
             scores = scores + attn_mask.to(scores.dtype)
-        weights = _torch.safe_softmax(scores, -1)
+        weights = _torch.tensors.safe_softmax(scores, -1)
     else:
         weights = torch.softmax(scores, -1)
     if dropout_p > 0.0:

@@ -28,7 +28,7 @@ def current_frame() -> Frame | None:
     if thread.state.backward is None:
         return thread.state.frame
     entry: BackwardFrame | None = thread.state.backward
-    inside = _torch.graph_task_id() != -1
+    inside = _torch.autograd.graph_task_id() != -1
     while entry is not None and not (inside and entry.task in _live_tasks):
         entry = entry.outer
     thread.state.backward = entry
@@ -38,7 +38,7 @@ def current_frame() -> Frame | None:
 
 
 def _enter_backward(frame: Frame | None) -> None:
-    task = _torch.graph_task_id()
+    task = _torch.autograd.graph_task_id()
     entry = thread.state.backward
     if entry is not None and entry.task == task:
         entry.frame = frame
@@ -46,7 +46,7 @@ def _enter_backward(frame: Frame | None) -> None:
         return
     if task not in _live_tasks:
         _live_tasks.add(task)
-        _torch.on_graph_task_end(lambda: _end_backward(task))
+        _torch.autograd.on_graph_task_end(lambda: _end_backward(task))
     _forget_ended()
     thread.state.backward = BackwardFrame(task, frame, len(thread.state.saved), thread.state.backward)
 
@@ -73,7 +73,7 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
         marked. The tensor itself where no gradient will flow, and inside a transform of torch.func, where nothing is
         recomputed.
     """
-    if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.in_transform():
+    if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.dispatcher.in_transform():
         return tensor
     note_backward(tensor, frame)
     return note_backward(tensor.view_as(tensor), frame)
@@ -85,7 +85,7 @@ def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     What runs backward between the node of ``tensor`` and the next one that is marked or noted counts as made in
     ``frame``, whether it was or not. What has been noted of a node stays: it was said where it was made.
     """
-    node = tensor.grad_fn if torch.is_grad_enabled() and not _torch.in_transform() else None
+    node = tensor.grad_fn if torch.is_grad_enabled() and not _torch.dispatcher.in_transform() else None
     if node is None:
         return tensor
     said: Any = node.metadata
@@ -97,7 +97,7 @@ def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
 
 def left_block() -> Frame | None:
     """The frame of the block whose nodes are running backward on this thread now."""
-    number = _torch.running_node_number() if left_blocks else None
+    number = _torch.autograd.running_node_number() if left_blocks else None
     if number is None:
         return None
     here = threading.get_ident()

@@ -118,7 +118,7 @@ def _resolve_for_trace(
     return resolved
 
 
-_torch.mark_constant(_resolve_for_trace)
+_torch.dynamo.mark_constant(_resolve_for_trace)
 
 
 def _refuse_export() -> None:
@@ -134,7 +134,7 @@ def _refuse_export() -> None:
     )
 
 
-_torch.mark_constant(_refuse_export)
+_torch.dynamo.mark_constant(_refuse_export)
 
 
 def _for_trace(plan: Any) -> Any:
@@ -198,10 +198,10 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
             resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
         self._key = resolved[0]
         cache = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
-        _torch.set_autocast_attributes(self, *resolved[1:], cache)
+        _torch.dynamo.set_autocast_attributes(self, *resolved[1:], cache)
         if not torch.compiler.is_compiling():
             self._frame = tracing.graph_frames[self._key]
-            self.custom_backend_name = _torch.custom_backend_name()
+            self.custom_backend_name = _torch.dynamo.custom_backend_name()
             if names:
                 self._lease: kernels.Lease | None = kernels.Lease(names, self.device)
                 tracing.get_ready_for_compile()

@@ -161,7 +161,7 @@ def push(frame: Frame, owner: object = None, scope: bool = False, where: int | N
         if frame.overrides:
             state.weights = {}
         if frame.code or (before is not None and before.code):
-            _torch.set_guard_code(frame.code)
+            _torch.dynamo.set_guard_code(frame.code)
             if watch_compilations is not None:
                 watch_compilations()
     except BaseException:
@@ -189,8 +189,8 @@ def pop() -> None:
         if not enabled:
             _set_enabled(device, False)
     if frame.code or (before is not None and before.code):
-        _torch.set_guard_code(0 if before is None else before.code)
-    if frame.overrides and type(entered) is int and (last := _torch.sequence_number()) > entered:
+        _torch.dynamo.set_guard_code(0 if before is None else before.code)
+    if frame.overrides and type(entered) is int and (last := _torch.autograd.sequence_number()) > entered:
         left_blocks.append((entered, last, threading.get_ident(), frame))
     if state.saved and state.saved[-1][6] is _LEFT:
         pop()
@@ -262,7 +262,7 @@ def _runs(entered: object, running: FrameType | None) -> bool:
 
 def push_block(frame: Frame) -> None:
     """:func:`push` for a block: what ``castwise.autocast`` opens by hand."""
-    push(frame, frame, False, _torch.sequence_number() if frame.overrides else 0)
+    push(frame, frame, False, _torch.autograd.sequence_number() if frame.overrides else 0)
 
 
 def pop_block(frame: Frame | None = None) -> None:
@@ -317,7 +317,7 @@ def clear_weight_cache(*_: object) -> None:
     _clear()
 
 
-_torch.never_trace(clear_weight_cache)
+_torch.tensors.never_trace(clear_weight_cache)
 
 
 @functools.cache

@@ -71,13 +71,13 @@ def _convert_weight(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         dtype,
         torch.is_grad_enabled(),
     )  # the entry keeps the tensor, so that its id stays its own
-    age = (_torch.version(tensor), frames.steps)
+    age = (_torch.tensors.version(tensor), frames.steps)
     entry = kept.get(key)
     if entry is not None and entry[1] == age:
         copy: torch.Tensor = entry[2]
         return copy
     copy = tensor.to(dtype)
-    if not _torch.in_transform():  # a copy made inside one belongs to its level
+    if not _torch.dispatcher.in_transform():  # a copy made inside one belongs to its level
         kept[key] = (tensor, age, copy)
     return copy
 
@@ -143,7 +143,9 @@ def _widest_if_first(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[s
 def _banned(row: Row) -> Action:
     def action(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _floating_dtypes((*args, *kwargs.values()), device)
-        if _torch.inside_operator() or (row.only_low and not any(dtype in LOW_DTYPES for dtype in found)):
+        if _torch.dispatcher.inside_operator() or (
+            row.only_low and not any(dtype in LOW_DTYPES for dtype in found)
+        ):
             return _as_is(op, device, args, kwargs)
         if row.message:
             raise BannedOperatorError(row.message)
@@ -219,15 +221,17 @@ def frame_of(
 
 
 def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
-    native = _torch.native_autocast_call(op, device_type)
-    below = _torch.below_autocast_call(op, device_type)
+    native = _torch.dispatcher.native_autocast_call(op, device_type)
+    below = _torch.dispatcher.below_autocast_call(op, device_type)
     ambient = frames.ambient
-    places, numbers = _torch.number_places(op), _torch.NUMBERS
+    places, numbers = _torch.dispatcher.number_places(op), _torch.dispatcher.NUMBERS
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         for place in places:
             if isinstance(args[place], numbers):
-                return _torch.with_tensors(lambda *given: kernel(keyset, *given, **kwargs), args, places)
+                return _torch.dispatcher.with_tensors(
+                    lambda *given: kernel(keyset, *given, **kwargs), args, places
+                )
         state = thread.state
         frame = state.frame if state.backward is None else current_frame()
         if frame is None:
@@ -249,13 +253,15 @@ def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., An
     A transform takes some operators apart before autocast's turn (``linear``, what vmap has another operator for), and
     what runs at its lower levels goes back to the dispatch keys that were in force around the call.
     """
-    places, numbers = _torch.number_places(op), _torch.NUMBERS
+    places, numbers = _torch.dispatcher.number_places(op), _torch.dispatcher.NUMBERS
     otherwise = _WHOLE_IN_FRONT.get(name, _parts)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         for place in places:
             if isinstance(args[place], numbers):
-                return _torch.with_tensors(lambda *given: kernel(keyset, *given, **kwargs), args, places)
+                return _torch.dispatcher.with_tensors(
+                    lambda *given: kernel(keyset, *given, **kwargs), args, places
+                )
         frame = current_frame()
         if frame is not None and torch.is_autocast_enabled(device := frame.device_type):
             action = frame.overrides.get(name, otherwise)
@@ -322,13 +328,13 @@ def registered(device_type: str) -> frozenset[str]:
 
 def _register(name: str, device_type: str) -> list[Callable[[], None]]:
     # In front of transforms arithmetic with a number is a call of the overload on tensors.
-    every = bool(device_type) or name not in _torch.NUMBERS_FOR_TENSORS
+    every = bool(device_type) or name not in _torch.dispatcher.NUMBERS_FOR_TENSORS
     return [
-        _torch.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))
+        _torch.dispatcher.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))
         if device_type
-        else _torch.register_in_front_of_transforms(op, functools.partial(_in_front, op, name))
+        else _torch.dispatcher.register_in_front_of_transforms(op, functools.partial(_in_front, op, name))
         for op in operator_overloads(name)
-        if _torch.is_dispatched(op) and (every or _torch.number_places(op))
+        if _torch.dispatcher.is_dispatched(op) and (every or _torch.dispatcher.number_places(op))
     ]
 
 
@@ -337,7 +343,11 @@ class Lease:
 
     def __init__(self, names: Iterable[str], device_type: str) -> None:
         names = tuple(names)
-        in_front = {*names, *_torch.NUMBERS_FOR_TENSORS, *_WHOLE_IN_FRONT}  # one kernel for all devices
+        in_front = {
+            *names,
+            *_torch.dispatcher.NUMBERS_FOR_TENSORS,
+            *_WHOLE_IN_FRONT,
+        }  # one kernel for all devices
         held = (*((name, device_type) for name in names), *((name, "") for name in in_front))
         holder = _Holder()
         self.close = functools.partial(_release, held, holder)

@@ -1,6 +1,6 @@
 """What torch.compile is told of frames.
 
-A frame that is entered outside of a compiled function is part of what Dynamo guards (``_torch.set_guard_code``) and of
+A frame that is entered outside of a compiled function is part of what Dynamo guards (``_torch.dynamo.set_guard_code``) and of
 the key of the compile caches on disk; one that is entered inside is a node of the traced graph (:func:`graph_push`). In
 both cases the override kernels run while the graph is traced, so the casts are in the graph and eager and compiled code
 follow one implementation.
@@ -40,9 +40,9 @@ def code_for(key: str) -> int:
     """
     with _lock:
         code = _code_of_key.setdefault(key, len(_code_of_key) + 1)
-    if code > _torch.MAX_GUARD_CODE:
+    if code > _torch.dynamo.MAX_GUARD_CODE:
         raise StateError(
-            f"autocast: more than {_torch.MAX_GUARD_CODE} different sets of operator overrides in one process; "
+            f"autocast: more than {_torch.dynamo.MAX_GUARD_CODE} different sets of operator overrides in one process; "
             "torch.compile could no longer tell them apart. Start a new process."
         )
     return code
@@ -50,21 +50,21 @@ def code_for(key: str) -> int:
 
 def graph_push(key: str) -> None:
     """Enter a block inside of a function that is being compiled, by the key of its frame: a node of the graph."""
-    trace = _torch.DynamoTrace.current()
+    trace = _torch.dynamo.DynamoTrace.current()
     if trace is not None:
         level = frames.depth()
         trace.hold(lambda: frames.unwind(level))
-    _open.append((key, _torch.sequence_number()))
+    _open.append((key, _torch.autograd.sequence_number()))
     frames.push(graph_frames[key])
 
 
 def graph_pop() -> None:
     """Leave the block that was entered last."""
-    trace = _torch.DynamoTrace.current()
+    trace = _torch.dynamo.DynamoTrace.current()
     if trace is not None:
         trace.release()
     if _open:
-        graph_spans.append((*_open.pop(), _torch.sequence_number()))
+        graph_spans.append((*_open.pop(), _torch.autograd.sequence_number()))
     frames.pop()
 
 
@@ -84,7 +84,7 @@ def _end_trace(_: object) -> None:
 
 
 def _watch_compilations() -> None:
-    _torch.keep_compile_callbacks(_tag_caches, _end_trace)
+    _torch.dynamo.keep_compile_callbacks(_tag_caches, _end_trace)
 
 
 _BETWEEN_GRAPHS = tuple(
@@ -113,7 +113,7 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     instances that is right.
     """
     if frames.watch_compilations is not None:
-        _torch.trace_context(cls, as_torchs)
+        _torch.dynamo.trace_context(cls, as_torchs)
     else:
         _contexts.append((cls, as_torchs))
 
@@ -121,17 +121,17 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
 @functools.cache
 def get_ready_with_dynamo() -> None:
     """:func:`get_ready_for_compile` if and when somebody imports Dynamo, for blocks that need it nowhere else."""
-    _torch.when_dynamo_is_loaded(get_ready_for_compile)
+    _torch.dynamo.when_dynamo_is_loaded(get_ready_for_compile)
 
 
 def get_ready_for_compile() -> None:
     """Teach Dynamo about frames; imports it (about a second, which any optimizer's first step pays anyway)."""
     _watch_compilations()
-    _torch.skip_modules(_BETWEEN_GRAPHS)
+    _torch.dynamo.skip_modules(_BETWEEN_GRAPHS)
     if frames.watch_compilations is not None:
         return
     frames.watch_compilations = _watch_compilations
-    _torch.graph_function(graph_push)
-    _torch.graph_function(graph_pop)
+    _torch.dynamo.graph_function(graph_push)
+    _torch.dynamo.graph_function(graph_pop)
     for cls, as_torchs in _contexts:
-        _torch.trace_context(cls, as_torchs)
+        _torch.dynamo.trace_context(cls, as_torchs)

@@ -37,7 +37,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    new = _map(function, value, {} if _torch.TRACES_IDENTITY or not is_dynamo_compiling() else None)
+    new = _map(function, value, {} if _torch.dynamo.TRACES_IDENTITY or not is_dynamo_compiling() else None)
     return value if new is None else new
 
 

@@ -77,7 +77,7 @@ class _Held(NamedTuple):
 
 def local_of(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, in the same memory."""
-    return _torch.local_tensor(tensor) if is_dtensor(tensor) else tensor
+    return _torch.distributed.local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def _held(name: str, tensor: Tensor) -> _Held:
@@ -92,7 +92,7 @@ def _held(name: str, tensor: Tensor) -> _Held:
             f"save: {name} is a {type(local).__qualname__} of {local.dtype} on {local.device} ({local.layout}), which cannot be "
             f"saved. Allowed: plain tensors with values, of {', '.join(_DTYPES)}."
         )
-    return _Held(name, tensor.dtype, tuple(tensor.shape), *_torch.local_box(tensor))
+    return _Held(name, tensor.dtype, tuple(tensor.shape), *_torch.distributed.local_box(tensor))
 
 
 def lay_out(tensors: Mapping[str, Tensor], ranks: Ranks) -> Index:
@@ -284,7 +284,7 @@ def read(folder: Path, index: Index, into: Mapping[str, Tensor]) -> None:
     """
     wanted: dict[str, list[tuple[Piece, Entry, Tensor, Sizes, list[tuple[int, int]]]]] = {}
     for name, tensor in into.items():
-        offsets, sizes = _torch.local_box(tensor)
+        offsets, sizes = _torch.distributed.local_box(tensor)
         local = local_of(tensor)
         for piece in index[name].pieces:
             spans = _common(offsets, sizes, piece)

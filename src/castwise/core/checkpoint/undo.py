@@ -82,5 +82,5 @@ class Before:
 def _writes_in_place(optimizer: Optimizer) -> bool:
     """Whether an optimizer may write into the tensors that it has while it loads: if more than torch's own code runs."""
     kind = type(optimizer)
-    code = [kind.load_state_dict, kind.__setstate__, *_torch.load_hooks(optimizer)]
+    code = [kind.load_state_dict, kind.__setstate__, *_torch.optimizers.load_hooks(optimizer)]
     return not all(getattr(one, "__module__", "").startswith(("torch.optim.", "castwise.")) for one in code)

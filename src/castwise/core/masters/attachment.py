@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from castwise.core import _torch
 from castwise.core.masters import sync
-from castwise.core.masters.copies import is_being_copied, look_at_copies
+from castwise.core.masters.copies import is_being_copied, look_at_copies, search
 from castwise.core.masters.files import Loads, with_masters
 from castwise.core.masters.following import follow_parameters, leave_parameters
 from castwise.core.masters.originals import (
@@ -74,7 +74,7 @@ def attach(
         StateError: An optimizer whose ``Optimizer.__init__`` never ran. After this or any other error the optimizer,
             the parameters and the model's hooks are as they were.
     """
-    if not _torch.has_step_hooks(optimizer):
+    if not _torch.optimizers.has_step_hooks(optimizer):
         raise StateError(
             f"prepare: {type(optimizer).__name__} is a torch.optim.Optimizer whose Optimizer.__init__ was never called, so that "
             "its steps cannot be followed. Prepare the optimizer that it wraps, or call super().__init__(params, defaults) in it."
@@ -120,6 +120,7 @@ class Attachment:
         self._models: list[tuple[weakref.ref[nn.Module], Callable[[], None]]] = []
         """Each with what removes its hooks."""
         self._pairs = Pairs(self._optimizer)
+        self._steps = 0
         self._frozen: list[nn.Parameter] = []
         self._groups: list[list[Any]] = []
         self._loads = Loads(optimizer)
@@ -139,8 +140,8 @@ class Attachment:
     def install(self, optimizer: Optimizer) -> None:
         """Follow the optimizer's steps; :meth:`detach` undoes it, however far it came."""
         _attachments[optimizer] = self
-        _torch.refuse_inlining(before_step)
-        _torch.refuse_inlining(after_step)
+        _torch.tensors.refuse_inlining(before_step)
+        _torch.tensors.refuse_inlining(after_step)
         before, after, loaded, saved = self._hooks
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -266,7 +267,7 @@ class Attachment:
         """
         optimizer = self._optimizer()
         if optimizer is not None:
-            _torch.remove_hooks(optimizer, *self._hooks)
+            _torch.hooks.remove_hooks(optimizer, *self._hooks)
         for _, remove in self._models:
             remove()
         self.refresh_from_model()
@@ -438,6 +439,8 @@ class Attachment:
             self._loads.look(optimizer)
             self._loads.join(optimizer, self._pairs.pull, last=True)
         self._pairs.look()
+        self._steps += 1
+        search(self._steps, self._pairs.stored)
         look_at_copies()
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._wrap(args[1]), *args[2:]), kwargs

@@ -2,36 +2,49 @@
 
 ``copy.deepcopy`` of a prepared model and ``clone`` of its parameters are stored low and have no masters: an average of
 weights (``torch.optim.swa_utils.AveragedModel``, ema_pytorch, torch_ema, diffusers' ``EMAModel``) begins as one of the two.
-As such it loses most of its movement to rounding, and nothing in torch says so.
+As such it loses most of its movement to rounding, and nothing in torch says so. Averages that begin in another way, as
+``p.detach().clone()`` or a copy of a ``state_dict``, are looked for among all tensors of the process, at a few steps.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from castwise.core import _torch
 from castwise.core.masters.originals import is_low
 
 _watched: Any = WeakTensorKeyDictionary()
+_replaced: Any = WeakTensorKeyDictionary()
+_told: Any = WeakTensorKeyDictionary()
+"""Parameters of whose copies the user was told."""
 _clones: list[_Clone] = []
 _MANY = 1000
 """Clones after which those that are gone are let go of: models that clone weights in their forward make some at every call."""
+
+
+_SEARCHED = (3, 30, 300)
+"""Steps of an optimizer before which all tensors are looked through: averages often begin after a warmup."""
+_NEAR = 0.5
+"""An average is nearer to its parameter than this share of the parameter's norm."""
+_SAMPLE = 64
+"""Elements by which a tensor is compared with a parameter."""
 
 
 @dataclass
 class _Clone:
     """A clone: an alias of it may be all that is left, as of ``p.clone().detach()``."""
 
-    memory: _torch.WeakMemory
+    memory: _torch.tensors.WeakMemory
     source: TensorWeakRef
     written: int
     changes: int = 0
@@ -40,7 +53,7 @@ class _Clone:
 def watch(copied: Tensor, source: Tensor) -> None:
     """Remember a copy that ``copy.deepcopy`` has just made of a parameter with a master."""
     if not copied.is_inference():  # which cannot be trained, and counts no writes
-        _watched[copied] = (TensorWeakRef(source), _torch.versions([copied])[0])
+        _watched[copied] = (TensorWeakRef(source), _torch.tensors.versions([copied])[0])
 
 
 def watch_clone(clone: Tensor, source: Tensor) -> None:
@@ -49,8 +62,47 @@ def watch_clone(clone: Tensor, source: Tensor) -> None:
         return
     if len(_clones) > _MANY:
         _clones[:] = [known for known in _clones if known.memory.tensor() is not None]
-    memory = _torch.WeakMemory(clone)
+    memory = _torch.tensors.WeakMemory(clone)
     _clones.append(_Clone(memory, TensorWeakRef(source), memory.version))
+
+
+def search(step: int, parameters: Sequence[Tensor]) -> None:
+    """Before some steps: watch what lies near to one of these parameters with masters, as low as it and in memory of its own."""
+    if step not in _SEARCHED:
+        return
+    alike: dict[Any, list[Tensor]] = {}
+    for parameter in (each for each in parameters if not hasattr(each, "device_mesh") and each not in _told):
+        alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
+    tensors = [
+        (thing, _address(thing)) for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)
+    ]
+    # what is trained is no average, of another model neither
+    known = {address for tensor, address in tensors if tensor.requires_grad}
+    known |= {tensor.data_ptr() for clone in _clones if (tensor := clone.memory.tensor()) is not None}
+    for tensor, address in tensors:
+        sources = alike.get((tensor.shape, tensor.dtype, tensor.device), ()) if address else ()
+        if not sources or address in known:
+            continue
+        source = min(sources, key=lambda parameter: _distance(tensor, parameter))
+        if _distance(tensor, source) < _NEAR:
+            memory = _torch.tensors.WeakMemory(tensor)
+            _clones.append(_Clone(memory, TensorWeakRef(source), memory.version))
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's memory is; 0 where it has none, or counts no writes."""
+    try:
+        counts = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_inference())
+        return tensor.data_ptr() if counts else 0
+    except RuntimeError:  # one that is being traced, one that is not initialized
+        return 0
+
+
+def _distance(tensor: Tensor, source: Tensor) -> float:
+    """How far the first elements are from those of a parameter, over the norm of those; none where all are zero."""
+    one, other = (each.detach().reshape(-1)[:_SAMPLE].float() for each in (tensor, source))
+    size = float(other.norm())
+    return float((one - other).norm()) / size if size else 1.0
 
 
 def is_watched(copied: Tensor) -> bool:
@@ -72,6 +124,13 @@ def _home(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__"))
 
 
+def note_replaced(copied: Tensor) -> None:
+    """Take note that a copy's ``data`` is replaced, which torch counts as no write; the first time it may be a move to a device."""
+    if copied in _replaced:
+        torch.autograd.graph.increment_version(copied)
+    _replaced[copied] = True
+
+
 def excuse(parameter: Tensor) -> None:
     """Do not watch a copy any more: it was given values of its own."""
     _watched.pop(parameter, None)
@@ -87,6 +146,8 @@ def look_at_copies() -> None:
     if written is None and _clones:
         written = next(_written_clones(), None)
     if written is not None:
+        sources = [reference() for reference, _ in _watched.values()] + [known.source() for known in _clones]
+        _told.update((source, True) for source in sources if source is not None)
         _watched.clear()
         _clones.clear()
         warnings.warn(
@@ -99,7 +160,7 @@ def look_at_copies() -> None:
 
 def _written_copies() -> Iterator[Tensor]:
     for copied, (reference, version) in list(_watched.items()):
-        source, now = reference(), _torch.versions([copied])[0]
+        source, now = reference(), _torch.tensors.versions([copied])[0]
         if source is None or not is_low(copied):
             excuse(copied)
         elif now != version:
@@ -127,4 +188,4 @@ def _is_copy(copied: Tensor, source: Tensor) -> bool:
 
 def _is_near(clone: Tensor, source: Tensor) -> bool:
     values = source.detach().to(clone.device, torch.float32)
-    return bool((clone.float() - values).norm() < values.norm() / 2)
+    return bool((clone.float() - values).norm() < _NEAR * values.norm())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.core.masters import sync
-from castwise.core.masters.copies import is_watched, watch, watch_clone
+from castwise.core.masters.copies import is_watched, note_replaced, watch, watch_clone
 from castwise.core.masters.originals import is_low
 from castwise.core.masters.parameter import master_of
 
@@ -59,6 +59,12 @@ def _data(parameter: Any) -> Tensor:
     return parameter.detach() if is_watched(parameter) else own
 
 
+def _set_data(parameter: Any, value: Tensor) -> None:
+    _own_data.__set__(parameter, value)
+    if is_watched(parameter):
+        note_replaced(parameter)
+
+
 def _clone(parameter: Any, **options: Any) -> Tensor:
     clone = Tensor.clone(parameter, **options)
     if not torch.compiler.is_compiling() and is_low(clone) and master_of(parameter) is not None:
@@ -75,7 +81,7 @@ def _deepcopy(parameter: Any, memo: dict[int, Any]) -> Any:
 
 
 _OURS: dict[str, Any] = {
-    "data": property(_data, _own_data.__set__, _own_data.__delete__),
+    "data": property(_data, _set_data, _own_data.__delete__),
     "clone": _clone,
     "__deepcopy__": _deepcopy,
 }

@@ -47,7 +47,7 @@ def address(tensor: Tensor) -> int:
 def assign(parameter: Tensor, values: Tensor) -> None:
     """``parameter.data = values``, DTensors included, for which torch changes what they say and not what they hold."""
     if hasattr(parameter, "device_mesh"):
-        _torch.set_dtensor(parameter, values)
+        _torch.distributed.set_dtensor(parameter, values)
     else:
         parameter.data = values
 
@@ -109,7 +109,7 @@ def store(parameter: Tensor, dtype: torch.dtype) -> None:
     values = former.to(dtype)
     if is_low(values) and former.dtype is not dtype:
         # first: whatever interrupts this, the values are not lost
-        _originals[parameter] = _Original(former.data, dtype, _torch.version(parameter))
+        _originals[parameter] = _Original(former.data, dtype, _torch.tensors.version(parameter))
     _replace(parameter, values)
 
 
@@ -124,7 +124,9 @@ def remember_original(parameter: Tensor, values: Tensor, stored: torch.dtype | N
     """
     if is_low(parameter) and values.dtype is not parameter.dtype:
         # values may be the parameter's former self, detached, which counts writes together with the parameter.
-        original = _Original(values.detach().data, stored or parameter.dtype, _torch.version(parameter))
+        original = _Original(
+            values.detach().data, stored or parameter.dtype, _torch.tensors.version(parameter)
+        )
         _originals[parameter] = original
 
 
@@ -139,7 +141,7 @@ def original_of(parameter: Tensor) -> Tensor | None:
     if known.values.shape != parameter.shape:
         forget_original(parameter)
         return None
-    values, written = known.values.to(parameter.device), _torch.version(parameter)
+    values, written = known.values.to(parameter.device), _torch.tensors.version(parameter)
     cast = parameter.dtype is not known.stored or written == known.written
     merge_values(values, parameter, known.stored, cast=cast)
     _originals[parameter] = known._replace(values=values, written=written)

@@ -25,7 +25,7 @@ _UNKNOWN: Mark = (-1, -1, -1, -1)
 
 def mark_of(master: Any) -> Mark:
     """The mark of a master and its parameter, which are equal now."""
-    stored, own = _torch.versions([master.stored, master])
+    stored, own = _torch.tensors.versions([master.stored, master])
     return stored, master.data_writes.count, address(master.stored), own
 
 
@@ -69,7 +69,7 @@ class Pairs:
         """Of :attr:`masters` or :attr:`stored`, from what shares their counters and is read three times as fast."""
         if self._plain:
             of = self._sources if of is self.masters else self._targets
-        return _torch.versions(of)
+        return _torch.tensors.versions(of)
 
     # --- before a step, and where somebody looks ------------------------------------------------------------
 
@@ -118,11 +118,11 @@ class Pairs:
                 continue
             else:
                 merge_values(master, local(parameter).to(master.device), master.former_dtype, cast=True)
-                self._updated[index] = _torch.versions([master])[0]
+                self._updated[index] = _torch.tensors.versions([master])[0]
 
     def _ahead(self, index: int) -> bool:
         """Whether a master was written since its parameter got its values."""
-        return self._updated[index] not in (-1, *_torch.versions([self.masters[index]]))
+        return self._updated[index] not in (-1, *_torch.tensors.versions([self.masters[index]]))
 
     def _settle(self, index: int, *, look: bool = False) -> None:
         """Bring one parameter and its master together; ``look``: at values also where nothing seems to be written."""
@@ -156,9 +156,11 @@ class Pairs:
                 if look:  # nothing is written to the model; the next step sees to it
                     self._updated[index] = mark_of(master)[3]
                     return
-                _torch.copy_each([target], [source])  # what model.half().bfloat16() has rounded comes back
+                _torch.tensors.copy_each(
+                    [target], [source]
+                )  # what model.half().bfloat16() has rounded comes back
         elif not changed:
-            _torch.copy_each([target], [source])
+            _torch.tensors.copy_each([target], [source])
         elif not agree(source, target):
             warnings.warn(
                 f"A parameter of shape {tuple(parameter.shape)} and its fp32 master were both written, to different values, "
@@ -166,7 +168,7 @@ class Pairs:
                 "master's values hold. Write to one of them, or call model.state_dict() between the two.",
                 stacklevel=5,
             )
-            _torch.copy_each([target], [source])
+            _torch.tensors.copy_each([target], [source])
         self._written[index], self._data_written[index], self._addresses[index], self._updated[index] = (
             mark_of(master)
         )
@@ -177,7 +179,7 @@ class Pairs:
         """After a step: write what it may have updated. Fused kernels do not count as writes, hence the gradients."""
         due = [index for index, parameter in enumerate(self.stored) if parameter.grad is not None]
         if len(due) < len(self.stored):
-            now = zip(self.stored, _torch.versions(self.masters), self._updated, strict=True)
+            now = zip(self.stored, _torch.tensors.versions(self.masters), self._updated, strict=True)
             due = [
                 index
                 for index, (parameter, new, old) in enumerate(now)
@@ -195,9 +197,9 @@ class Pairs:
     def _push(self, due: list[int] | range) -> None:
         # Both sides are detached, so that nothing here needs torch.no_grad.
         if len(due) == len(self._targets):
-            _torch.copy_each(self._targets, self._sources)
+            _torch.tensors.copy_each(self._targets, self._sources)
         else:
-            _torch.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
+            _torch.tensors.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
         # The copy counts as a write to its sources, too.
         self._written, self._updated = self._versions(self.stored), self._versions(self.masters)
 

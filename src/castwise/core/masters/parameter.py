@@ -68,7 +68,7 @@ class Master:
     def data(self, value: Tensor) -> None:
         master: Any = self
         if hasattr(master, "device_mesh"):
-            _torch.set_dtensor(master, value)
+            _torch.distributed.set_dtensor(master, value)
         else:
             _own_data.__set__(master, value)
         torch.autograd.graph.increment_version(master)
@@ -284,7 +284,7 @@ class _DifferentiatedByStored:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.grad:
             args = (args[0], tuple(model_param_of(tensor) for tensor in args[1]), *args[2:])
-        return _torch.below_torch_function(func, args, kwargs or {})
+        return _torch.tensors.below_torch_function(func, args, kwargs or {})
 
 
 @functools.cache

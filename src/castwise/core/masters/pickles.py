@@ -48,7 +48,7 @@ def make_pickles_plain() -> None:
     What holds nothing of castwise's pickles as ever, by whatever a class has of its own.
     """
     for kind, plain in ((nn.Module, _plain_module), (Optimizer, _plain_optimizer)):
-        _torch.around_function(kind, "__reduce_ex__", functools.partial(_around, kind, plain))
+        _torch.hooks.around_function(kind, "__reduce_ex__", functools.partial(_around, kind, plain))
     copyreg.pickle(types.MethodType, lambda method: _plain_call(method, method))
     copyreg.pickle(functools.partial, lambda partial: _plain_call(partial, partial.func))
 
@@ -110,7 +110,7 @@ def _theirs(hook: Any) -> Any:
 
 
 def _is_ours(hook: Any) -> bool:
-    hook = _torch.registered(hook)
+    hook = _torch.hooks.registered(hook)
     while isinstance(hook, functools.partial):
         hook = hook.func
     home = getattr(getattr(hook, "__self__", hook), "__module__", None)
@@ -128,7 +128,7 @@ def _plain_module(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
             if others:
                 changed[name] = _with(tensors, others)
     call = state.get("_compiled_call_impl")  # of a class with a way of its own: torch's leaves it out
-    if (before := _torch.without_guard(call)) is not call:
+    if (before := _torch.calls.without_guard(call)) is not call:
         changed["_compiled_call_impl"] = before
     methods = [name for name, value in state.items() if isinstance(value, Method)]
     return _with(state, changed, methods) if changed or methods else state
@@ -141,7 +141,7 @@ def _plain(tensor: Any) -> Any:
     if isinstance(tensor, nn.Parameter):
         refresh_master(tensor)
     master = master_of(tensor)
-    versions = _torch.versions([tensor] if master is None else [tensor, master])
+    versions = _torch.tensors.versions([tensor] if master is None else [tensor, master])
     known, was = _made.get(tensor, (None, None))
     made = None if known is None else known()
     if made is None or was != versions:

@@ -60,7 +60,7 @@ def restride_state(optimizer: Optimizer) -> None:
             for key, value in state.items():
                 if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
                     continue
-                if not _torch.is_dense(
+                if not _torch.tensors.is_dense(
                     value
                 ):  # SGD's momentum begins as a copy of the gradient; it has no strides
                     continue
@@ -80,7 +80,7 @@ def _fit(value: Any, target: Tensor) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     if value.shape == target.shape and (is_low(value) or value.dtype is torch.float32):
-        if not _torch.is_dense(value):
+        if not _torch.tensors.is_dense(value):
             return value.to(target)
         if (value.dtype, value.stride(), value.device) == (target.dtype, target.stride(), target.device):
             return value

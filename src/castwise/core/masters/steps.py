@@ -23,14 +23,14 @@ def before_step(
     attachment: Any, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call | None:
     """Pre-hook of an optimizer whose masters an :class:`~castwise.masters.Attachment` keeps."""
-    if not _torch.dynamo_callback():
+    if not _torch.tensors.dynamo_callback():
         return attachment.before_step(optimizer, args, kwargs)  # type: ignore[no-any-return]
     return _eagerly(_before_compiled_step)(attachment, optimizer, args, kwargs)  # type: ignore[no-any-return]
 
 
 def after_step(attachment: Any, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Post-hook of such an optimizer."""
-    if not _torch.dynamo_callback():
+    if not _torch.tensors.dynamo_callback():
         attachment.after_step()
     else:
         _eagerly(_after_compiled_step)(attachment)

@@ -78,10 +78,10 @@ class _Compiled:
 
 def _sync_compiled(address: int) -> bool:
     """For Dynamo, which calls it while it traces the hook, and of torch 2.11 hands on numbers but no modules."""
-    callback = _Compiled(_torch.object_at(address))
+    callback = _Compiled(_torch.dynamo.object_at(address))
     callback()
-    _torch.before_compiled_calls(callback)
+    _torch.dynamo.before_compiled_calls(callback)
     return True
 
 
-_torch.mark_constant(_sync_compiled)
+_torch.dynamo.mark_constant(_sync_compiled)

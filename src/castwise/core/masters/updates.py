@@ -58,25 +58,28 @@ def lamb_(
     """
     beta1, beta2 = betas
     weights, mean, square, grad = map(_wide, (params, means, squares, grads))
-    grad = [*_torch.each_div(grad, divisor.to(grad[0]))]
+    grad = [*_torch.tensors.each_div(grad, divisor.to(grad[0]))]
     if weight_decay and not decoupled:
-        _torch.each_add_(grad, weights, alpha=weight_decay)
-    _torch.each_mul_(mean, beta1)
-    _torch.each_add_(mean, grad, alpha=1 - beta1 if grad_averaging else 1.0)
-    _torch.each_mul_(square, beta2)
-    _torch.each_addcmul_(square, grad, grad, 1 - beta2)
-    root = _torch.each_div(square, 1 - beta2**step if bias_correction else 1.0)
-    _torch.each_sqrt_(root)
-    _torch.each_add_(root, eps)
-    direction = _torch.each_div(mean, 1 - beta1**step if bias_correction else 1.0)
-    _torch.each_div_(direction, root)
+        _torch.tensors.each_add_(grad, weights, alpha=weight_decay)
+    _torch.tensors.each_mul_(mean, beta1)
+    _torch.tensors.each_add_(mean, grad, alpha=1 - beta1 if grad_averaging else 1.0)
+    _torch.tensors.each_mul_(square, beta2)
+    _torch.tensors.each_addcmul_(square, grad, grad, 1 - beta2)
+    root = _torch.tensors.each_div(square, 1 - beta2**step if bias_correction else 1.0)
+    _torch.tensors.each_sqrt_(root)
+    _torch.tensors.each_add_(root, eps)
+    direction = _torch.tensors.each_div(mean, 1 - beta1**step if bias_correction else 1.0)
+    _torch.tensors.each_div_(direction, root)
     if weight_decay and decoupled:
-        _torch.each_add_(direction, weights, alpha=weight_decay)
+        _torch.tensors.each_add_(direction, weights, alpha=weight_decay)
     if weight_decay or adapt_all:
-        length, size = torch.stack(_torch.each_norm(weights)), torch.stack(_torch.each_norm(direction))
+        length, size = (
+            torch.stack(_torch.tensors.each_norm(weights)),
+            torch.stack(_torch.tensors.each_norm(direction)),
+        )
         ratio = torch.where((length != 0) & (size != 0), length / size, 1.0)
-        _torch.each_mul_(direction, ratio.unbind())
-    _torch.each_add_(weights, direction, alpha=-lr)
+        _torch.tensors.each_mul_(direction, ratio.unbind())
+    _torch.tensors.each_add_(weights, direction, alpha=-lr)
     _round_to((params, weights), (means, mean), (squares, square))
 
 
@@ -120,31 +123,31 @@ def novograd_(
     """
     beta1, beta2 = betas
     weights, mean, grad = map(_wide, (params, means, grads))
-    new = torch.stack(_torch.each_norm(grad, order))
+    new = torch.stack(_torch.tensors.each_norm(grad, order))
     old = torch.stack([norm.to(new.dtype) for norm in norms])
     if order == 2:
         norm = (beta2 * old**2 + (1 - beta2) * new**2).sqrt()
     else:
         norm = beta2 * old + (1 - beta2) * new
-    _torch.copy_each(list(norms), list(norm.unbind()))
+    _torch.tensors.copy_each(list(norms), list(norm.unbind()))
     correction1 = 1 - beta1**step if bias_correction else 1.0
     correction2 = (1 - beta2**step) ** 0.5 if bias_correction else 1.0
     divisors = (norm / correction2 + eps).unbind()
     weight = 1 - beta1 if grad_averaging else 1.0
-    _torch.each_mul_(mean, beta1)
+    _torch.tensors.each_mul_(mean, beta1)
     if inside:
-        grad = [*_torch.each_div(grad, divisors)]
+        grad = [*_torch.tensors.each_div(grad, divisors)]
         if weight_decay:
-            _torch.each_add_(grad, weights, alpha=weight_decay)
-        _torch.each_add_(mean, grad, alpha=weight)
-        _torch.each_add_(weights, mean, alpha=-lr / correction1)
+            _torch.tensors.each_add_(grad, weights, alpha=weight_decay)
+        _torch.tensors.each_add_(mean, grad, alpha=weight)
+        _torch.tensors.each_add_(weights, mean, alpha=-lr / correction1)
     else:
-        _torch.each_add_(mean, grad, alpha=weight)
-        direction = _torch.each_div(mean, correction1)
-        _torch.each_div_(direction, divisors)
+        _torch.tensors.each_add_(mean, grad, alpha=weight)
+        direction = _torch.tensors.each_div(mean, correction1)
+        _torch.tensors.each_div_(direction, divisors)
         if weight_decay:
-            _torch.each_add_(direction, weights, alpha=weight_decay)
-        _torch.each_add_(weights, direction, alpha=-lr)
+            _torch.tensors.each_add_(direction, weights, alpha=weight_decay)
+        _torch.tensors.each_add_(weights, direction, alpha=-lr)
     _round_to((params, weights), (means, mean))
 
 
@@ -152,7 +155,7 @@ def novograd_(
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all tensors together, in fp32, or fp64 where one is, on the device of the first."""
     dtype = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
-    norms = _torch.each_norm(list(tensors), 2, dtype)
+    norms = _torch.tensors.each_norm(list(tensors), 2, dtype)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
 
@@ -164,4 +167,4 @@ def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _round_to(*lists: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
     """What was widened goes back to where it came from."""
     pairs = [pair for each in lists for pair in zip(*each, strict=True) if pair[0] is not pair[1]]
-    _torch.copy_each([target for target, _ in pairs], [value for _, value in pairs])
+    _torch.tensors.copy_each([target for target, _ in pairs], [value for _, value in pairs])

@@ -175,11 +175,11 @@ def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object])
         for reference, hook in hooked:
             module = reference()
             if module is not None:
-                _torch.remove_hooks(module, first, loaded, hook)
+                _torch.hooks.remove_hooks(module, first, loaded, hook)
 
     log(remove)
     hooked.append((weakref.ref(model), first))
-    _torch.hook_first(model, first)
+    _torch.hooks.hook_first(model, first)
     model.register_load_state_dict_post_hook(loaded)
     for module in model.modules():
         own = next(module.parameters(recurse=False), None)

@@ -32,7 +32,7 @@ class DataWrites:
     def alias(self, data: Tensor) -> Tensor:
         """The same memory, followed."""
         counter = _own_data.__get__(_NOTHING)
-        alias = _torch.counted_alias(data, counter)
+        alias = _torch.tensors.counted_alias(data, counter)
         self._out.append((TensorWeakRef(alias), counter))
         if len(self._out) > self._enough:
             self._let_go()
@@ -42,7 +42,9 @@ class DataWrites:
     def count(self) -> int:
         """How often it was written through all that was given out."""
         out = self._out
-        return self._past + sum(_torch.versions([counter for _, counter in out])) if out else self._past
+        return (
+            self._past + sum(_torch.tensors.versions([counter for _, counter in out])) if out else self._past
+        )
 
     def _let_go(self) -> None:
         """Of what nobody holds any more, nor a view of it, only the count is kept."""

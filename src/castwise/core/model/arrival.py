@@ -47,8 +47,8 @@ def is_sealed(tensor: Tensor) -> bool:
     if tensor.is_floating_point() and tensor.dtype not in _PLAIN:
         return True
     if hasattr(tensor, "device_mesh"):
-        return is_sealed(_torch.local_tensor(tensor))
-    if _torch.dispatches_itself(tensor):
+        return is_sealed(_torch.distributed.local_tensor(tensor))
+    if _torch.distributed.dispatches_itself(tensor):
         return True
     foreign = not type(tensor).__module__.startswith(("torch.", "castwise."))
     return foreign and isinstance(tensor, nn.Parameter) and not tensor.requires_grad
@@ -163,4 +163,4 @@ def more_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return _torch.local_tensor(tensor) if hasattr(tensor, "device_mesh") else tensor
+    return _torch.distributed.local_tensor(tensor) if hasattr(tensor, "device_mesh") else tensor

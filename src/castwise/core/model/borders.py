@@ -67,11 +67,11 @@ class Entries:
 
     def enter(self) -> None:
         """A call begins. Without gradients torch makes nodes for casts of weights all the same."""
-        self._open.append(_torch.sequence_number() if torch.is_grad_enabled() else sys.maxsize)
+        self._open.append(_torch.autograd.sequence_number() if torch.is_grad_enabled() else sys.maxsize)
 
     def leave(self) -> None:
         """The call that began last ends."""
-        first, last = self._open.pop() if self._open else 0, _torch.sequence_number()
+        first, last = self._open.pop() if self._open else 0, _torch.autograd.sequence_number()
         if first < last:
             self.spans.append((first, last))
         else:
@@ -155,7 +155,7 @@ class Border:
         """Forward pre-hook with keyword arguments, where inputs are cast or backward must be told of the border."""
         cast = self.cast_inputs
         if cast is not None:
-            if self.rounding is not None and not is_compiling() and not _torch.is_tracing():
+            if self.rounding is not None and not is_compiling() and not _torch.tensors.is_tracing():
                 kind = type(module).__name__
                 self.rounding = self.rounding if self.rounding.look(kind, (args, kwargs)) else None
             if cast not in LOW_DTYPES and self.cast_only is None:
@@ -265,7 +265,7 @@ def _refuse_export(kind: str) -> None:
     )
 
 
-_torch.mark_constant(_refuse_export)
+_torch.dynamo.mark_constant(_refuse_export)
 
 
 def refuse_scripting(module: nn.Module) -> None:
@@ -289,14 +289,14 @@ def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     low = tensor.to(dtype)
     # without versions nobody would know that the rounded one was written to
     if is_compiling() or not tensor.is_inference():
-        low._castwise_wide = (tensor, _torch.version(low))  # type: ignore[attr-defined]
+        low._castwise_wide = (tensor, _torch.tensors.version(low))  # type: ignore[attr-defined]
     return low
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
     """What an output was before it was rounded, unless it was written to since; any other tensor itself."""
     wide = getattr(tensor, _WIDE, None)
-    return wide[0] if wide is not None and wide[1] == _torch.version(tensor) else tensor
+    return wide[0] if wide is not None and wide[1] == _torch.tensors.version(tensor) else tensor
 
 
 @dataclass(eq=False, repr=False)
@@ -365,7 +365,7 @@ def check_forward(module: nn.Module) -> None:
     Raises:
         StateError: Somebody has.
     """
-    device_type = _torch.autocast_within(module.__dict__.get("forward"))
+    device_type = _torch.calls.autocast_within(module.__dict__.get("forward"))
     if device_type is not None:
         raise StateError(
             f"forward of this {type(module).__name__} was replaced by one inside torch.autocast({device_type!r}), which overrides the plan: "
@@ -381,7 +381,7 @@ def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None
     """
     taken: list[tuple[Any, Any, Any]] = []
     for module in model.modules():
-        for hooks in _torch.hook_tables(module):
+        for hooks in _torch.hooks.hook_tables(module):
             taken += [
                 (hooks, key, hook)
                 for key, hook in hooks.items()
@@ -406,7 +406,11 @@ def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None
 
 def border_of(module: nn.Module) -> Border | None:
     """The border around a module, if there is one."""
-    own = (getattr(hook, "__self__", None) for hooks in _torch.hook_tables(module) for hook in hooks.values())
+    own = (
+        getattr(hook, "__self__", None)
+        for hooks in _torch.hooks.hook_tables(module)
+        for hook in hooks.values()
+    )
     return next((border for border in own if isinstance(border, Border)), None)
 
 
@@ -493,7 +497,7 @@ def install(
     rows = dict(own)
     if (
         device_type == "cpu"
-        and computes & ({"fp16"} if _torch.cpu_has_bf16() else {"fp16", "bf16"})
+        and computes & ({"fp16"} if _torch.cpu.cpu_has_bf16() else {"fp16", "bf16"})
         and any(isinstance(m, nn.LSTM) and not m.proj_size for m in model.modules())
     ):
         # torch.autocast asks oneDNN for an LSTM, but for one with projections, that it has in fp16 on no CPU so far, and in bf16
@@ -537,10 +541,10 @@ def install(
         for reference, border in borders:
             module = reference()
             if module is not None:
-                _torch.remove_hooks(
+                _torch.hooks.remove_hooks(
                     module, border.enter, border.enter_and_cast, border.leave, border.load, border.save
                 )
-                _torch.unguard_calls(module, border)
+                _torch.calls.unguard_calls(module, border)
         target = alive()
         for method in methods:
             if target is not None:
@@ -556,7 +560,7 @@ def install(
         else:
             module.register_forward_pre_hook(border.enter)
         module.register_forward_hook(border.leave, always_call=True)
-        _torch.guard_calls(module, border, frames.depth, frames.unwind)
+        _torch.calls.guard_calls(module, border, frames.depth, frames.unwind)
 
     log(remove)
     root = Border(

@@ -75,7 +75,7 @@ def _never_called(model: nn.Module) -> dict[nn.Module, str]:
             code = "runs code of its own, in which torch calls no hooks; name a module around it, or script it no more"
             inner = list(module.modules())[1:]
             found.update(dict.fromkeys(inner, f"what it is in was scripted or traced, and {code}"))
-            if not _torch.takes_hooks(module):
+            if not _torch.hooks.takes_hooks(module):
                 found[module] = f"a scripted module {code}"
         if isinstance(module, _CONTAINERS):
             found[module] = f"{type(module).__name__} is a container; name its children with '.*'"
@@ -429,7 +429,7 @@ def _called_in(module: nn.Module) -> Iterator[nn.Module]:
 def _factorises(module: nn.Module) -> bool:
     """Whether a parametrization may compute its weight by operators without low kernels, as orthogonal does."""
     return isinstance(module, ParametrizationList) and not all(
-        isinstance(one, _torch.NORM_PARAMETRIZATIONS) for one in module
+        isinstance(one, _torch.calls.NORM_PARAMETRIZATIONS) for one in module
     )
 
 
@@ -481,7 +481,7 @@ def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
         return True  # the vectors of spectral_norm are multiplied with the weight
     if isinstance(module, _WEIGHTED):
         return True
-    if not _torch.is_dense(buffer) or buffer.dim() < 2 or buffer.is_meta or buffer.numel() == 0:
+    if not _torch.tensors.is_dense(buffer) or buffer.dim() < 2 or buffer.is_meta or buffer.numel() == 0:
         return False
     values = buffer.detach()
     if not _runs(module):

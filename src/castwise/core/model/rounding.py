@@ -35,7 +35,9 @@ class RoundedInputs:
             UserWarning: Distinct values become equal.
         """
         self._looks -= 1
-        if _torch.in_transform() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if _torch.dispatcher.in_transform() or (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        ):
             return self._looks > 0
         for tensor in tensors_in(inputs):
             if type(tensor) is not Tensor or tensor.is_meta or tensor.layout is not torch.strided:

@@ -71,7 +71,7 @@ def _follow_casts(apply: Callable[..., Any]) -> Callable[..., Any]:
     return applied
 
 
-_casts = _torch.Replacement(nn.Module, "_apply", _follow_casts)
+_casts = _torch.hooks.Replacement(nn.Module, "_apply", _follow_casts)
 
 
 def _is_narrower(dtype: torch.dtype, stored: torch.dtype) -> bool:

@@ -84,7 +84,7 @@ def _sharded(
 ) -> Iterator[tuple[str, str, Tensor, Any, torch.dtype | None]]:
     """Each parameter that FSDP2 manages: path of its group, name, itself, the group's policy, format by the plan."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for path, _, parameter, policy in _torch.fsdp_groups(model):
+    for path, _, parameter, policy in _torch.distributed.fsdp_groups(model):
         if parameter not in names:
             raise StateError(
                 f"prepare: FSDP2 has gathered {path or type(model).__name__!r}, as the outermost module stays after a forward "
@@ -119,7 +119,7 @@ def check_shards(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None
         StateError: One is to be stored otherwise.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, known in _torch.fsdp_knows(model).items():
+    for parameter, known in _torch.distributed.fsdp_knows(model).items():
         wanted = dtypes.get(parameter, parameter.dtype)
         if wanted is not known:
             said = [str(dtype).removeprefix("torch.") for dtype in (known, wanted)]
@@ -154,18 +154,18 @@ class _Frozen:
     """Of a sharded model, what may come to be trained in other dtypes than FSDP2 and the plan count on."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._units = _torch.fsdp_units(model)
-        low = _torch.fsdp_groups(model) if plan.keeps_masters else ()
+        self._units = _torch.distributed.fsdp_units(model)
+        low = _torch.distributed.fsdp_groups(model) if plan.keeps_masters else ()
         self._low = [weakref.ref(shard) for _, _, shard, _ in low if shard.dtype in LOW_DTYPES]
         """Shards that arrived low and stay so as long as they are frozen; trained ones are masters, in fp32."""
 
     def look(self) -> None:
         units = [unit for reference in self._units if (unit := reference()) is not None]
         low = [shard for reference in self._low if (shard := reference()) is not None and shard.requires_grad]
-        if low or any(map(_torch.is_unfrozen, units)):
+        if low or any(map(_torch.distributed.is_unfrozen, units)):
             own = set(map(id, low))
             for unit in units:
-                _torch.look_again(unit, lambda shard: id(shard) in own and _widen(shard))
+                _torch.distributed.look_again(unit, lambda shard: id(shard) in own and _widen(shard))
             self._low = [ref for ref in self._low if (shard := ref()) is not None and id(shard) not in own]
 
 
@@ -187,7 +187,7 @@ def _look(model: nn.Module, *_: Any) -> None:
 
 def follow_unfreezing(model: nn.Module, plan: Plan, log: Callable[[Callable[[], None]], object]) -> None:
     """Have shards that are frozen when the model first runs train once they are unfrozen; ``log`` gets what ends it."""
-    if not _torch.fsdp_units(model):
+    if not _torch.distributed.fsdp_units(model):
         return
     alive = weakref.ref(model)
 
@@ -195,8 +195,8 @@ def follow_unfreezing(model: nn.Module, plan: Plan, log: Callable[[Callable[[], 
         target = alive()
         if target is not None:
             _frozen.pop(target, None)
-            _torch.remove_hooks(target, _look)
+            _torch.hooks.remove_hooks(target, _look)
 
     log(end)
     _frozen[model] = _Frozen(model, plan)
-    _torch.hook_first(model, _look)
+    _torch.hooks.hook_first(model, _look)

@@ -42,7 +42,7 @@ def stages_of(schedule: Any) -> list[Any]:
         StateError: Not a schedule of ``torch.distributed.pipelining``.
     """
     try:
-        return _torch.schedule_stages(schedule)
+        return _torch.distributed.schedule_stages(schedule)
     except AttributeError:
         raise StateError(
             f"pipeline({type(schedule).__name__}): not a schedule of torch.distributed.pipelining; make it first, e.g. "
@@ -75,8 +75,8 @@ def adapt(schedule: Any, scale: Callable[[], Tensor | None], open_window: Callab
 
     if getattr(schedule, "_castwise_adapted", False):
         raise StateError("pipeline: this schedule has been given to pipeline() already")
-    parts = _torch.take_gradient_division(schedule)
-    _torch.replace_schedule_loss(schedule, wrap)
+    parts = _torch.distributed.take_gradient_division(schedule)
+    _torch.distributed.replace_schedule_loss(schedule, wrap)
     for stage in stages_of(schedule):
-        _torch.hook_first(stage.submod, before)
+        _torch.hooks.hook_first(stage.submod, before)
     schedule._castwise_adapted = True

@@ -18,7 +18,7 @@ _USE = "looking"
 
 def is_cut(model: nn.Module) -> bool:
     """Whether a model is under ``fully_shard``, or holds a DTensor."""
-    return any(map(_torch.is_fsdp, model.modules())) or any(map(is_dtensor, _tensors(model)))
+    return any(map(_torch.distributed.is_fsdp, model.modules())) or any(map(is_dtensor, _tensors(model)))
 
 
 def ranks_of(model: nn.Module) -> Ranks:
@@ -64,12 +64,12 @@ def whole_copy(model: nn.Module, call: str) -> nn.Module:
                 held = isinstance(tensor, nn.Parameter)
                 made[shard] = nn.Parameter(values, tensor.requires_grad) if held else values
     of_form = {form: made[shard] for form, shard in shards.items() if shard in made}
-    return ranks.each(lambda: _torch.copy_without_shards(model, of_form))
+    return ranks.each(lambda: _torch.distributed.copy_without_shards(model, of_form))
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name; of what FSDP2 has gathered the shards, which optimizers and masters know."""
-    shards = _torch.fsdp_shards(model)
+    shards = _torch.distributed.fsdp_shards(model)
     return {name: shards.get(t, t) for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
@@ -99,4 +99,4 @@ def _mesh(shard: Tensor) -> Any:
 
 def _shards(model: nn.Module) -> dict[Tensor, Tensor]:
     """The DTensor behind each form in which the model holds what is cut."""
-    return {t: t for t in _tensors(model) if is_dtensor(t)} | _torch.fsdp_shards(model)
+    return {t: t for t in _tensors(model) if is_dtensor(t)} | _torch.distributed.fsdp_shards(model)

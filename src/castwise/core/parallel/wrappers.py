@@ -27,7 +27,7 @@ def _announce(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if name == "module" and child is not None and isinstance(parent, DistributedDataParallel):
         for listener in _listeners:
             listener(parent, child)
-    elif name == "_fsdp_wrapped_module" and child is not None and _torch.is_fsdp1(parent):
+    elif name == "_fsdp_wrapped_module" and child is not None and _torch.distributed.is_fsdp1(parent):
         for look in _fsdp1_listeners:
             look(child)
 
@@ -48,7 +48,7 @@ def refuse_fsdp1(call: str, module: nn.Module) -> None:
 def on_join_end(listener: Callable[[DistributedDataParallel, int], None]) -> None:
     """Call ``listener(ddp, rank)`` on all ranks whenever torch's ``Join`` has given them the weights of one of them."""
     if not _join_listeners:
-        _torch.on_join_end(lambda ddp, rank: [told(ddp, rank) for told in _join_listeners])
+        _torch.distributed.on_join_end(lambda ddp, rank: [told(ddp, rank) for told in _join_listeners])
     if listener not in _join_listeners:
         _join_listeners.append(listener)
 
@@ -78,7 +78,7 @@ def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.
     """
     params = [p for name, p in module.named_parameters() if name not in ddp.parameters_to_ignore]
     for name, parameter in module.named_parameters():
-        if is_dtensor(parameter) or _torch.was_dtensor(parameter):
+        if is_dtensor(parameter) or _torch.distributed.was_dtensor(parameter):
             raise StateError(
                 f"DistributedDataParallel({type(module).__name__}): {name} is a DTensor, which it cannot hold under a plan. "
                 "For data parallelism over tensor parallelism take fully_shard(model, mesh=...) with the mesh (dp, 1, tp): "
@@ -91,7 +91,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """A model and what is inside of it, as long as it is but a wrapper."""
     while True:
         yield model
-        inner = _torch.without_compiler(model)
+        inner = _torch.calls.without_compiler(model)
         if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
             inner = model.get_submodule("module")
         if inner is model:

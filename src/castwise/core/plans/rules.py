@@ -54,7 +54,7 @@ BASES: Final = ("native", "cuda", "apex", "none")
 """``native``: what torch.autocast does on the device at hand. ``cuda``: what it does on CUDA, on any device.
 ``apex``: the lists of Apex's opt level O1. ``none``: no operator is cast."""
 
-DEVICE_TYPES: Final = tuple(_torch.AUTOCAST_KEYS)
+DEVICE_TYPES: Final = tuple(_torch.dispatcher.AUTOCAST_KEYS)
 
 _OPERATOR_NAME: Final = re.compile(r"(?:[A-Za-z_]\w*::)?[A-Za-z_]\w*", re.ASCII)
 _UNLISTED: Final = "torch.autocast casts it on this device and the plan's table does not"
@@ -120,7 +120,7 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
             table |= _rows(tables.RNN_STAND_INS)
     # One table serves several versions of torch: operators and their autocast kernels come and go between them.
     if base in ("native", "cuda"):
-        there = _torch.autocast_registrations("cuda")
+        there = _torch.dispatcher.autocast_registrations("cuda")
         missing = {op for op in tables.CUDA_SINCE_2_12 if f"aten::{op}" not in there}
         table = {op: row for op, row in table.items() if op not in missing}
     return _there(table)
@@ -173,7 +173,7 @@ def advice(op: str) -> str:
     return f'To run it as an fp32 island give the plan ops=(("{op}", "fp32"),); other rules: lower, widest, as_is.'
 
 
-def operator_overloads(name: str) -> tuple[_torch.OpOverload, ...]:
+def operator_overloads(name: str) -> tuple[_torch.operators.OpOverload, ...]:
     """Find the overloads that a rule for an operator governs.
 
     Returns:
@@ -272,7 +272,8 @@ def _differs(row: Row, native: Row | None) -> bool:
     # Without a native row an operator gets no cast anyway, but the parts it is made of may. Tables list those alone.
     listed = row.rule != "as_is" or row.reason != _CHOSEN
     return listed or any(
-        _torch.is_dispatched(op) and _torch.is_composite(op) for op in operator_overloads(row.op)
+        _torch.dispatcher.is_dispatched(op) and _torch.operators.is_composite(op)
+        for op in operator_overloads(row.op)
     )
 
 
@@ -300,13 +301,13 @@ def _is_in_place(op: str) -> bool:
     return op.endswith("_") and not op.endswith("__")
 
 
-def _overloads(name: str) -> tuple[_torch.OpOverload, ...]:
+def _overloads(name: str) -> tuple[_torch.operators.OpOverload, ...]:
     packet = _packet(name)
     if packet is None:
         raise UnknownNameError(_unknown(name))
     wanted = "in_place" if _is_in_place(name) else "functional"
     overloads = (getattr(packet, overload) for overload in packet.overloads())
-    found = tuple(overload for overload in overloads if _torch.overload_kind(overload) == wanted)
+    found = tuple(overload for overload in overloads if _torch.operators.overload_kind(overload) == wanted)
     if not found:
         raise PlanError(
             f"operator {name!r}: every overload of it writes to its arguments or takes no tensor, so no rule "
@@ -324,7 +325,7 @@ def _unknown(name: str) -> str:
     start = f"operator {name!r}: not registered in torch {torch.__version__}"
     if namespace == "aten" and base in tables.FUNCTIONS:
         return f"{start}. torch.nn.functional.{base} runs as {tables.FUNCTIONS[base]}: name that instead."
-    known = sorted({_split(op)[1].partition(".")[0] for op in _torch.operator_names(namespace)})
+    known = sorted({_split(op)[1].partition(".")[0] for op in _torch.operators.operator_names(namespace)})
     start += close_matches(base, known)
     if namespace == "aten":
         return (

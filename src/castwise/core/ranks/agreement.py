@@ -138,7 +138,7 @@ class Agreement:
             StateError: On every rank in its first step.
         """
         by: Callable[[], Any] = next(iter(self._averaged.values()), (_no_world,))[0]
-        if _torch.is_in_join(by()):
+        if _torch.distributed.is_in_join(by()):
             raise StateError(
                 f"{call}: DistributedDataParallel is in torch's Join, where ranks end at different steps; {call} has them "
                 "talk at each. Give all ranks the same number of batches (DistributedSampler does), or leave it out"
@@ -429,8 +429,8 @@ def local_grad(parameter: Tensor) -> Tensor | None:
             owner: Any = masters.model_param_of(parameter)
             sharded = sharded.redistribute(sharded.device_mesh, owner.placements)
             parameter.grad = sharded
-        return _torch.local_tensor(sharded)
-    return _torch.dense_values(grad)
+        return _torch.distributed.local_tensor(sharded)
+    return _torch.tensors.dense_values(grad)
 
 
 def _norm_here(optimizer: Optimizer) -> float:
@@ -452,4 +452,4 @@ def _clip_by(norm: Tensor, params: Iterable[Tensor], max_norm: float) -> None:
     norm = norm.nan_to_num(0.0, 0.0)  # what is not finite stays to be seen
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device, grads in by_device.items():
-        _torch.multiply_each(grads, factor.to(device))
+        _torch.tensors.multiply_each(grads, factor.to(device))

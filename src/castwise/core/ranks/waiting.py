@@ -82,7 +82,7 @@ class Waiting:
         _waits.pop(id(self), None)
         if self._beats:
             with contextlib.suppress(Exception):  # the store is gone with the process that keeps it
-                _torch.default_store().set(self._key(dist.get_rank()), "")
+                _torch.distributed.default_store().set(self._key(dist.get_rank()), "")
 
     # --- on the thread that looks -----------------------------------------------------------------------------
 
@@ -97,7 +97,9 @@ class Waiting:
         name, frame = _call_of(None if self._event is not None else self._thread)
         self._beats += 1
         if id(self) in _waits:
-            _torch.default_store().set(self._key(dist.get_rank()), f"{self._beats} {name}{_place(frame)}")
+            _torch.distributed.default_store().set(
+                self._key(dist.get_rank()), f"{self._beats} {name}{_place(frame)}"
+            )
         if self._said or waited < SAID_AFTER_S - _ALIVE_S:
             return
         if self._first is None:
@@ -113,7 +115,7 @@ class Waiting:
 
     def _posts(self) -> dict[int, bytes]:
         """What other ranks of the group have written."""
-        store, found = _torch.default_store(), {}
+        store, found = _torch.distributed.default_store(), {}
         members = self._members()
         for rank in members if len(members) <= _MOST_RANKS else ():
             if rank != dist.get_rank() and store.check([self._key(rank)]):

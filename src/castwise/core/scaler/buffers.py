@@ -180,10 +180,10 @@ class KeptBuffers:
             self._unused = session.number, session.backwards
         if self._taken == session.number and not (self._unsure and grad):
             return
-        if not (training or grad) or (self._groups and _torch.is_stand_in_call()):
+        if not (training or grad) or (self._groups and _torch.tensors.is_stand_in_call()):
             return  # nothing is written, or other buffers are in their place, perhaps
         if self._taken == session.number:
-            _torch.outside_dispatch_modes(_torch.without_grad, self._take_sound)
+            _torch.tensors.outside_dispatch_modes(_torch.tensors.without_grad, self._take_sound)
         else:
             self._taken, self.seen = session.number, session.rounds
             self.begin_window()
@@ -198,7 +198,8 @@ class KeptBuffers:
             return
         self._unused = (-1, -1)
         found = [
-            _torch.outside_dispatch_modes(_torch.without_grad, group.has_new_nan) for group in self._groups
+            _torch.tensors.outside_dispatch_modes(_torch.tensors.without_grad, group.has_new_nan)
+            for group in self._groups
         ]
         if all(flag.is_cpu for flag in found):
             if any(map(bool, found)):
@@ -220,7 +221,7 @@ class KeptBuffers:
             or self._stirred()
         )
         if changed or self._groups or look:
-            _torch.outside_dispatch_modes(_torch.without_grad, self._take, changed, look)
+            _torch.tensors.outside_dispatch_modes(_torch.tensors.without_grad, self._take, changed, look)
 
     def _take(self, changed: bool, look: bool) -> None:
         if look and self._look():
@@ -237,7 +238,7 @@ class KeptBuffers:
     def _lay_out(self) -> None:
         """Make room for copies of the buffers that there are."""
         model = self._model()
-        found = [] if model is None else [*_torch.buffer_tables(model)]
+        found = [] if model is None else [*_torch.hooks.buffer_tables(model)]
         self._tables = [table for _, table in found]
         self._layout = _registered, sum(map(len, self._tables))
         groups: dict[Any, Copies] = {}
@@ -252,7 +253,7 @@ class KeptBuffers:
                 if is_kept(buffer):
                     kind = buffer.device, buffer.dtype, buffer.dim() == 1
                     groups.setdefault(kind, Copies()).add(table, key, name)
-                elif is_lazy(buffer) or _torch.is_transformed(buffer):
+                elif is_lazy(buffer) or _torch.tensors.is_transformed(buffer):
                     self._layout = (-1, -1)  # what comes in its place is looked at then
         self._groups = [*groups.values()]
         self._is_bare = not (groups or self._empty or self._still or self._layout[0] < 0)
@@ -303,7 +304,9 @@ class KeptBuffers:
 
     def put_back(self, flag: Tensor | None) -> list[Restored]:
         """As :meth:`Buffers.put_back`."""
-        found: list[Restored] = _torch.outside_dispatch_modes(_torch.without_grad, self._put_back, flag)
+        found: list[Restored] = _torch.tensors.outside_dispatch_modes(
+            _torch.tensors.without_grad, self._put_back, flag
+        )
         return found
 
     def _put_back(self, flag: Tensor | None) -> list[Restored]:
@@ -320,7 +323,7 @@ class KeptBuffers:
         model = self._model()
         kept = {name for group in self._groups for name in group.names}
         lost = []
-        for path, table in () if model is None else _torch.buffer_tables(model):
+        for path, table in () if model is None else _torch.hooks.buffer_tables(model):
             for key, buffer in table.items():
                 name = f"{path}.{key}" if path else key
                 if name in kept or name in self._told or buffer is None or not is_kept(buffer):
@@ -351,7 +354,7 @@ class _Still(NamedTuple):
 
 
 def _mark(buffer: Tensor | None) -> tuple[int, int]:
-    return id(buffer), -1 if buffer is None else _torch.version(buffer)
+    return id(buffer), -1 if buffer is None else _torch.tensors.version(buffer)
 
 
 def _content(buffer: Tensor) -> int:

@@ -75,7 +75,7 @@ class Copies:
             torch.cat(now, out=self._flat)
             return True
         try:
-            _torch.copy_each(self.copies, now if self._plain else [*map(values_of, now)])
+            _torch.tensors.copy_each(self.copies, now if self._plain else [*map(values_of, now)])
         except RuntimeError:  # it was resized where it lies
             return False
         return True
@@ -122,7 +122,7 @@ class Copies:
                 self._chosen = chosen, self._pieces(chosen)
             torch.where(self._spread(worse), self._flat, flat, out=self._chosen[0])
             places = [at for at, fits in enumerate(fitting) if fits]
-            _torch.copy_each([values[at] for at in places], [self._chosen[1][at] for at in places])
+            _torch.tensors.copy_each([values[at] for at in places], [self._chosen[1][at] for at in places])
             found.append((self.names, worse))
         if not all(fitting) and (flag is None or bool(flag > 0)):
             for at, buffer in enumerate(now):
@@ -168,9 +168,9 @@ def is_kept(buffer: Tensor) -> bool:
     """Whether a buffer can be kept: numbers that can be infinite or NaN, each in memory of its own."""
     if type(buffer) is not Tensor and not hasattr(buffer, "placements"):  # a DTensor has them
         return False
-    if buffer.dtype not in _FORMATS or not _torch.is_dense(buffer) or buffer.is_meta:
+    if buffer.dtype not in _FORMATS or not _torch.tensors.is_dense(buffer) or buffer.is_meta:
         return False
-    if _torch.is_transformed(buffer):
+    if _torch.tensors.is_transformed(buffer):
         return False
     spread = any(not step and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True))
     return not (spread or buffer.is_conj() or buffer.is_neg() or buffer.is_inference())
@@ -179,7 +179,7 @@ def is_kept(buffer: Tensor) -> bool:
 def values_of(buffer: Tensor) -> Tensor:
     """What this process holds of a buffer, in the same memory, as real numbers or as bytes that can be copied."""
     if hasattr(buffer, "placements"):
-        buffer = _torch.local_tensor(buffer)
+        buffer = _torch.distributed.local_tensor(buffer)
     if buffer.is_complex():
         return torch.view_as_real(buffer)
     return buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer

@@ -303,7 +303,7 @@ class GradScaler(Verdicts):
             return optimizer.step(*(() if closure is None else (closure,)), *args, **kwargs)
         if closure is not None:
             value = self._step_with_closure(optimizer, closure, args, kwargs)
-        elif args or kwargs or self._overridden or _torch.takes_flag(optimizer):
+        elif args or kwargs or self._overridden or _torch.optimizers.takes_flag(optimizer):
             first = not optimizer.state
             value = super().step(optimizer, *args, **kwargs)
             if first:
@@ -514,7 +514,7 @@ class GradScaler(Verdicts):
         for state in states.values():
             flags = state["found_inf_per_device"]
             if len(flags) == 1 and scale is not None and tracker is not None and scale.device in flags:
-                _torch.update_scale(
+                _torch.grad_scaler.update_scale(
                     scale,
                     tracker,
                     flags[scale.device],
@@ -578,4 +578,4 @@ class GradScaler(Verdicts):
 
 # Only scale() may be traced into a graph; the rest is between graphs.
 for _name in ("backward", "step", "update", "result_of", "decide_together", "step_or_skip", "_open_window"):
-    _torch.never_trace(getattr(GradScaler, _name))
+    _torch.tensors.never_trace(getattr(GradScaler, _name))

@@ -78,8 +78,8 @@ def values(grad: torch.Tensor) -> torch.Tensor:
 
     Of one that torch has yet to conjugate the numbers as they lie in memory, where they can be multiplied in place.
     """
-    grad = _torch.dense_values(
-        _torch.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
+    grad = _torch.tensors.dense_values(
+        _torch.distributed.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
     )
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad) if grad.is_complex() else grad
 
@@ -133,7 +133,7 @@ def check_and_multiply(
     with torch.no_grad():
         for (where, _), group in by_kind.items():
             flag = number(0.0, where)
-            _torch.check_and_unscale(group, flag, factor.to(where))
+            _torch.grad_scaler.check_and_unscale(group, flag, factor.to(where))
             flags.append(flag)
     return largest(flags, device)
 
@@ -154,14 +154,16 @@ def unscale_plain(
     if set(map(type, grads)) != _PLAIN:
         if not grads or not all(type(grad) is torch.Tensor or _is_whole(grad) for grad in grads):
             return False
-        grads = [grad if type(grad) is torch.Tensor else _torch.local_tensor(grad) for grad in grads]
+        grads = [
+            grad if type(grad) is torch.Tensor else _torch.distributed.local_tensor(grad) for grad in grads
+        ]
     device = inverse.get_device()
     if not allow_fp16 and torch.float16 in map(_dtype, grads):
         return False
     if device == -1:
         # The kernel of a CPU takes dtypes as they come, and refuses what is sparse or elsewhere before it writes anything.
         try:
-            _torch.without_grad(_torch.check_and_unscale, grads, flag, inverse)
+            _torch.tensors.without_grad(_torch.grad_scaler.check_and_unscale, grads, flag, inverse)
         except RuntimeError:
             return False
         return True
@@ -169,7 +171,7 @@ def unscale_plain(
         return False
     for dtype in set(map(_dtype, grads)):
         some = [grad for grad in grads if grad.dtype is dtype]
-        _torch.without_grad(_torch.check_and_unscale, some, flag, inverse)
+        _torch.tensors.without_grad(_torch.grad_scaler.check_and_unscale, some, flag, inverse)
     return True
 
 

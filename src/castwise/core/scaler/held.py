@@ -29,7 +29,7 @@ class Held:
     def __init__(self, params: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
         self.params = params
         self._ids = [*map(id, grads)]
-        self._versions = _torch.versions(grads)
+        self._versions = _torch.tensors.versions(grads)
         """How often each gradient had been written to; -1 where none lies that holds the scale."""
         self._watched: weakref.ref[torch.Tensor] | None = None
         for place in range(len(grads) - 1, -1, -1):
@@ -71,7 +71,7 @@ class Held:
         as_they_were = zip(self._ids, self._versions, strict=True)
         return [
             (id(grad) != key, grad)
-            for grad, version, (key, was) in zip(now, _torch.versions(now), as_they_were, strict=True)
+            for grad, version, (key, was) in zip(now, _torch.tensors.versions(now), as_they_were, strict=True)
             if grad is not None and was >= 0 and (id(grad) != key or version != was)
         ]
 
@@ -101,7 +101,7 @@ class Held:
 
     def _after_death(self, place: int) -> None:
         """The gradient at a place is being destroyed: it must not be read there, which would bring it back half destroyed."""
-        if _torch.graph_task_id() != -1:
+        if _torch.autograd.graph_task_id() != -1:
             return  # a backward writes to gradients from threads of its own
         dead = self._ids[place]
         others = [

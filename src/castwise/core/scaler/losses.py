@@ -39,7 +39,7 @@ class LossState:
     def allocate(self, device: torch.device) -> None:
         """Make the tensors."""
         kinds = (torch.float32, torch.int32, torch.int32)
-        self.scale, self.growth_tracker, self.hysteresis_tracker = _torch.outside_transforms(
+        self.scale, self.growth_tracker, self.hysteresis_tracker = _torch.tensors.outside_transforms(
             lambda: [
                 torch.full((), number, dtype=dtype, device=device)
                 for number, dtype in zip(astuple(self.first), kinds, strict=True)
@@ -62,7 +62,7 @@ class LossState:
         return [tensor for tensor in tensors if tensor is not None]
 
 
-class NamedLosses(_torch.OpenGradScaler):
+class NamedLosses(_torch.grad_scaler.OpenGradScaler):
     """Torch's scaler with a state per loss, made at first use, of which one is in torch's attributes."""
 
     current: LossState

@@ -131,7 +131,9 @@ def update_on_device(
     if not policy.dynamic:
         return
     if policy.is_plain:
-        _torch.update_scale(scale, growth_tracker, found_inf, policy.growth, policy.backoff, policy.interval)
+        _torch.grad_scaler.update_scale(
+            scale, growth_tracker, found_inf, policy.growth, policy.backoff, policy.interval
+        )
         return
     assert hysteresis_tracker is not None
     found = found_inf != 0

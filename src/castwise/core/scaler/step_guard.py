@@ -120,7 +120,7 @@ class StepGuard(GradScaler):
         )
         skipped = read_on_host(flags.values()) if value is None else value.value != 0.0
         if skipped is None:
-            if _torch.takes_flag(optimizer) and not self._refuse:
+            if _torch.optimizers.takes_flag(optimizer) and not self._refuse:
                 return self._take_on_device(optimizer, flags)
             skipped = any(flag.item() for flag in flags.values())
         if skipped:

@@ -76,7 +76,7 @@ class Verdicts(NamedLosses):
         # torch's scaler takes what is real, and dense or sparse in coordinates, but no bf16 on an accelerator
         if any(
             grad.is_complex()
-            or not (_torch.is_dense(grad) or grad.is_sparse)
+            or not (_torch.tensors.is_dense(grad) or grad.is_sparse)
             or (grad.dtype is torch.bfloat16 and grad.device.type != "cpu")
             for grad in grads
         ):

@@ -60,7 +60,7 @@ class Watch:
         """
         self._follow(optimizer, log)
         for base in inside(optimizer):
-            if _torch.has_step_hooks(base):
+            if _torch.optimizers.has_step_hooks(base):
                 self._around[id(base)] = weakref.ref(optimizer)
                 log(functools.partial(self._leave, id(base)))
                 self._follow(base, log)
@@ -74,7 +74,7 @@ class Watch:
         def end() -> None:
             target = alive()
             if target is not None:
-                _torch.remove_hooks(target, self._before_step, self._after_step)
+                _torch.hooks.remove_hooks(target, self._before_step, self._after_step)
             self._looked_after.discard(key)
             if target is not None and self._window.scales:
                 _scaling.pop(target, None)
@@ -109,11 +109,11 @@ class Watch:
                 )
 
         def end() -> None:
-            _torch.forget_every_step(look)
+            _torch.optimizers.forget_every_step(look)
             self._window.let_go()
 
         log(end)
-        _torch.watch_every_step(look)
+        _torch.optimizers.watch_every_step(look)
 
     def see_clearing(self, log: _Log) -> None:
         """Hear of each ``zero_grad``, whoever calls it, which ends what the window knows of gradients.
@@ -127,11 +127,11 @@ class Watch:
                 window.cleared(by)
 
         def end(_: object = None) -> None:
-            _torch.clearing.remove(look)
+            _torch.optimizers.clearing.remove(look)
 
         alive = weakref.ref(self._window, end)
         log(end)
-        _torch.clearing.add(look)
+        _torch.optimizers.clearing.add(look)
 
     # --- hooks around a step ----------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Watch:
                     "nevertheless are stepped once they are cleared and set again"
                 )
             if not window.used and gradients.move(optimizer):
-                if not _torch.called_by_a_scaler():
+                if not _torch.calls.called_by_a_scaler():
                     raise StateError(
                         f"{type(by).__name__}.step(): the plan has a loss scale, and no loss was ever scaled, so that small "
                         "gradients are lost: whoever calls backward here knows nothing of the plan. In a loop of your own call "
@@ -208,7 +208,7 @@ class Watch:
             return
         window.no_look_at_step(optimizer)
         bad = read_on_host(flags.values())
-        if bad is None and not _torch.takes_flag(by):
+        if bad is None and not _torch.optimizers.takes_flag(by):
             bad = any(flag.item() for flag in flags.values())
         window.skips += bool(bad)
         if bad:
@@ -261,4 +261,4 @@ def inside(optimizer: Optimizer) -> list[Optimizer]:
     return found[1:]
 
 
-_torch.never_trace(Watch._before_step)
+_torch.tensors.never_trace(Watch._before_step)

@@ -267,7 +267,7 @@ class Window:
         """
         if self.scales:
             if scaled.requires_grad and not torch.compiler.is_compiling():
-                scaled.register_hook(functools.partial(self._begin, _torch.is_transformed(scaled)))
+                scaled.register_hook(functools.partial(self._begin, _torch.tensors.is_transformed(scaled)))
             else:
                 self._lend_unseen()
         return scaled
@@ -279,27 +279,27 @@ class Window:
 
     def _begin(self, transformed: bool, _: torch.Tensor) -> None:
         self._begun = True
-        self._task = _torch.graph_task_id()
+        self._task = _torch.autograd.graph_task_id()
         before = self._marks()
 
         def end() -> None:
             self.fed()
             if self._marks() == before and not self.scaler.asked:
                 params = [p for optimizer in self._optimizers() for p in gradients.stored(optimizer)]
-                self._handed_out = transformed or any(map(_torch.is_returned, params))
+                self._handed_out = transformed or any(map(_torch.autograd.is_returned, params))
 
         # Queued twice: what reduces gradients between ranks is queued during the backward.
-        _torch.on_graph_task_end(lambda: _torch.on_graph_task_end(end))
+        _torch.autograd.on_graph_task_end(lambda: _torch.autograd.on_graph_task_end(end))
 
     def _marks(self) -> list[tuple[int, int]]:
         """What lies on the parameters, and how often it was written to."""
         grads = [grad for optimizer in self._optimizers() for grad in gradients.on_each(optimizer)]
         grads += [parameter.grad for parameter in self._strays()]
-        return [*zip(map(id, grads), _torch.versions(grads), strict=True)]
+        return [*zip(map(id, grads), _torch.tensors.versions(grads), strict=True)]
 
     def _runs(self) -> bool:
         """Whether this is called from within a backward of a scaled loss."""
-        return self.in_backward or (self._task != -1 and _torch.graph_task_id() == self._task)
+        return self.in_backward or (self._task != -1 and _torch.autograd.graph_task_id() == self._task)
 
     def is_scaled(self, optimizer: Optimizer) -> bool:
         """Whether the gradients of one of the window's optimizers hold its scale."""
@@ -465,7 +465,9 @@ class Window:
                 continue
             state = self.scaler.optimizer_states.get(id(optimizer)) if self.scales else None
             known = state is not None and state["stage"] is OptState.STEPPED and not self._runs()
-            if last[2] == _torch.versions(ends) and (known or last[3] == _torch.sequence_number()):
+            if last[2] == _torch.tensors.versions(ends) and (
+                known or last[3] == _torch.autograd.sequence_number()
+            ):
                 raise StateError(
                     f"step({type(optimizer).__name__}): it was stepped by these gradients already, and no backward came in between. "
                     "Call amp.step(optimizer) once after each amp.backward(loss)"
@@ -524,7 +526,12 @@ class Window:
         ends = gradients.ends(optimizer)
         if ends is not None:
             first, last = map(weakref.ref, ends)
-            self._last[id(optimizer)] = first, last, _torch.versions(ends), _torch.sequence_number()
+            self._last[id(optimizer)] = (
+                first,
+                last,
+                _torch.tensors.versions(ends),
+                _torch.autograd.sequence_number(),
+            )
 
     def give_up(self, optimizers: Iterable[Optimizer]) -> None:
         """After a step of several that failed: what was found in gradients holds for these gradients alone."""

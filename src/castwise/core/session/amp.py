@@ -150,7 +150,7 @@ class Amp(masters.OfThisProcess):
     @staticmethod
     def of(model: nn.Module) -> Amp | None:
         """The session that has prepared a model, or None. It lives as long as the model does."""
-        return _prepared.get(_torch.without_compiler(model))
+        return _prepared.get(_torch.calls.without_compiler(model))
 
     # --- preparing ----------------------------------------------------------------------------------------
 
@@ -220,8 +220,8 @@ class Amp(masters.OfThisProcess):
             widen = widen or kept.trains(model)  # masters have been fp32, which the parameters become
         late = [optimizer for optimizer in optimizers if not self._members.holds(optimizer)]
         if late and not (inference or self.plan.stores_low) and self._has(model):
-            self._join(_torch.without_compiler(model), late, part)
-            self._note_prepared(_torch.without_compiler(model), late, how)
+            self._join(_torch.calls.without_compiler(model), late, part)
+            self._note_prepared(_torch.calls.without_compiler(model), late, how)
             return
         # A stage of a pipeline may have no optimizer.
         meets = not inference and bool(optimizers or part) and self._will_meet
@@ -389,11 +389,11 @@ class Amp(masters.OfThisProcess):
             if not self._members.holds(optimizer):
                 log.on(optimizer, self._members.remove_optimizer)
                 self._members.add_optimizer(optimizer)
-                if _torch.has_step_hooks(optimizer):
+                if _torch.optimizers.has_step_hooks(optimizer):
                     self._watch.follow(optimizer, log.callback)
                     watch_formats(optimizer, self.plan, self._members.names, log.callback)
                     if not self.plan.keeps_masters:
-                        log.on(optimizer, _torch.remove_hooks, masters.forget_loaded)
+                        log.on(optimizer, _torch.hooks.remove_hooks, masters.forget_loaded)
                         optimizer.register_load_state_dict_post_hook(masters.forget_loaded)
                     if self.plan.master == "none":
                         self._dropped.follow(optimizer, log.callback)
@@ -517,7 +517,7 @@ class Amp(masters.OfThisProcess):
             if kwargs or not scaler.is_first(name):
                 scaler.backward(loss, name, params=self._members.parameters, **kwargs)
             else:
-                _torch.backward_of_scalar(scaler.scale(loss, name))
+                _torch.autograd.backward_of_scalar(scaler.scale(loss, name))
         except RuntimeError as error:
             borders.explain(error, self._members.models, loss)
             raise
@@ -897,7 +897,7 @@ class Amp(masters.OfThisProcess):
             as_given: Store what arrived in bf16 or fp16 in that format again, rounded once: for a checkpoint like the
                 one that the model came from. Training cannot go on from it without loss.
         """
-        target = _torch.without_compiler(model)
+        target = _torch.calls.without_compiler(model)
         weights = masters.fp32_state_dict(target)
         return storage.as_arrived(weights, target, self._members.arrived.values()) if as_given else weights
 

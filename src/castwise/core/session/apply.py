@@ -57,11 +57,11 @@ def apply(
     plan = resolution.plan
     alive = weakref.ref(model)
     masters.make_pickles_plain()
-    _torch.before_scripting(borders.refuse_scripting)
+    _torch.hooks.before_scripting(borders.refuse_scripting)
     # a copy of a prepared model brings the original's borders along
     borders.strip(model, log.callback)
     tracing.get_ready_for_compile()
-    _torch.forget_compiled(model)
+    _torch.dynamo.forget_compiled(model)
     root = borders.install(model, resolution, device_type, methods, sync, log.callback)
     if not inference:
         bypass.watch(model, resolution, log.callback)
@@ -104,18 +104,18 @@ def apply(
         masters.install_hooks(model, log.callback)
     if plan.keeps_masters and (dtypes or arrived):
         refuse = functools.partial(_refuse_stranger, alive)
-        log.callback(_torch.forget_every_step, refuse)
-        _torch.watch_every_step(refuse)
+        log.callback(_torch.optimizers.forget_every_step, refuse)
+        _torch.optimizers.watch_every_step(refuse)
     if plan.params == "fp32" and not (plan.keeps_masters or inference):
         both = model.named_parameters()
         frozen = [(name, weakref.ref(p)) for name, p in both if masters.is_low(p) and not p.requires_grad]
         if frozen:
             refuse = functools.partial(_refuse_unfrozen, type(model).__name__, frozen)
-            log.callback(_torch.forget_every_step, refuse)
-            _torch.watch_every_step(refuse)
+            log.callback(_torch.optimizers.forget_every_step, refuse)
+            _torch.optimizers.watch_every_step(refuse)
     if plan.compile != "as_given":
-        log.on(model, _torch.leave_uncompiled, root)
-        _torch.guard_calls(model, root, frames.depth, frames.unwind, plan.compile)
+        log.on(model, _torch.calls.leave_uncompiled, root)
+        _torch.calls.guard_calls(model, root, frames.depth, frames.unwind, plan.compile)
     return root
 
 

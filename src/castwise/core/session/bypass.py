@@ -81,12 +81,12 @@ class _Watched:
         return any(map(self._is_by_plan, nodes))
 
     def _is_by_plan(self, node: Any) -> bool:
-        number = _torch.node_number(node)
+        number = _torch.autograd.node_number(node)
         return (
             self.entries.made(number)
             or any(key == self.key and first <= number < last for key, first, last in tracing.graph_spans)
-            or _torch.casts_to(node, self.dtype)
-            or _torch.hides_operators(node)
+            or _torch.autograd.casts_to(node, self.dtype)
+            or _torch.autograd.hides_operators(node)
         )
 
     def strays(self, products: Sequence[Any]) -> bool:
@@ -97,7 +97,7 @@ class _Watched:
         """
         if self.path:
             return False
-        made = [(*_torch.makes(node), node) for node in products]
+        made = [(*_torch.autograd.makes(node), node) for node in products]
         return any(
             dtype is not self.dtype and size > 1 and not self._is_by_plan(node) for dtype, size, node in made
         )
@@ -141,7 +141,7 @@ def _note_block(enter: Callable[..., Any]) -> Callable[..., Any]:
     return entered
 
 
-_entries = [_torch.Replacement(kind, "__enter__", _note_block) for kind in (torch.autocast, autocast)]
+_entries = [_torch.hooks.Replacement(kind, "__enter__", _note_block) for kind in (torch.autocast, autocast)]
 
 
 def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], None]], object]) -> None:
@@ -167,7 +167,7 @@ def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], 
         new.append(
             _Watched(
                 weakref.ref(model), path, border.entries, border.frame.dtype, border.key, str(resolution.plan), bordered,
-                _torch.sequence_number(), _blocks,
+                _torch.autograd.sequence_number(), _blocks,
             )
         )  # fmt: skip
 
@@ -179,7 +179,7 @@ def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], 
     for entry in _entries if new else ():
         entry.begin()
     if _watched and not _undo:
-        _undo.append(_torch.around_backward(_look))
+        _undo.append(_torch.autograd.around_backward(_look))
 
 
 def watching(model: nn.Module) -> bool:
@@ -216,7 +216,7 @@ def _forget(done: Sequence[_Watched]) -> None:
 
 def _look(call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     """Around the engine: before gradients are added to parameters."""
-    if kwargs.get("accumulate_grad", True) and _torch.graph_task_id() == -1:
+    if kwargs.get("accumulate_grad", True) and _torch.autograd.graph_task_id() == -1:
         wanted = {id(tensor) for tensor in args[2]} if len(args) > 2 else set()
         _check([output for output in outputs if isinstance(output, torch.Tensor)], wanted)
     return call(outputs, grads, *args, **kwargs)
@@ -228,7 +228,7 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
     Raises:
         StateError: One was.
     """
-    leaves, hides = _torch.uses_of_leaves(outputs)
+    leaves, hides = _torch.autograd.uses_of_leaves(outputs)
     uses = {id(leaf): nodes for leaf, nodes, _ in leaves}
     products = {id(leaf): multiplied for leaf, _, multiplied in leaves if multiplied}
     done = []
@@ -240,7 +240,7 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
                 for key, name in watched.own().items()
                 if key in uses
                 and (not wanted or key in wanted)
-                and any(_torch.node_number(node) >= watched.begun for node in uses[key])
+                and any(_torch.autograd.node_number(node) >= watched.begun for node in uses[key])
             }
             nodes = [node for key in reached for node in uses[key]]
             if (watched.model() is None or watched.looks < 0) or (nodes and watched.is_settled(nodes)):

@@ -1,6 +1,6 @@
 """Self-checks on a release of torch that the suite has not passed on, made once in a process.
 
-castwise rests on parts of torch that are private (``_torch.py``), and some of them would go wrong without an error. Each
+castwise rests on parts of torch that are private (``core/_torch``), and some of them would go wrong without an error. Each
 check takes one of them through what a session does with it, on a few numbers.
 """
 
@@ -73,10 +73,10 @@ def _overrides() -> bool:
 
 def _guards() -> bool:
     try:
-        _torch.set_guard_code(5)
-        return _torch.compiled_code_sees(lambda: _torch.set_guard_code(6))
+        _torch.dynamo.set_guard_code(5)
+        return _torch.dynamo.compiled_code_sees(lambda: _torch.dynamo.set_guard_code(6))
     finally:
-        _torch.set_guard_code(0)
+        _torch.dynamo.set_guard_code(0)
 
 
 def _backward() -> bool:
@@ -89,8 +89,11 @@ def _backward() -> bool:
 
         @staticmethod
         def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-            seen.append((_torch.graph_task_id() != -1, _torch.running_node_number() is not None))
-            _torch.on_graph_task_end(lambda: seen.append("end"))
+            seen.append((
+                _torch.autograd.graph_task_id() != -1,
+                _torch.autograd.running_node_number() is not None,
+            ))
+            _torch.autograd.on_graph_task_end(lambda: seen.append("end"))
             return grad
 
     Identity.__module__ = __name__.partition(".")[0] + "_canary"  # neither torch's nor castwise's own
@@ -107,9 +110,9 @@ def _backward() -> bool:
 
     x = torch.ones(2, requires_grad=True, device="cpu")
     with contextlib.ExitStack() as undo:
-        undo.callback(_torch.around_python_backward(enter))
-        undo.callback(_torch.around_backward(around))
-        _torch.backward_of_scalar((Identity.apply(x) * 3).sum())  # type: ignore[no-untyped-call]
+        undo.callback(_torch.autograd.around_python_backward(enter))
+        undo.callback(_torch.autograd.around_backward(around))
+        _torch.autograd.backward_of_scalar((Identity.apply(x) * 3).sum())  # type: ignore[no-untyped-call]
     noted = ["begin", "enter", (True, True), "leave", "end", "done"]
     return seen == noted and x.grad is not None and x.grad.tolist() == [3, 3]
 
@@ -150,12 +153,12 @@ def _masters() -> bool:
 def _hooks() -> bool:
     layer, seen = _layer(), list[object]()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    _torch.watch_every_step(seen.append)
+    _torch.optimizers.watch_every_step(seen.append)
     try:
         optimizer.step()
     finally:
-        _torch.forget_every_step(seen.append)
-    before = _torch.version(layer.weight)
+        _torch.optimizers.forget_every_step(seen.append)
+    before = _torch.tensors.version(layer.weight)
     with torch.no_grad():
         layer.weight.add_(1)
 
@@ -163,9 +166,9 @@ def _hooks() -> bool:
         seen.append("hook")
 
     layer.register_forward_hook(hook)
-    _torch.remove_hooks(layer, hook)
+    _torch.hooks.remove_hooks(layer, hook)
     layer(torch.ones(1, 2, device="cpu"))
-    return seen == [optimizer] and _torch.version(layer.weight) == before + 1
+    return seen == [optimizer] and _torch.tensors.version(layer.weight) == before + 1
 
 
 _CHECKS: dict[str, Callable[[], bool]] = {

@@ -69,15 +69,15 @@ def check_model(model: nn.Module, device_type: str, *, wrapped: bool = False) ->
             f"prepare({type(model).__name__}): prepare the module first and wrap it after: "
             f"{type(model).__name__}(amp.prepare(module))"
         )
-    if _torch.has_fsdp1(model):
+    if _torch.distributed.has_fsdp1(model):
         wrappers.refuse_fsdp1("prepare", model)
     if not wrapped and wrappers.ddp_around(model) is not None:
         raise StateError(
             f"prepare({type(model).__name__}): this module is inside a DistributedDataParallel already; prepare it first and "
             "wrap it after: DistributedDataParallel(amp.prepare(module))"
         )
-    target = _torch.without_compiler(model)
-    if _torch.ran_compiled(target):
+    target = _torch.calls.without_compiler(model)
+    if _torch.dynamo.ran_compiled(target):
         raise StateError(
             "prepare: this compiled module, or another of its class, has already run compiled, and hooks added now would be "
             "ignored; prepare the module first, then torch.compile it"
@@ -104,9 +104,9 @@ def check_uncompiled(model: nn.Module, plan: Plan) -> None:
     Raises:
         StateError: It is.
     """
-    if plan.compile != "as_given" and _torch.is_compiled(model):
+    if plan.compile != "as_given" and _torch.dynamo.is_compiled(model):
         raise StateError(
-            f"prepare: the plan {plan} compiles the model, and this {type(_torch.without_compiler(model)).__name__} is compiled "
+            f"prepare: the plan {plan} compiles the model, and this {type(_torch.calls.without_compiler(model)).__name__} is compiled "
             "already; prepare it before torch.compile, or use a plan with compile='as_given', which leaves compiling to you"
         )
 
@@ -129,12 +129,12 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, plan: Plan) -> None:
             "updates it, made from model.parameters() after the last change that replaces them"
         )
     touched = plan.loss_scale or plan.stores_low or plan.memory_format != "as_is" or plan.optimizer == "fused"
-    if touched and not _torch.has_step_hooks(optimizer):
+    if touched and not _torch.optimizers.has_step_hooks(optimizer):
         raise StateError(
             f"prepare: {kind} does not call Optimizer.__init__, so its steps cannot be followed as the plan {plan} needs; prepare "
             "the optimizer inside it"
         )
-    if plan.keeps_masters and _torch.is_zero(optimizer):
+    if plan.keeps_masters and _torch.distributed.is_zero(optimizer):
         raise StateError(
             f"prepare: {kind} steps an optimizer of its own on this rank's share of the parameters, which would pass by the fp32 "
             f"masters of the plan {plan}. Shard by FSDP2 instead (amp.fully_shard), or use a plan that keeps parameters in fp32, such "
@@ -154,7 +154,10 @@ def check_in_backward(model: nn.Module, optimizers: Sequence[Optimizer], plan: P
     """
     found: list[Any] = [each for each in optimizers if hasattr(each, "fused_backward")]
     found += [
-        each for p in model.parameters() for hook in _torch.gradient_hooks(p) for each in _fused_within(hook)
+        each
+        for p in model.parameters()
+        for hook in _torch.hooks.gradient_hooks(p)
+        for each in _fused_within(hook)
     ]
     if not found:
         return
@@ -271,7 +274,7 @@ def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
     low = before.stores_low or after.stores_low
     why = (
         "has run compiled, so that hooks put on now would be ignored"
-        if _torch.ran_compiled(model)
+        if _torch.dynamo.ran_compiled(model)
         else "is cut into shards, whose groups are by the formats that parameters are stored in"
         if low and any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
         else "is in DistributedDataParallel, which keeps parameters of the format that it has met"
@@ -369,7 +372,7 @@ def watch_formats(
     def end() -> None:
         target = alive()
         if target is not None:
-            _torch.remove_hooks(target, look)
+            _torch.hooks.remove_hooks(target, look)
 
     look(optimizer)
     log(end)

@@ -85,7 +85,7 @@ class DroppedUpdates:
         self._before: Any = functools.partial(self._before_step)
         self._after: Any = functools.partial(self._after_step)
         for hook in (self._before, self._after):
-            _torch.never_trace(hook, "castwise looks at updates between graphs")
+            _torch.tensors.never_trace(hook, "castwise looks at updates between graphs")
 
     @property
     def share(self) -> float | None:
@@ -99,7 +99,7 @@ class DroppedUpdates:
         def end() -> None:
             target = alive()
             if target is not None:
-                _torch.remove_hooks(target, self._before, self._after)
+                _torch.hooks.remove_hooks(target, self._before, self._after)
 
         log(end)
         optimizer.register_step_pre_hook(self._before)
@@ -113,7 +113,7 @@ class DroppedUpdates:
         self._pieces = []
         kind = type(optimizer).__name__
         due = made % EVERY == 0 or (made < EVERY and made & (made - 1) == 0)
-        if not due or kind in self.unmeasured or _torch.dynamo_callback():
+        if not due or kind in self.unmeasured or _torch.tensors.dynamo_callback():
             return
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             self.unmeasured[kind] = "its step evaluates the loss itself"
@@ -266,7 +266,7 @@ def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
     kinds = {device.type for device in devices}
     with warnings.catch_warnings(), torch.random.fork_rng(devices, device_type=next(iter(kinds), "cuda")):
         warnings.simplefilter("ignore")  # what it says of its step it says of the true one
-        _torch.step_without_hooks(trial)
+        _torch.optimizers.step_without_hooks(trial)
     for piece in pieces:
         state = trial.state.get(piece.wide, {})
         piece.state = {name: value for name, value in state.items() if _is_beside(value, piece.wide)}

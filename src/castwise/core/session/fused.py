@@ -131,14 +131,14 @@ def fuse(optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> N
     """
     check_fused(optimizer)
     former = [_flags(group) for group in (optimizer.defaults, *optimizer.param_groups)]
-    log(functools.partial(_unfuse, weakref.ref(optimizer), former, _torch.fused_marks(optimizer)))
+    log(functools.partial(_unfuse, weakref.ref(optimizer), former, _torch.optimizers.fused_marks(optimizer)))
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
     restride_state(optimizer)
     for parameter, state in optimizer.state.items():
         if "step" in state:
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
-    _torch.mark_fused(optimizer)
+    _torch.optimizers.mark_fused(optimizer)
 
 
 def _flags(group: dict[str, Any]) -> dict[str, Any]:

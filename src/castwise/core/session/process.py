@@ -128,7 +128,7 @@ def check_device(plan: Plan, device_type: str) -> None:
             )
         if value == "bf16" and device_type == "cuda":
             raise DeviceError(f"Plan {plan}: {name}='bf16' is for CPUs; on CUDA use 'tf32' or 'ieee'")
-        if value == "bf16" and device_type == "cpu" and not _torch.cpu_has_bf16():
+        if value == "bf16" and device_type == "cpu" and not _torch.cpu.cpu_has_bf16():
             raise DeviceError(
                 f"Plan {plan}: {name}='bf16', but this CPU has no bf16 instructions; use 'ieee'"
             )
@@ -152,7 +152,7 @@ def _available(device_type: str) -> bool:
 def _has_tf32(device_type: str) -> bool:
     if device_type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
-    return device_type == "cpu" and _torch.cpu_has_tf32()
+    return device_type == "cpu" and _torch.cpu.cpu_has_tf32()
 
 
 class Claim:

@@ -23,8 +23,8 @@ _WORDS = (
 
 def watch(log: Callable[[Callable[[], None]], object]) -> None:
     """Take note of losses that a GradScaler scales; ``log`` gets what ends it, before it begins."""
-    log(lambda: _torch.scaling.remove(note))
-    _torch.scaling.add(note)
+    log(lambda: _torch.optimizers.scaling.remove(note))
+    _torch.optimizers.scaling.add(note)
 
 
 def note(scaled: Any) -> None:

@@ -69,7 +69,7 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
     """
     names = {tensor: name for name, tensor in named_tensors(model)}
     for tensor in dtypes:
-        dense = _torch.is_dense(tensor)
+        dense = _torch.tensors.is_dense(tensor)
         expanded = dense and any(
             stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
         )
@@ -124,7 +124,9 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
     log.on(model, _flatten_recurrent)
     for _, tensor in named_tensors(model):
         dtype = dtypes.get(tensor, tensor.dtype)
-        strides = plan.memory_format == "channels_last" and tensor.dim() == 4 and _torch.is_dense(tensor)
+        strides = (
+            plan.memory_format == "channels_last" and tensor.dim() == 4 and _torch.tensors.is_dense(tensor)
+        )
         gets_master = plan.keeps_masters and masters.is_low(tensor)  # which comes back as fp32
         if dtype is tensor.dtype and not strides and not gets_master:
             continue

@@ -102,7 +102,7 @@ class Wrapping:
             for attachment in map(masters.attachment_of, self._members.optimizers)
             if attachment is not None and any(stored in own for stored in attachment.stored)
         ]
-        if found and _torch.delays_reductions(ddp):
+        if found and _torch.distributed.delays_reductions(ddp):
             raise StateError(
                 f"DistributedDataParallel({type(module).__name__}, delay_all_reduce_named_params=...): parameters with fp32 masters "
                 "take part in its ordinary reductions alone. Leave that argument out, or prepare by a plan that keeps parameters in "
@@ -115,7 +115,7 @@ class Wrapping:
         self.share_masters(ddp, module, 0)
         self._agreement.note_averaged(averaged, ddp)
         if self._narrows:
-            _torch.remove_hooks(model, self._before_forward)
+            _torch.hooks.remove_hooks(model, self._before_forward)
             model.register_forward_pre_hook(self._before_forward)
 
     def share_masters(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module, rank: int) -> None:
@@ -129,7 +129,7 @@ class Wrapping:
 
     def leave_ddp(self, model: nn.Module) -> None:
         """Undo :meth:`join_ddp` for a prepared model, or nothing."""
-        _torch.remove_hooks(model, self._before_forward)
+        _torch.hooks.remove_hooks(model, self._before_forward)
         self._agreement.forget_averaged(model.parameters())
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:

@@ -97,7 +97,7 @@ class Why:
 
 
 def explain(
-    op: _torch.OpOverload,
+    op: _torch.operators.OpOverload,
     place: Place,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -117,7 +117,7 @@ def explain(
         name_of: What a tensor is known as; empty where it has no name.
         overwrites: Whether nothing depends on what was in the tensors that it writes to.
     """
-    results = {name for _, name in _torch.written_arguments(op)} if overwrites else set()
+    results = {name for _, name in _torch.tensors.written_arguments(op)} if overwrites else set()
     inputs = tuple(_inputs(op, args, kwargs, name_of, results))
     at = [i for i, tensor in enumerate(made) if not is_finite(tensor)]
     outputs = tuple(values_of("output", made[i]) for i in at[:4])
@@ -138,25 +138,25 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, nn.Parameter)
         or hasattr(tensor, "device_mesh")
-        or not _torch.dispatches_itself(tensor)
+        or not _torch.distributed.dispatches_itself(tensor)
     )
 
 
-def written(op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written(op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The floating tensors that an operator writes to."""
-    places = _torch.written_arguments(op)
+    places = _torch.tensors.written_arguments(op)
     given = [args[at] if 0 <= at < len(args) else kwargs.get(name) for at, name in places]
     return distinct(tensors_in(given))
 
 
 def _inputs(
-    op: _torch.OpOverload,
+    op: _torch.operators.OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     name_of: Callable[[Tensor], str],
     results: set[str],
 ) -> list[Values]:
-    names = _torch.argument_names(op)
+    names = _torch.operators.argument_names(op)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     found = []
     for name, value in given.items():
@@ -169,7 +169,9 @@ def _inputs(
     return found[:8]
 
 
-def _in_fp64(op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+def _in_fp64(
+    op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor] | None:
     """The floating results of an operator on the same inputs in fp64, None where it cannot run so."""
     if torch.Tag.nondeterministic_seeded in op.tags:  # it would draw
         return None

@@ -111,7 +111,7 @@ class Crossings:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self._paths[module]
-        again = _torch.graph_task_id() != -1
+        again = _torch.autograd.graph_task_id() != -1
         given = tuple(_sum(tensor) for tensor in tensors_in((args, kwargs)))
         call: Call | None
         if again:
@@ -133,7 +133,7 @@ class Crossings:
         running = self._running[-1]
         try:
             for original, copy, version in running.copies:
-                if _torch.version(copy) != version:
+                if _torch.tensors.version(copy) != version:
                     original.copy_(copy)
                     self.writes.add(self._paths[module])
             return None if output is None else self._crossed(output, "out", running)
@@ -170,7 +170,7 @@ class Crossings:
         if tensor.requires_grad and torch.is_grad_enabled():
             value = _Cross.apply(tensor, [value], point, self._backward)  # type: ignore[no-untyped-call]
         if side == "in":
-            running.copies.append((tensor, value, _torch.version(value)))
+            running.copies.append((tensor, value, _torch.tensors.version(value)))
         return value
 
 
@@ -180,7 +180,7 @@ def is_plain(tensor: Tensor) -> bool:
         tensor.layout is torch.strided
         and not tensor.is_nested
         and type(tensor) in (Tensor, nn.Parameter)
-        and not _torch.in_transform()
+        and not _torch.dispatcher.in_transform()
     )
 
 

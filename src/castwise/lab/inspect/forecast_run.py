@@ -335,7 +335,9 @@ class Run:
         return out
 
     def _notes(self, regions: Sequence[RegionForecast]) -> tuple[str, ...]:
-        compiled = [path for path, module in self.prober.model.named_modules() if _torch.is_compiled(module)]
+        compiled = [
+            path for path, module in self.prober.model.named_modules() if _torch.dynamo.is_compiled(module)
+        ]
         notes = []
         if self._ranks.compiled:
             compiled = compiled or [""]

@@ -212,7 +212,9 @@ class _Uses(Trace):
         self._cast: dict[tuple[Any, ...], str] = {}
         self._cast_from: dict[Any, tuple[int, str, str]] = {}
 
-    def see(self, place: Place, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def see(
+        self, place: Place, op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run an operator and note it."""
         given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
         dtypes = {tensor.dtype for tensor in given}
@@ -223,7 +225,7 @@ class _Uses(Trace):
         self._wait()
         spent = time.perf_counter() - start
         made = [t for t in tensors_in(out) if t.is_floating_point()]
-        call = _Call(place, _format(dtypes or {t.dtype for t in made}), _torch.is_view(op), spent)
+        call = _Call(place, _format(dtypes or {t.dtype for t in made}), _torch.tensors.is_view(op), spent)
         if place.operator == "_to_copy" and given and made:
             self._note_cast(call, given[0], keys[0], made[0])
         elif place.operator == "copy_" and len(given) == 2:
@@ -242,15 +244,19 @@ class _Uses(Trace):
         call.format = call.before
         call.bytes = source.numel() * (source.element_size() + target.element_size())
         place = call.place
-        version, before, first = self._cast_from.get(_torch.memory_of(source), (-1, "", ""))
-        if (version, before) == (_torch.version(source), call.after):
+        version, before, first = self._cast_from.get(_torch.tensors.memory_of(source), (-1, "", ""))
+        if (version, before) == (_torch.tensors.version(source), call.after):
             call.avoidable, call.first = "round trip", first
         known = (*key, call.after, place.phase)
         if known in self._cast:
             call.avoidable, call.first = "repeated", self._cast[known]
         else:
             self._cast[known] = place.module
-        self._cast_from[_torch.memory_of(target)] = _torch.version(target), call.before, place.module
+        self._cast_from[_torch.tensors.memory_of(target)] = (
+            _torch.tensors.version(target),
+            call.before,
+            place.module,
+        )
 
 
 def operator_table(
@@ -424,7 +430,12 @@ def _notes(passes: Passes, plan: Plan) -> Iterator[str]:
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
     """What stands for a tensor's values: its memory, its place in there, and how often it was written to."""
-    return _torch.memory_of(tensor), tensor.storage_offset(), tensor.numel(), _torch.version(tensor)
+    return (
+        _torch.tensors.memory_of(tensor),
+        tensor.storage_offset(),
+        tensor.numel(),
+        _torch.tensors.version(tensor),
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

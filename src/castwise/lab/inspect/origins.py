@@ -98,11 +98,11 @@ class OriginTrace(Trace):
 
     def origins_of(self, tensor: Tensor) -> tuple[Origin, ...]:
         """Where what is not finite in a tensor came from, in order."""
-        return self._from.get(_torch.memory_of(plain_memory(tensor)), ())
+        return self._from.get(_torch.tensors.memory_of(plain_memory(tensor)), ())
 
     def name_of(self, tensor: Tensor) -> str:
         """Which parameter, buffer or part of the batch a tensor shows; empty for others."""
-        kind, name = self._names.get(_torch.memory_of(plain_memory(tensor)), ("", ""))
+        kind, name = self._names.get(_torch.tensors.memory_of(plain_memory(tensor)), ("", ""))
         return name if kind == "data" else f"{kind} {name}".strip()
 
     def _given_by_name(self, model: nn.Module, batch: Any) -> None:
@@ -110,7 +110,7 @@ class OriginTrace(Trace):
         parts += [("buffer", name, buffer) for name, buffer in model.named_buffers()]
         parts += [("parameter", name, parameter) for name, parameter in model.named_parameters()]
         for kind, name, tensor in parts:
-            memory = _torch.memory_of(plain_memory(tensor))
+            memory = _torch.tensors.memory_of(plain_memory(tensor))
             self._names[memory] = kind, name
             if not is_floating(tensor) or is_finite(tensor):
                 continue
@@ -121,10 +121,12 @@ class OriginTrace(Trace):
             self.origins.append(origin)
             self._from[memory] = (*self._from.get(memory, ()), origin)
 
-    def see(self, place: Place, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def see(
+        self, place: Place, op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run an operator and look at what it made."""
         written = written_by(op, args, kwargs)
-        overwrites = place.operator in _OVERWRITES or _torch.overload_kind(op) == "out"
+        overwrites = place.operator in _OVERWRITES or _torch.operators.overload_kind(op) == "out"
         # what an operator writes to it has to be asked about before
         before = {} if overwrites else {id(t): self._state(t, place) for t in written if not is_finite(t)}
         copies = {} if overwrites else {id(t): t.detach().clone() for t in written}
@@ -155,9 +157,11 @@ class OriginTrace(Trace):
 
     def _mend(self, out: Any, inputs: list[Tensor], written: list[Tensor], bad: list[Tensor]) -> Any:
         """Put finite values in the place of others; what shows memory that was there before is copied and not touched."""
-        there = {_torch.memory_of(plain_memory(t)) for t in inputs if all(t is not w for w in written)}
+        there = {
+            _torch.tensors.memory_of(plain_memory(t)) for t in inputs if all(t is not w for w in written)
+        }
         for tensor in bad:
-            if _torch.memory_of(plain_memory(tensor)) not in there:
+            if _torch.tensors.memory_of(plain_memory(tensor)) not in there:
                 mend_(tensor)
                 self._forget(tensor)
 
@@ -202,14 +206,14 @@ class OriginTrace(Trace):
             if place.phase != "backward" and place.inside and origin.modules[-1:] != [place.module]:
                 origin.modules.append(place.module)
         for tensor in (*bad, *hidden):
-            memory = _torch.memory_of(plain_memory(tensor))
+            memory = _torch.tensors.memory_of(plain_memory(tensor))
             same = self._from.get(memory, ()) if any(tensor is w for w in written) else ()
             self._from[memory] = _together([same, origins])
         return origins
 
     def _was_finite(self, tensor: Tensor) -> bool:
         """Whether a tensor is a part of the model or the batch that was finite up to now."""
-        memory = _torch.memory_of(plain_memory(tensor))
+        memory = _torch.tensors.memory_of(plain_memory(tensor))
         return memory in self._names and memory not in self._from
 
     def _new(self, origin: Origin) -> Origin:
@@ -218,7 +222,7 @@ class OriginTrace(Trace):
 
     def _state(self, tensor: Tensor, place: Place) -> tuple[bool, tuple[Origin, ...]]:
         """Whether a tensor that is not finite has NaN, and its origins."""
-        memory, nan = _torch.memory_of(plain_memory(tensor)), has_nan(tensor)
+        memory, nan = _torch.tensors.memory_of(plain_memory(tensor)), has_nan(tensor)
         found = self._from.get(memory)
         if found is None:
             constant = place.operator == "lift_fresh"
@@ -232,7 +236,7 @@ class OriginTrace(Trace):
         """Of memory that holds nothing but a tensor that is finite now."""
         held = plain_memory(tensor)
         if held.numel() * held.element_size() >= held.untyped_storage().nbytes():
-            self._from.pop(_torch.memory_of(held), None)
+            self._from.pop(_torch.tensors.memory_of(held), None)
 
 
 def named_tensors(value: Any, path: str = "batch") -> Iterable[tuple[str, Tensor]]:
@@ -253,7 +257,7 @@ def named_tensors(value: Any, path: str = "batch") -> Iterable[tuple[str, Tensor
 def plain_memory(tensor: Tensor) -> Tensor:
     """A tensor that has memory of its own: a part of one that is sparse, or what this rank holds."""
     if hasattr(tensor, "device_mesh"):
-        tensor = _torch.local_tensor(tensor)
+        tensor = _torch.distributed.local_tensor(tensor)
     return tensor if tensor.layout is torch.strided else plain(tensor)
 
 

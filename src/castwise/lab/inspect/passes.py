@@ -91,7 +91,7 @@ class Passes:
         plan = dataclasses.replace(plan, compile="as_given")
         failed = f"{self.call}: the model or its loss failed under {plan}"
         with users_code(failed), undisturbed(), contextlib.ExitStack() as stack:
-            if _torch.dynamo_loaded():
+            if _torch.dynamo.dynamo_loaded():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             model = copied(self.model, self.call).to(self.device)
             amp = stack.enter_context(_prepared(model, plan, self.device))

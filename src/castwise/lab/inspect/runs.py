@@ -140,7 +140,7 @@ class Runs:
         self.ran += 1
         with contextlib.ExitStack() as stack:
             if compiled:
-                stack.enter_context(_torch.eager_random_numbers())
+                stack.enter_context(_torch.dynamo.eager_random_numbers())
             amp = stack.enter_context(prepared(model, plan, self._device))
             if change is not None:
                 change(model)
@@ -197,7 +197,7 @@ def _gradients(model: nn.Module, scale: float) -> dict[str, Tensor]:
     out = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            dense = _torch.to_dense(parameter.grad)
+            dense = _torch.tensors.to_dense(parameter.grad)
             wide = dense.detach() if dense.dtype.itemsize >= 4 else dense.detach().float()
             out[name] = wide / scale if scale != 1.0 else wide.clone()
     return out

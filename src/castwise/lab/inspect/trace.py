@@ -55,14 +55,14 @@ class Place:
     forward: str = ""
 
 
-def base_name(op: _torch.OpOverload) -> str:
+def base_name(op: _torch.operators.OpOverload) -> str:
     """An operator as plans name it: ``exp`` for ``aten::exp.out``, ``mylib::op`` for others than ATen's."""
     space, _, name = op.name().partition("::")
     name = name.partition(".")[0]
     return name if space == "aten" else f"{space}::{name}"
 
 
-class Trace(_torch.OperatorMode):
+class Trace(_torch.tensors.OperatorMode):
     """Hands each operator and its :class:`Place` to :meth:`see`, as a context manager.
 
     Args:
@@ -81,7 +81,7 @@ class Trace(_torch.OperatorMode):
 
     def __enter__(self) -> Self:
         """Begin."""
-        self._undo = _torch.around_calls(self._call)
+        self._undo = _torch.hooks.around_calls(self._call)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -91,11 +91,13 @@ class Trace(_torch.OperatorMode):
         assert self._undo is not None
         self._undo()
 
-    def see(self, place: Place, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def see(
+        self, place: Place, op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run an operator; the mode is off meanwhile."""
         return op(*args, **kwargs)
 
-    def handle(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(self, op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Find out where an operator runs, and hand it on."""
         place = self._place(op)
         self.count += 1
@@ -105,7 +107,7 @@ class Trace(_torch.OperatorMode):
         path = self._paths.get(module)
         if path is None:
             return call(module, *args, **kwargs)
-        again = _torch.graph_task_id() != -1
+        again = _torch.autograd.graph_task_id() != -1
         self._running.append((path, max(0, self._calls[path] - again)))
         self._calls[path] += not again
         try:
@@ -113,8 +115,8 @@ class Trace(_torch.OperatorMode):
         finally:
             self._running.pop()
 
-    def _place(self, op: _torch.OpOverload) -> Place:
-        name, node = base_name(op), _torch.running_node()
+    def _place(self, op: _torch.operators.OpOverload) -> Place:
+        name, node = base_name(op), _torch.autograd.running_node()
         line = self._line(sys._getframe(1), node is not None)
         phase: Phase = "forward"
         made = None
@@ -138,7 +140,7 @@ class Trace(_torch.OperatorMode):
             )
         place = Place(self.count, name, module, call, inside, phase, line)
         # the node of an operator is made before it runs, if there is one at all
-        self._made.setdefault(_torch.sequence_number() - 1, []).append(place)
+        self._made.setdefault(_torch.autograd.sequence_number() - 1, []).append(place)
         return place
 
     def _maker(self, name: str, number: int) -> Place | None:
@@ -153,7 +155,7 @@ class Trace(_torch.OperatorMode):
         """The innermost line outside of torch and castwise; in backward of what runs inside of it."""
         while frame is not None:
             code = frame.f_code
-            if in_backward and code is _torch.ENGINE_CODE:
+            if in_backward and code is _torch.autograd.ENGINE_CODE:
                 return None
             if (own := self._own.get(code)) is None:
                 own = self._own[code] = is_shown(code.co_filename)

@@ -44,8 +44,8 @@ def plain(tensor: Tensor) -> Tensor:
     """The numbers of a floating or complex tensor: real, dense, of this rank, in a format that torch computes in."""
     tensor = tensor.detach()
     if hasattr(tensor, "device_mesh"):
-        tensor = _torch.local_tensor(tensor)
-    tensor = _torch.dense_values(tensor)
+        tensor = _torch.distributed.local_tensor(tensor)
+    tensor = _torch.tensors.dense_values(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor
@@ -99,5 +99,7 @@ def mend_(tensor: Tensor) -> None:
     with torch.no_grad():
         target = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         if hasattr(target, "device_mesh"):
-            target = _torch.local_tensor(target)
-        _torch.dense_values(target).copy_(torch.nan_to_num(plain(tensor), nan=1.0, posinf=1.0, neginf=-1.0))
+            target = _torch.distributed.local_tensor(target)
+        _torch.tensors.dense_values(target).copy_(
+            torch.nan_to_num(plain(tensor), nan=1.0, posinf=1.0, neginf=-1.0)
+        )

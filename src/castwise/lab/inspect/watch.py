@@ -96,13 +96,13 @@ class Watch(TorchFunctionMode):
                 for handle in self._hook(path, module):
                     stack.callback(handle.remove)
             # what is compiled runs as it is written: nothing is seen in compiled code
-            if _torch.dynamo_loaded():
+            if _torch.dynamo.dynamo_loaded():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self)
             yield
         for name, parameter in model.named_parameters():
             if (gradient := parameter.grad) is not None:
-                dense = _torch.dense_values(gradient.coalesce() if gradient.is_sparse else gradient)
+                dense = _torch.tensors.dense_values(gradient.coalesce() if gradient.is_sparse else gradient)
                 self._show("weight gradients", site_of(name), dense)
 
     def _let_go(self) -> None:
@@ -125,7 +125,7 @@ class Watch(TorchFunctionMode):
             if not self._calls:
                 return
             for tensor in tensors_in(output):
-                if tensor.grad_fn is not None and _torch.is_users_function(tensor.grad_fn):
+                if tensor.grad_fn is not None and _torch.tensors.is_users_function(tensor.grad_fn):
                     self._watch(self._calls[-1].next("output"), tensor)  # no function of torch's has made it
             self._calls.pop()
 
@@ -138,7 +138,11 @@ class Watch(TorchFunctionMode):
         """Run a function, and look at what it computes from floating tensors."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if not (self._calls or name in _BACKWARD) or name in _NOT_COMPUTED or _torch.in_transform():
+        if (
+            not (self._calls or name in _BACKWARD)
+            or name in _NOT_COMPUTED
+            or _torch.dispatcher.in_transform()
+        ):
             return func(*args, **kwargs)
         if (inner := _unguarded(func)) is not None:
             with self:
@@ -148,7 +152,7 @@ class Watch(TorchFunctionMode):
         given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point() or t.is_complex()]
         if not given:
             return func(*args, **kwargs)
-        versions = {id(t): _torch.version(t) for t in given}
+        versions = {id(t): _torch.tensors.version(t) for t in given}
         out = func(*args, **kwargs)
         homes = {_home(t) for t in given}
 
@@ -156,7 +160,7 @@ class Watch(TorchFunctionMode):
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 return False
             if id(tensor) in versions:  # written in place, or handed on
-                return _torch.version(tensor) != versions[id(tensor)]
+                return _torch.tensors.version(tensor) != versions[id(tensor)]
             return _home(tensor) not in homes  # no view
 
         results = [t for t in tensors_in(out) if is_new(t)]
@@ -172,7 +176,7 @@ class Watch(TorchFunctionMode):
             if id(tensor) not in written
         ]
         if self._at_call is not None:
-            with torch.no_grad(), _torch.outside_modes():
+            with torch.no_grad(), _torch.tensors.outside_modes():
                 self._at_call(inputs, results)
         for site, tensor in inputs:
             if not isinstance(tensor, nn.Parameter) and self._inputs(site):
@@ -183,7 +187,7 @@ class Watch(TorchFunctionMode):
     def _watch(self, site: Site, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
             return
-        if _torch.graph_task_id() == -1:  # else it is computed again, in a backward
+        if _torch.autograd.graph_task_id() == -1:  # else it is computed again, in a backward
             self._show("activations", site, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
 
@@ -197,7 +201,7 @@ class Watch(TorchFunctionMode):
                 self._handles.append(handle)
 
     def _show(self, kind: Kind, site: Site, tensor: Tensor) -> None:
-        with torch.no_grad(), _torch.outside_modes():
+        with torch.no_grad(), _torch.tensors.outside_modes():
             self._look(kind, site, tensor.detach())
 
 

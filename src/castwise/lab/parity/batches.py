@@ -56,7 +56,7 @@ def _aside(loader: Any) -> Iterator[Any]:
             generator.set_state(state)
         try:
             if going is None:
-                with _torch.other_workers(loader):
+                with _torch.optimizers.other_workers(loader):
                     going = iter(loader)
             batch = next(going, _END)
         finally:

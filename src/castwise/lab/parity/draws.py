@@ -37,12 +37,12 @@ def _is_random(op: Any, kwargs: dict[str, Any], args: tuple[Any, ...]) -> bool:
         return False
     name = op.overloadpacket.__name__
     if name.startswith("_scaled_dot"):  # tagged for the sake of its dropout, which is mostly 0
-        given = {**dict(zip(_torch.argument_names(op), args, strict=False)), **kwargs}
+        given = {**dict(zip(_torch.operators.argument_names(op), args, strict=False)), **kwargs}
         return bool(given.get("dropout_p", 0.0))
     return True
 
 
-class Recorder(_torch.OperatorMode):
+class Recorder(_torch.tensors.OperatorMode):
     """Writes random draws to the end of a tape, as a context manager."""
 
     def __init__(self, tape: Tape) -> None:
@@ -57,7 +57,7 @@ class Recorder(_torch.OperatorMode):
         return out
 
 
-class Replayer(_torch.OperatorMode):
+class Replayer(_torch.tensors.OperatorMode):
     """Puts the draws of another run of the same code in the place of new ones, in their order, as a context manager.
 
     Attributes:

@@ -24,7 +24,7 @@ _KEPT = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
 """Operators whose further results are statistics in fp32."""
 
 
-class EmulatedProducts(_torch.OperatorMode):
+class EmulatedProducts(_torch.tensors.OperatorMode):
     """Runs fp16 products of the CPU in fp32 and rounds their results, as a context manager."""
 
     def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -40,7 +40,9 @@ def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
 
 
 def _refuse_pieces(model: torch.nn.Module, call: str) -> None:
-    pieces = [name for name, parameter in model.named_parameters() if _torch.was_dtensor(parameter)]
+    pieces = [
+        name for name, parameter in model.named_parameters() if _torch.distributed.was_dtensor(parameter)
+    ]
     if pieces:
         raise WorkloadError(
             f"{call}: {pieces[0]} is a piece of a DTensor that DistributedDataParallel(device_mesh=...) holds, which cannot be made "
@@ -152,7 +154,7 @@ _DICTS = (dict, collections.OrderedDict)
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal; torch compares dense ones alone, and DTensors on all ranks together."""
     if is_dtensor(one):
-        one, other = _torch.local_tensor(one), _torch.local_tensor(other)
+        one, other = _torch.distributed.local_tensor(one), _torch.distributed.local_tensor(other)
     if one.layout is other.layout:
-        one, other = _torch.to_dense(one), _torch.to_dense(other)
+        one, other = _torch.tensors.to_dense(one), _torch.tensors.to_dense(other)
     return torch.equal(one, other)

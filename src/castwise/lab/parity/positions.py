@@ -58,7 +58,7 @@ class Positions:
         )
 
 
-class _Watch(_torch.OperatorMode):
+class _Watch(_torch.tensors.OperatorMode):
     def __init__(self, found: Positions, model: nn.Module, batch: Any) -> None:
         super().__init__()
         self._found, self._inside = found, 0

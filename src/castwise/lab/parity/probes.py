@@ -386,11 +386,11 @@ class Prober:
                 size = self._sizes[name] if pick is None else pick.numel()
                 out.append(torch.zeros(size, device=parameter.device))
                 continue
-            flat = as_real(_torch.to_dense(gradient).detach()).reshape(-1)
+            flat = as_real(_torch.tensors.to_dense(gradient).detach()).reshape(-1)
             flat = flat if pick is None else flat[pick]
             flat = flat.float().mul(1.0 / scale) if scale != 1.0 else flat.float()
-            self.sparse |= not _torch.is_dense(gradient)
-            own = not _torch.is_dense(gradient) or flat.data_ptr() != gradient.data_ptr()
+            self.sparse |= not _torch.tensors.is_dense(gradient)
+            own = not _torch.tensors.is_dense(gradient) or flat.data_ptr() != gradient.data_ptr()
             out.append(flat if own else flat.clone())
         return out
 

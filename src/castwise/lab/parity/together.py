@@ -97,7 +97,7 @@ def together(
     with undisturbed(), contextlib.ExitStack() as stack:
         known = ranks_of(model) if group is None else Ranks(group)
         ranks = Looking(known.group, f"{call}: {what} failed")
-        ranks.compiled = any(map(_torch.is_compiled, model.modules()))
+        ranks.compiled = any(map(_torch.dynamo.is_compiled, model.modules()))
         cut = is_cut(model)
         inner = unwrap(model) if cut else inside_ddp(model)
         ranks.model = copied(inner, call) if cut else inner

@@ -27,7 +27,7 @@ def code_digest(model: nn.Module, functions: Iterable[Any]) -> str:
     return reader.digest.hexdigest()[:16]
 
 
-class Operators(_torch.OperatorMode):
+class Operators(_torch.tensors.OperatorMode):
     """The ATen operators that run inside, by name and in order."""
 
     def __init__(self) -> None:

@@ -94,7 +94,7 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
             with Operators() as seen:
                 loss = workload.loss(model, batch)
             loss.backward()
-            gradients = [_torch.dense_values(p.grad.coalesce() if p.grad.is_sparse else p.grad) for p in model.parameters() if p.grad is not None]  # fmt: skip
+            gradients = [_torch.tensors.dense_values(p.grad.coalesce() if p.grad.is_sparse else p.grad) for p in model.parameters() if p.grad is not None]  # fmt: skip
             norm = math.sqrt(sum(float(as_real(gradient).double().square().sum()) for gradient in gradients))
             said = repr([_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)])
             said = re.sub(r" at 0x[0-9a-f]+", "", said)  # where an object lies in memory

@@ -349,7 +349,7 @@ def _slowdown_on_a_piece(
     module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device, ranks: Lockstep
 ) -> float:
     """How many times fp32's time a format that a CPU may lack takes on a small piece of the input; 1 where none can be cut."""
-    if device.type != "cpu" or (low == "bf16" and _torch.cpu_has_bf16()):
+    if device.type != "cpu" or (low == "bf16" and _torch.cpu.cpu_has_bf16()):
         return 1.0
     for features_first in (False, True):
         cut = map_tensors(partial(_piece, features_first=features_first), args)

@@ -80,7 +80,7 @@ class Part:
     around: tuple[Container, ...] = ()
 
 
-class _Attribution(_torch.OperatorMode):
+class _Attribution(_torch.tensors.OperatorMode):
     """Notes which operators run, and which modules compute on floating tensors themselves."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class _Attribution(_torch.OperatorMode):
             if node is None or node in self._seen:
                 continue
             self._seen.add(node)
-            if self.running and _torch.is_users_function(node):
+            if self.running and _torch.tensors.is_users_function(node):
                 self.computes.add(self.running[-1])
             nodes += [before for before, _ in node.next_functions]
 

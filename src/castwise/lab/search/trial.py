@@ -101,14 +101,14 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
 
     Changes settings of the process that compiling follows: it should hold nothing else.
     """
-    _torch.refuse_to_give_up()
+    _torch.dynamo.refuse_to_give_up()
     eager = TrainingRun(workload, dataclasses.replace(plan, compile="as_given"), device, seed)
     batches = iter(workload.batches(seed))
     data = [to_device(next(batches), device) for _ in range(BATCHES)]
     first = _gradients(eager, workload, data[0], 0)
     draws = _differs(first, _gradients(eager, workload, data[0], 1))
     try:
-        with _torch.eager_random_numbers() if draws else contextlib.nullcontext():
+        with _torch.dynamo.eager_random_numbers() if draws else contextlib.nullcontext():
             compiled = TrainingRun(workload, plan, device, seed)
             worst, where = _difference(eager, compiled, workload, plan, data, device)
         if compiled.compilations == 0:
@@ -139,7 +139,7 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
         eager.block(2)
         eager_s, step_s = _times([eager, compiled], device)
     except Exception as error:
-        if _torch.gave_up(error):
+        if _torch.dynamo.gave_up(error):
             return Trial(
                 "not compiled: it is compiled anew without end, for batches that differ in shape or the like"
             )
@@ -170,7 +170,7 @@ def _buffers_stay(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, values in kept:
                 setattr(module, name, buffer)
-                if not _torch.is_dense(buffer) or not torch.equal(buffer, values):
+                if not _torch.tensors.is_dense(buffer) or not torch.equal(buffer, values):
                     buffer.copy_(values)
 
 
@@ -182,7 +182,7 @@ def _gradients(run: TrainingRun, workload: Workload, batch: Any, seed: int) -> d
         run.amp.backward(check_loss(workload.loss(run.model, batch), workload))
         scale = run.amp.get_scale()
         found = {
-            name: as_real(_torch.to_dense(p.grad).detach()).float() / scale
+            name: as_real(_torch.tensors.to_dense(p.grad).detach()).float() / scale
             for name, p in run.model.named_parameters()
             if p.grad is not None
         }

@@ -129,7 +129,7 @@ class _Run:
     def before(self, steps: int) -> None:
         """Fetch what a block needs, and put the plan's process-wide settings in force."""
         if self._compiles:
-            self._compiled = _torch.compilations()
+            self._compiled = _torch.dynamo.compilations()
         self._random.enter()
         self._fetch(steps)
         self._claim.take()
@@ -146,7 +146,7 @@ class _Run:
         self._claim.close()
         self._random.leave()
         if self._compiles:
-            count, seconds = _torch.compilations()
+            count, seconds = _torch.dynamo.compilations()
             self.compilations += count - self._compiled[0]
             self.compile_s += seconds - self._compiled[1]
             self._compiled = count, seconds

@@ -66,7 +66,7 @@ def follow(
             call(optimizers, result)
 
     silent = amp.listen(hear, tell)
-    unhooked = weakref.finalize(amp, _torch.around_every_step(before, after))
+    unhooked = weakref.finalize(amp, _torch.optimizers.around_every_step(before, after))
     unhooked.atexit = False
 
     def end() -> None:

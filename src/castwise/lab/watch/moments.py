@@ -47,7 +47,7 @@ class Moment:
 
 
 def _versions(batch: Any) -> tuple[int, ...]:
-    return tuple(_torch.version(tensor) for tensor in tensors_in(batch))
+    return tuple(_torch.tensors.version(tensor) for tensor in tensors_in(batch))
 
 
 def generators(amp: Amp) -> dict[str, Any]:

@@ -254,7 +254,7 @@ class Monitor(OfThisProcess):
         session.agreement.check_even("Monitor")
         turn = self._turn(optimizer)
         turn.closure, turn.skips, turn.update = closure, session.window.skips, None
-        if turn.due and not _torch.dynamo_callback():
+        if turn.due and not _torch.tensors.dynamo_callback():
             self._sampler.attempt("gradients and weights", self._sampler.look, optimizer, turn)
 
     def _after(self, optimizer: Optimizer) -> None:
@@ -385,7 +385,7 @@ def _hooks(alive: weakref.ref[Monitor]) -> Callable[[], None]:
         if monitor is not None:
             monitor._after(optimizer)
 
-    return _torch.around_every_step(before, after)
+    return _torch.optimizers.around_every_step(before, after)
 
 
 def _end(unhook: Callable[[], None], outputs: Outputs) -> None:

@@ -78,7 +78,7 @@ class Sampler:
             return
         models = session.members.models
         if self._compiled is None:
-            self._compiled = weakref.WeakSet(_torch.inside_compiled(models))
+            self._compiled = weakref.WeakSet(_torch.dynamo.inside_compiled(models))
         if not self._logged:
             self._logged = True
             alive = weakref.ref(self)

@@ -91,7 +91,7 @@ def aside(device_type: str, call: Callable[..., _T], *args: Any) -> _T:
     if casts:
         torch.set_autocast_enabled(device_type, False)
     try:
-        return _torch.without_grad(call, *args)  # type: ignore[no-any-return]
+        return _torch.tensors.without_grad(call, *args)  # type: ignore[no-any-return]
     finally:
         if casts:
             torch.set_autocast_enabled(device_type, True)
@@ -316,7 +316,7 @@ class Update:
         kept = [(p, then, now) for p, then, now in kept if then.shape == now.shape]
         self._norms("sampled", [p for p, _, _ in kept], [then for _, then, _ in kept])
         moved = (
-            _torch.each_sub([_wide(now) for *_, now in kept], [_wide(then) for _, then, _ in kept])
+            _torch.tensors.each_sub([_wide(now) for *_, now in kept], [_wide(then) for _, then, _ in kept])
             if kept
             else []
         )
@@ -328,7 +328,7 @@ class Update:
             kinds[tensor.device, tensor.dtype].append(index)
         for (_, dtype), indices in kinds.items():
             wide = torch.float64 if dtype is torch.float64 else torch.float32
-            norms = _torch.each_norm([values[index] for index in indices], 2, wide)
+            norms = _torch.tensors.each_norm([values[index] for index in indices], 2, wide)
             for index, norm in zip(indices, norms, strict=True):
                 parameter = params[index]
                 weight = self._weight(parameter)

@@ -54,6 +54,6 @@ def _is_new(error: BaseException) -> bool:
 
 def _add(error: BaseException, say: Callable[[], str]) -> None:
     # the error itself matters more than what can be said of it
-    with contextlib.suppress(Exception), _torch.unobserved():
+    with contextlib.suppress(Exception), _torch.operators.unobserved():
         if said := say():
             error.args = (f"{error.args[0]}\ncastwise: {said}", *error.args[1:])

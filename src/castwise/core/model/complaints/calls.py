@@ -110,7 +110,11 @@ def failed_calls(trace: TracebackType | None) -> tuple[list[Call], Spot]:
 def _direct(steps: list[TracebackType], index: int) -> Call | None:
     """A call through ``torch.ops``, whose arguments its frame has."""
     given = steps[index].tb_frame.f_locals
-    name, args, kwargs = _torch.operator_name(given.get("self")), given.get("args"), given.get("kwargs")
+    name, args, kwargs = (
+        _torch.operators.operator_name(given.get("self")),
+        given.get("args"),
+        given.get("kwargs"),
+    )
     if not name or not isinstance(args, tuple) or not isinstance(kwargs, dict):
         return None
     return _known(Call(name, given["self"], args, kwargs, writes(name), _spot(steps, index, {})))
@@ -162,10 +166,10 @@ def _below_kernel(steps: list[TracebackType]) -> bool:
 def _known(call: Call) -> Call | None:
     """A call whose tensors hold values of their own: what ran inside of ``vmap`` maps over them by itself; None where none do."""
     given = (*call.args, *call.kwargs.values())
-    if not call.name or _torch.in_transform() or any(isinstance(each, _CODE) for each in given):
+    if not call.name or _torch.dispatcher.in_transform() or any(isinstance(each, _CODE) for each in given):
         return None
-    held = {id(t): _torch.without_transforms(t) for t in call.tensors}
-    if not _torch.plain_tensors(tensor for tensor, _ in held.values()):
+    held = {id(t): _torch.operators.without_transforms(t) for t in call.tensors}
+    if not _torch.operators.plain_tensors(tensor for tensor, _ in held.values()):
         return None
     if all(tensor is held[id(tensor)][0] for tensor in call.tensors):
         return call
@@ -200,11 +204,11 @@ def failed_in_backward(loss: Tensor, error: BaseException, seconds: float) -> li
 
     None where they cannot be told in so many ``seconds``.
     """
-    node = _torch.failed_node(loss, error, seconds)
+    node = _torch.autograd.failed_node(loss, error, seconds)
     calls = []
-    for op, given in _torch.forward_of(node) if node is not None else ():
-        if _torch.plain_tensors(tensors_in(given)):
-            name = _torch.operator_name(op)
+    for op, given in _torch.autograd.forward_of(node) if node is not None else ():
+        if _torch.operators.plain_tensors(tensors_in(given)):
+            name = _torch.operators.operator_name(op)
             calls.append(Call(name, functools.partial(_there_and_back, op), (), given, False, Spot()))
     return calls
 

@@ -126,7 +126,7 @@ class Complaint:
             owner = trace.tb_frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and owner in self._paths:
                 found = owner
-                for hook in _torch.hook_tables(owner)[1].values():
+                for hook in _torch.hooks.hook_tables(owner)[1].values():
                     site = getattr(getattr(hook, "__self__", None), "site", None) or site
             trace = trace.tb_next
         return found, site
@@ -178,7 +178,7 @@ class Complaint:
 
     def _has_weights(self, calls: list[Call]) -> bool:
         mine = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
-        return any(id(_torch.base_of(t)) in mine for call in calls for t in call.tensors)
+        return any(id(_torch.operators.base_of(t)) in mine for call in calls for t in call.tensors)
 
     # --- trying ---------------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class Complaint:
             if site.plan.params != "compute" and next(module.parameters(recurse=False), None) is not None:
                 continue
             for name, buffer in module.named_buffers(recurse=False):
-                mine = {id(t) for t in call.tensors if _torch.base_of(t) is buffer}
+                mine = {id(t) for t in call.tensors if _torch.operators.base_of(t) is buffer}
                 if not mine or buffer.dtype is not torch.float32:
                     continue
                 region = Region(path or f"type:{type(module).__name__}", params=NAMES[low])

@@ -218,7 +218,7 @@ class Values:
                     raise NotKnown
                 if not isinstance(node, ast.Call) and not all(isinstance(arg, _NUMBERS_OF) for arg in args):
                     raise NotKnown
-                if not _torch.plain_tensors(tensors_in((args, kwargs))):
+                if not _torch.operators.plain_tensors(tensors_in((args, kwargs))):
                     raise NotKnown  # ranks may wait for each other in operators on pieces
                 return function(*args, **kwargs)
         raise NotKnown
@@ -315,14 +315,14 @@ def _attribute(value: Any, name: str) -> Any:
     """An attribute, unless somebody's code would have to run for it."""
     kind = type(value)
     if isinstance(value, Tensor):
-        if _torch.plain_tensors([value]):
+        if _torch.operators.plain_tensors([value]):
             return getattr(value, name)
         raise NotKnown
     if isinstance(value, types.ModuleType):
         if name in vars(value) or value.__name__.partition(".")[0] == "torch":
             return getattr(value, name)
         raise NotKnown
-    if _torch.operator_name(value) or value in (torch.Size, torch.dtype):
+    if _torch.operators.operator_name(value) or value in (torch.Size, torch.dtype):
         return getattr(value, name)
     if vars(object)["__getattribute__"] is not inspect.getattr_static(kind, "__getattribute__"):
         if isinstance(value, type) and value is Tensor:
@@ -348,7 +348,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 def _operator(called: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
     """Name, function and first arguments of what is torch's own or an operator; an empty name for anything else."""
-    name = _torch.operator_name(called)
+    name = _torch.operators.operator_name(called)
     if name:
         return name, called, ()
     if isinstance(called, nn.Module):
@@ -384,7 +384,7 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
     if type(module) is nn.Sequential:
         parts = list(map(_forward_of, module))
         return lambda given: functools.reduce(lambda value, part: part(value), parts, given)
-    plain = _torch.plain_tensors([*module.parameters(), *module.buffers()])
+    plain = _torch.operators.plain_tensors([*module.parameters(), *module.buffers()])
     own = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
     if (
         not own

@@ -1,0 +1,311 @@
+"""Autograd: nodes and what they used, hooks around backward passes, versions of tensors."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from castwise.core._torch.operators import OpOverload, operator_names, overload_kind
+
+
+def graph_task_id() -> int:
+    """Number of the backward pass that this thread is executing, or -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def sequence_number() -> int:
+    """The number that the next autograd node made on this thread will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def running_node_number() -> int | None:
+    """The number of the autograd node that this thread is executing, or None outside of backward."""
+    node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+    return None if node is None else int(node._sequence_nr())
+
+
+def running_node() -> tuple[str, int] | None:
+    """Name and number of the autograd node that this thread is executing, or None outside of backward.
+
+    Nodes that add up gradients of leaves have the largest number there is.
+    """
+    node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+    return None if node is None else (node.name(), int(node._sequence_nr()))
+
+
+def failed_node(loss: torch.Tensor, error: BaseException, seconds: float) -> Any:
+    """The node of a graph whose backward raised an error: each that has not run is run once more by itself, on zeros.
+
+    Called by itself a node computes its formula and nothing else: no hook runs and no ``.grad`` is written. Nodes that would run
+    somebody's code are left out: those in Python, and those whose tensors a hook brings back, as checkpointing does. The
+    engine takes the newest node first, and so does this.
+
+    Returns:
+        The node; None where none raises the error that is reached in so many seconds of this thread's work.
+    """
+    from torch.autograd.function import BackwardCFunction
+
+    seen: set[Any] = set()
+    waiting: list[tuple[int, int, Any]] = []
+
+    def add(node: Any) -> None:
+        if node is not None and node not in seen and hasattr(node, "_sequence_nr"):
+            seen.add(node)
+            heapq.heappush(waiting, (-node._sequence_nr(), len(seen), node))
+
+    add(loss.grad_fn)
+    until = time.thread_time() + seconds
+    while waiting and time.thread_time() < until:
+        node = heapq.heappop(waiting)[2]
+        for below, _ in node.next_functions:
+            add(below)
+        if isinstance(node, BackwardCFunction) or type(node).__name__ == "AccumulateGrad":
+            continue
+        try:
+            if _brings_back(node):
+                continue
+            node(*[torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata])
+        except Exception as again:
+            if type(again) is type(error) and str(again).partition("\n")[0] == str(error).partition("\n")[0]:
+                return node
+    return None
+
+
+def _brings_back(node: Any) -> bool:
+    """Whether a hook brings back a tensor that a node has saved; raises where the node has run."""
+    saved = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
+    tensors = [each for one in saved for each in (one if isinstance(one, (tuple, list)) else (one,))]
+    return any(getattr(tensor, "unpack_hook", True) is not None for tensor in tensors)
+
+
+def forward_of(node: Any) -> Iterator[tuple[OpOverload, dict[str, Any]]]:
+    """The operators that may have made a node, with the arguments that it keeps; zeros stand for tensors that it does not."""
+    letters = re.sub(r"Backward\d*$", "", type(node).__name__).lower()
+    names = {name.removeprefix("aten::").partition(".")[0] for name in operator_names("aten")}
+    for name in sorted(name for name in names if name.replace("_", "") == letters and not name.endswith("_")):
+        packet = getattr(torch.ops.aten, name)
+        for overload in map(packet.__getattr__, packet.overloads()):
+            if overload_kind(overload) == "functional":
+                yield overload, _arguments_of(node, overload)
+
+
+def _arguments_of(node: Any, overload: OpOverload) -> dict[str, Any]:
+    arguments = overload._schema.arguments
+    tensors = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
+    edges = (
+        dict(zip(tensors, node.next_functions, strict=True))
+        if len(node.next_functions) == len(tensors)
+        else {}
+    )
+    given = {}
+    for argument in arguments:
+        kept = getattr(node, f"_saved_{argument.name}", None)
+        if kept is not None:
+            given[argument.name] = kept.detach() if isinstance(kept, torch.Tensor) else kept
+        elif argument.name in tensors:
+            below, index = edges.get(argument.name, (None, 0))
+            like = node._input_metadata[0] if below is None else below._input_metadata[index]
+            shape = getattr(node, f"_saved_{argument.name}_sym_sizes", like.shape)
+            given[argument.name] = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+        if edges.get(argument.name, (None, 0))[0] is not None:
+            given[argument.name].requires_grad_()
+    return given
+
+
+ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
+"""Of the Python function that every backward pass is called by."""
+
+
+def backward_of_scalar(loss: torch.Tensor) -> None:
+    """``loss.backward()`` for a loss that is known to be a scalar tensor: straight to the engine.
+
+    ``torch.autograd.backward`` spends some microseconds on asking what kinds of outputs and gradients it was given.
+    """
+    if type(loss) is not torch.Tensor or torch.compiler.is_compiling():
+        torch.autograd.backward(loss)
+        return
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def leaves_below(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that a backward from some outputs leaves gradients on.
+
+    Returns:
+        They, and whether there may be others that the graph does not show, since it is made again in backward.
+    """
+    found = [output for output in outputs if output.grad_fn is None and output.requires_grad]
+    waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen, hides = set(waiting), False
+    while waiting:
+        node = waiting.pop()
+        kind = type(node).__name__
+        if kind == "AccumulateGrad":
+            found.append(node.variable)
+        hides = hides or kind == "CheckpointFunctionBackward"
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)
+    return found, hides
+
+
+_PRODUCTS = re.compile(
+    r"[Mm]m(?=[A-Z])|[Mm]v(?=B)|Addr(?=B)|Conv(?!ert)|(?<!Upsample)Linear|[Dd]ot|^Trilinear|Rnn|Lstm|Gru|Attention"
+)
+_VIEWS = re.compile(
+    r"^(T|View|UnsafeView|ReshapeAlias|Alias|Clone|Transpose|Permute|Expand|Unsqueeze|Squeeze|Slice|Select|Split\w*|Unbind)Backward"
+)
+
+
+def uses_of_leaves(
+    outputs: Sequence[torch.Tensor],
+) -> tuple[list[tuple[torch.Tensor, list[Any], list[Any]]], bool]:
+    """The leaves that a backward from some outputs reaches.
+
+    Returns:
+        Each with the autograd nodes that it went into, and the products among them of it, or of a view of it, with anything but
+        itself, as weights have in penalties. And whether somebody's own code in Python is there, which may run what the graph does not show.
+    """
+    waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    above: dict[Any, list[Any]] = {node: [] for node in waiting}
+    leaves: list[Any] = []
+    while waiting:
+        node = waiting.pop()
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            if below not in above:
+                above[below] = []
+                (leaves if type(below).__name__ == "AccumulateGrad" else waiting).append(below)
+            above[below].append(node)
+
+    def viewed(node: Any) -> Any:
+        while _VIEWS.match(type(node).__name__):
+            node = node.next_functions[0][0]
+        return node
+
+    def products(nodes: Sequence[Any]) -> Iterator[Any]:
+        for node in nodes:
+            name = type(node).__name__
+            if _VIEWS.match(name):
+                yield from products(above[node])
+            elif _PRODUCTS.search(name) and not isinstance(node, torch.autograd.function.BackwardCFunction):
+                given = [viewed(below) for below, _ in node.next_functions if below is not None]
+                if len(given) == 1 or any(each is not given[0] for each in given):
+                    yield node
+
+    found = [(leaf.variable, above[leaf], list(products(above[leaf]))) for leaf in leaves]
+    return found, any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in above)
+
+
+def node_number(node: Any) -> int:
+    """Of an autograd node, as :func:`sequence_number` counts them."""
+    return int(node._sequence_nr())
+
+
+def makes(node: Any) -> tuple[torch.dtype, int]:
+    """Dtype and number of dimensions of what the operator of an autograd node has made."""
+    made = node._input_metadata[0]
+    return made.dtype, len(made.shape)
+
+
+def casts_to(node: Any, dtype: torch.dtype) -> bool:
+    """Whether an autograd node is that of a cast to ``dtype``."""
+    return type(node).__name__ == "ToCopyBackward0" and makes(node)[0] is dtype
+
+
+def hides_operators(node: Any) -> bool:
+    """Whether an autograd node stands for operators that it does not show: code that AOTAutograd has compiled, DataParallel's copies."""
+    return type(node).__name__ in ("CompiledFunctionBackward", "BroadcastBackward")
+
+
+_around_backward: tuple[Callable[..., Any], ...] = ()
+_ENGINE: Any = torch.autograd.Variable._execution_engine
+
+
+def around_backward(run: Callable[..., Any]) -> Callable[[], None]:
+    """Run every backward pass by ``run``: ``backward``, ``autograd.grad`` and torch.func's, which share one engine.
+
+    torch hands the state of the calling thread on to the engine, that of autocast too, and looks the engine up each time.
+
+    Args:
+        run: Called with the engine's function and all that it is to be called with: outputs, gradients of outputs and so on.
+
+    Returns:
+        What undoes it.
+    """
+    global _around_backward
+    home: Any = torch.autograd.Variable
+    _around_backward = (*_around_backward, run)
+    home._execution_engine = _Engine()
+
+    def undo() -> None:
+        global _around_backward
+        _around_backward = tuple(other for other in _around_backward if other is not run)
+        if not _around_backward:
+            home._execution_engine = _ENGINE
+
+    return undo
+
+
+class _Engine(type(_ENGINE)):  # type: ignore[misc]
+    """The engine, with what is around it."""
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        call = _ENGINE.run_backward
+        for run in _around_backward:
+            call = functools.partial(run, call)
+        return call(*args, **kwargs)
+
+
+def around_python_backward(enter: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Call ``enter`` before, and what it returns after, the backward of each autograd Function written in Python.
+
+    Functions of torch itself and of castwise are left out: they set up by themselves what they run in. The engine looks
+    ``apply`` up on the class of the node each time.
+
+    Returns:
+        What undoes it.
+    """
+    base: Any = torch.autograd.function.BackwardCFunction
+    original = base.apply
+
+    def apply(node: Any, *args: Any) -> Any:
+        if getattr(node, "_forward_cls", base).__module__.partition(".")[0] in ("torch", "castwise"):
+            return original(node, *args)
+        leave = enter()
+        try:
+            return original(node, *args)
+        finally:
+            leave()
+
+    base.apply = apply
+
+    def undo() -> None:
+        base.apply = original
+
+    return undo
+
+
+def is_returned(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass that is running returns a leaf's gradient, as ``torch.autograd.grad`` does, and adds it nowhere."""
+    if not leaf.requires_grad:
+        return False
+    try:
+        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError as error:
+        return "autograd.grad()" in str(error)
+    return False
+
+
+def on_graph_task_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that is running now has finished (not when it fails)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,130 @@
+"""Calls of modules: what stands around one, and the frames that it is made of."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrizations
+
+NORM_PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._SpectralNorm)
+"""torch's own parametrizations that low kernels compute well."""
+
+
+def guard_calls(
+    module: torch.nn.Module,
+    owner: object,
+    depth: Callable[[], int],
+    unwind: Callable[[int], None],
+    mode: str | None = None,
+) -> None:
+    """Restore this thread's state after a call of a module that an exception of any kind ended, and compile its calls.
+
+    torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError.
+    The place that ``module.compile()`` puts its code in is called instead of the module's own call, and is left out
+    of copies and pickles; a module that somebody else has compiled so has no guard. Replicas of DataParallel share the
+    module's attributes, so the module that is called is taken from the frame of the call; they run as they are.
+
+    Args:
+        module: Whose calls to guard.
+        owner: Whose guard it is; :func:`unguard_calls` removes it, and a further call with it takes its place.
+        depth: Gives the state before a call.
+        unwind: Goes back to it.
+        mode: Of ``torch.compile``; None leaves calls as they are.
+    """
+    alive = weakref.ref(module)
+    compiled = None if mode is None else torch.compile(_own_frame(module), mode=mode)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            own: Any = alive()
+            return own._call_impl(*args, **kwargs)
+        called = sys._getframe(1).f_locals["self"]
+        before = depth()
+        try:
+            if compiled is not None and called is alive():
+                return compiled(*args, **kwargs)
+            return called._call_impl(*args, **kwargs)
+        except BaseException:
+            unwind(before)
+            raise
+
+    present = module._compiled_call_impl
+    call.__castwise_guard__, call.__castwise_before__ = owner, present  # type: ignore[attr-defined]
+    if present is None or getattr(present, "__castwise_guard__", None) is owner:
+        module._compiled_call_impl = call
+
+
+def _own_frame(module: torch.nn.Module) -> FunctionType:
+    """A function that calls a module, hooks and all, with a code object of its own.
+
+    Dynamo keeps compiled code by code objects, and gives one up that it has compiled eight times. What ``module.compile()``
+    has it compile is ``Module._call_impl``, which is one for all modules.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=f"call_{next(_numbers)}")
+    _own_frames[code] = weakref.ref(module)
+    return FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+
+
+_numbers = itertools.count()
+"""Code objects that are alike in all are one to a dictionary."""
+_own_frames: weakref.WeakKeyDictionary[CodeType, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def unguard_calls(module: torch.nn.Module, owner: object) -> None:
+    """Remove the guard that :func:`guard_calls` put on a module for this owner, or nothing."""
+    if getattr(module._compiled_call_impl, "__castwise_guard__", None) is owner:
+        del module._compiled_call_impl
+
+
+def without_guard(call: Any) -> Any:
+    """What stood where a module's calls go before :func:`guard_calls`."""
+    return getattr(call, "__castwise_before__", None) if hasattr(call, "__castwise_guard__") else call
+
+
+def leave_uncompiled(module: torch.nn.Module, owner: object) -> None:
+    """Undo what :func:`guard_calls` with a mode did for this owner, or nothing; the guard stays."""
+    call = module._compiled_call_impl
+    if getattr(call, "__castwise_guard__", None) is owner and call.__castwise_before__ is not None:  # type: ignore[union-attr]
+        module._compiled_call_impl = call.__castwise_before__  # type: ignore[union-attr]
+
+
+def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside what ``torch.compile`` returned; any other itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def autocast_within(function: Any) -> str | None:
+    """The device type of a ``torch.autocast`` that a function, or one that it wraps, was decorated with and that is enabled.
+
+    Relies on what ``torch.autocast`` decorates with: a function of its own module, with the autocast in its closure.
+    """
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if getattr(function, "__globals__", {}).get("__name__") == torch.autocast.__module__:
+            for cell in function.__closure__ or ():
+                block = cell.cell_contents
+                if isinstance(block, torch.autocast) and block._enabled:
+                    return str(block.device)
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def called_by_a_scaler() -> bool:
+    """Whether a ``torch.amp.GradScaler`` is among the callers, as it is of the optimizer steps that it makes."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+        frame = frame.f_back
+    return False

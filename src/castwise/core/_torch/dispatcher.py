@@ -1,0 +1,186 @@
+"""The dispatcher: kernels for autocast's keys, modes that see operators, and what torch's numbers are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.library import Library, get_kernel
+
+_EXACT: dict[Any, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+NUMBERS: tuple[Any, ...] = tuple(_EXACT)
+"""Types of Python's numbers."""
+AUTOCAST_KEYS: dict[str, str] = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "xpu": "AutocastXPU",
+    "mps": "AutocastMPS",
+}
+"""Dispatch key on which each device type's autocast kernels are registered."""
+
+
+def autocast_registrations(device_type: str) -> frozenset[str]:
+    """Operators (``aten::exp.out`` style) that have an autocast kernel of their own on a device type."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(AUTOCAST_KEYS[device_type])
+    return frozenset(names)
+
+
+def is_dispatched(op: torch._ops.OpOverload) -> bool:
+    """Whether the overload goes through the dispatcher; a few (``einsum.sublist``) exist for TorchScript alone."""
+    return bool(torch._C._dispatch_has_kernel(op.name()))
+
+
+def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
+    """What the dispatcher runs today for ``op`` on the autocast key: call it as ``f(keyset, *args, **kwargs)``.
+
+    For an operator that torch lists this is torch's own casting kernel. For any other the key is a fallthrough,
+    whose kernel object cannot be called, so the call goes on below the key; the thread-local state stays on, as
+    it does in torch, so that operators inside a composite one are still autocast.
+    """
+    key = AUTOCAST_KEYS[device_type]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        call: Callable[..., Any] = get_kernel(op, key).call_boxed
+        return call
+    return below_autocast_call(op, device_type)
+
+
+def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
+    """Run ``op`` below the autocast key, as torch does with an operator it does not list.
+
+    Called as ``f(keyset, *args, **kwargs)``. Operators inside a composite one are still autocast.
+    """
+    key = AUTOCAST_KEYS[device_type]
+    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+    redispatch = op.redispatch
+    # In `x * 2` the dispatcher carries the 2 as a tensor that is marked as a number and hands it to Python as a
+    # number, which redispatch refuses. Calling such an operator anew with the key off takes it, and is the same:
+    # those that take numbers for tensors are plain arithmetic, without autocast operators inside.
+    tensors = [i for i, arg in enumerate(op._schema.arguments) if i > 0 and str(arg.type) == "Tensor"]
+
+    def fallthrough(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for index in tensors:
+            if index < len(args) and isinstance(args[index], NUMBERS):
+                torch.set_autocast_enabled(device_type, False)
+                try:
+                    return op(*args, **kwargs)
+                finally:
+                    torch.set_autocast_enabled(device_type, True)
+        return redispatch(keyset & below, *args, **kwargs)
+
+    return fallthrough
+
+
+def inside_operator() -> bool:
+    """Whether an operator that runs now is called by the kernel of another, below autograd.
+
+    In inference mode, and at the lower levels of a transform, autograd is off everywhere, and the answer is no.
+    """
+    return (
+        torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+        and not torch.is_inference_mode_enabled()
+        and not in_transform()
+    )
+
+
+def register_autocast_kernel(
+    op: torch._ops.OpOverload, device_type: str, kernel: Callable[..., Any]
+) -> Callable[[], None]:
+    """Put ``kernel(keyset, *args, **kwargs)`` in front of ``op`` on the autocast key; returns what undoes it."""
+    return _register(op, kernel, AUTOCAST_KEYS[device_type])
+
+
+def _register(op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -> Callable[[], None]:
+    library = Library(op.namespace, "IMPL")
+    with warnings.catch_warnings():
+        # torch says once per process that a kernel of its own is overridden, which is what we are here to do.
+        warnings.simplefilter("ignore", UserWarning)
+        library.impl(op, kernel, key, with_keyset=True, allow_override=True)
+    return library._destroy
+
+
+def _tensors(op: torch._ops.OpOverload) -> list[int]:
+    """Which positional arguments of ``op`` are tensors and nothing else."""
+    arguments = op._schema.arguments
+    return [
+        i
+        for i, argument in enumerate(arguments)
+        if str(argument.type) == "Tensor" and not argument.kwarg_only
+    ]
+
+
+def number_places(op: torch._ops.OpOverload) -> Sequence[int]:
+    """Where ``op`` may be handed a number in place of a tensor that it cannot be called anew with.
+
+    Of several tensors the dispatcher hands one that stands for a number (``x % 2``, ``2 ** x``) to Python as the number.
+    Arithmetic can be called with it, but for the first (``1 - x``); other operators cannot.
+    """
+    places = _tensors(op)
+    if len(places) < 2:
+        return ()
+    return places[:1] if op._schema.name.removeprefix("aten::") in NUMBERS_FOR_TENSORS else places
+
+
+def register_in_front_of_transforms(
+    op: torch._ops.OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put a kernel in front of ``op`` where transforms of torch.func are active, before any of them has seen the call.
+
+    ``make`` takes what runs there today and returns the kernel, both called as ``f(keyset, *args, **kwargs)``.
+    While one kernel is there, no other may be put in front of the operator. Returns what undoes it.
+    """
+    return _register(op, make(_taking_numbers(op, get_kernel(op, _TRANSFORMS).call_boxed)), _TRANSFORMS)
+
+
+_TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
+_ARITHMETIC = ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "floor_divide")
+NUMBERS_FOR_TENSORS = (*_ARITHMETIC, *(f"{name}_" for name in _ARITHMETIC))
+"""Arithmetic that takes numbers, and needs a kernel in front of transforms while any kernel in Python is registered.
+
+A transform wraps the tensor that stands for a number, and the tangents of such tensors; the dispatcher then fails to make
+a number of them for Python ("Cannot access data pointer"). In front of all transforms it still is a number. The names are
+those of ``should_allow_numbers_as_tensors`` in torch/csrc/utils/python_arg_parser.cpp.
+"""
+
+
+def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand on 0-dim tensors in place of numbers, which promote as the numbers do."""
+    places = _tensors(op)
+
+    def front(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(args[i], NUMBERS) for i in places):
+            return with_tensors(lambda *given: go_on(keyset, *given, **kwargs), args, places)
+        return go_on(keyset, *args, **kwargs)
+
+    return front
+
+
+def with_tensors(
+    call: Callable[..., torch.Tensor], args: Sequence[Any], places: Sequence[int]
+) -> torch.Tensor:
+    """Call an elementwise operator with 0-dim tensors in place of the numbers at ``places``, which promote as they do."""
+    other = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    if other.dim() == 0:  # a 0-dim tensor would count as much as this one
+        lifted = other.unsqueeze(0)
+        out = with_tensors(call, [lifted if arg is other else arg for arg in args], places)
+        return other if out is lifted else out.squeeze(0)
+    given = list(args)
+    for place in places:
+        value = given[place]
+        if not isinstance(value, NUMBERS):
+            continue
+        dtype = torch.result_type(other, value)
+        if dtype is other.dtype:  # which the number does not decide, so that it may keep all its digits
+            dtype = next(exact for kind, exact in _EXACT.items() if isinstance(value, kind))
+        given[place] = torch.full((), value, dtype=dtype, device="cpu")
+    return call(*given)
+
+
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether this thread is inside a transform of torch.func, whose tensors belong to it."""

@@ -1,0 +1,259 @@
+"""``torch.distributed``: DTensor, FSDP, DistributedDataParallel, pipelines and groups."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+
+from castwise.core._torch.hooks import around_function, remove_hooks
+from castwise.core._torch.tensors import _set_data
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, in its own memory; ``to_local()`` would add a node to the graph."""
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    wait = getattr(local, "wait", None)  # the result of a collective that may be on its way
+    return local if wait is None or type(local) is torch.Tensor else wait()
+
+
+def dispatches_itself(tensor: torch.Tensor) -> bool:
+    """Whether operators on a tensor run code of its class in Python; fake tensors, which stand for plain ones, do not count."""
+    kind: Any = type(tensor)
+    own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return own and not kind.__module__.startswith("torch._subclasses")
+
+
+def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of what this rank holds of a tensor, which is all of it but for DTensors.
+
+    It is what torch.distributed.checkpoint asks DTensors for.
+    """
+    if not hasattr(tensor, "device_mesh"):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def set_dtensor(parameter: torch.Tensor, values: Any) -> None:
+    """Give a DTensor the memory of another, as ``parameter.data = values`` gives it to a plain tensor.
+
+    That assignment changes what a DTensor says of itself and leaves its memory as it was; ``torch.utils.swap_tensors``
+    refuses what has weak references.
+    """
+    _set_data(parameter, values)
+    parameter._local_tensor = values._local_tensor  # type: ignore[attr-defined]
+    parameter._spec = values._spec  # type: ignore[attr-defined]
+
+
+def was_dtensor(parameter: torch.Tensor) -> bool:
+    """Whether ``DistributedDataParallel(device_mesh=...)`` has put a rank's piece in the place of a DTensor."""
+    return hasattr(parameter, "_st_info")
+
+
+def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torch.nn.Parameter, Any]]:
+    """Every parameter that ``fully_shard`` manages: path and module it was called on, parameter, its policy."""
+    return [
+        (path, module, param.sharded_param, group.mp_policy)
+        for path, module, group in _fsdp_param_groups(model)
+        for param in group.fsdp_params
+    ]
+
+
+def default_store() -> Any:
+    """The store by which the processes of the default group have met; safe to use from several threads."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def is_in_join(ddp: Any) -> bool:
+    """Whether a DistributedDataParallel is inside of torch's ``Join``."""
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
+def on_join_end(listener: Callable[[Any, int], object]) -> None:
+    """Have ``listener(ddp, rank)`` called on all ranks where torch's ``Join`` has given them the weights of one, by its rank."""
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def sync_final_model(ddp: Any, is_last_joiner: bool) -> None:
+            original(ddp, is_last_joiner)
+            listener(ddp, ddp._authoritative_rank)
+
+        return sync_final_model
+
+    around_function(torch.nn.parallel.DistributedDataParallel, "_sync_final_model", around)
+
+
+def delays_reductions(ddp: Any) -> bool:
+    """Whether a DistributedDataParallel was given ``delay_all_reduce_named_params``."""
+    return bool(getattr(ddp, "_delay_all_reduce_params", None))
+
+
+def _is_loaded(thing: Any, module: str, name: str) -> bool:
+    """Whether a thing is of a class that may not have been imported."""
+    return isinstance(thing, getattr(sys.modules.get(module), name, ()))
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether an optimizer is torch's ZeroRedundancyOptimizer."""
+    return _is_loaded(
+        optimizer, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
+    )
+
+
+def is_fsdp1(module: Any) -> bool:
+    """Whether a module is FSDP1's FullyShardedDataParallel."""
+    return _is_loaded(
+        module, "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+    )
+
+
+def has_fsdp1(model: torch.nn.Module) -> bool:
+    """Whether FSDP1 holds parameters of a model, in it or around it."""
+    return any(map(is_fsdp1, model.modules())) or any(
+        getattr(parameter, "_fsdp_flattened", False) for parameter in model.parameters()
+    )
+
+
+def is_fsdp(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard``, or the ``replicate`` made of it, was called on a module itself."""
+    return hasattr(type(module), "_get_fsdp_state")  # a module around it may hand on its attributes
+
+
+def fsdp_shards(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+    """The shard behind each form in which FSDP2 registers a parameter with its module, gathered or not."""
+    return {
+        form: param.sharded_param
+        for _, _, group in _fsdp_param_groups(model)
+        for param in group.fsdp_params
+        for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        if (form := getattr(param, name, None)) is not None
+    }
+
+
+def copy_without_shards(model: torch.nn.Module, wholes: dict[torch.Tensor, torch.Tensor]) -> torch.nn.Module:
+    """A deep copy of a model without what ``fully_shard`` and ``parallelize_module`` have put on it: states, hooks, classes.
+
+    The classes that ``fully_shard`` makes refuse to be copied, and their states hold process groups.
+
+    Args:
+        model: Is as it was afterwards.
+        wholes: What stands in the copy in the place of a parameter or a buffer.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    sharded = [(module, type(module)) for module in model.modules() if is_fsdp(module)]
+    memo: dict[int, Any] = {id(tensor): whole for tensor, whole in wholes.items()}
+    memo |= {id(module._get_fsdp_state()): object() for module, _ in sharded}  # type: ignore[operator]
+    try:
+        for module, kind in sharded:
+            module.__class__ = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
+        out = copy.deepcopy(model, memo)
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
+    for module in out.modules():
+        own = vars(module)
+        tables = [own[name] for name in own if "_hooks" in name and isinstance(own[name], dict)]
+        hooks = [getattr(hook, "hook", hook) for table in tables for hook in table.values()]
+        remove_hooks(module, *(hook for hook in hooks if _is_of_parallelism(hook)))
+        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied"):
+            own.pop(name, None)
+        for name in (STATE_KEY, REGISTRY_KEY):
+            for api in [api for api in own.get(name, ()) if getattr(api, "__name__", api) in _SHARDING]:
+                del own[name][api]
+            if not own.get(name, True):
+                del own[name]
+        for name, value in list(
+            own.items()
+        ):  # what register_fsdp_forward_method has put before the class's own
+            if isinstance(value, MethodType) and _defined_in(value.__func__).startswith(_FSDP):
+                del own[name]
+    return out
+
+
+_SHARDING = ("fully_shard", "replicate")
+_FSDP = "torch.distributed.fsdp."
+
+
+def _is_of_parallelism(hook: Any) -> bool:
+    home = str(getattr(hook, "__module__", ""))
+    return home.startswith((_FSDP, "torch.distributed.tensor.", "torch.distributed._composable.replicate"))
+
+
+def _defined_in(function: Any) -> str:
+    """The module that a function was written in, whatever it wraps."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def fsdp_knows(model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.dtype]:
+    """The dtype of each shard that FSDP2 counts on since the model ran for the first time; nothing before that."""
+    params = (param for _, _, group in _fsdp_param_groups(model) for param in group.fsdp_params)
+    return {param.sharded_param: param.orig_dtype for param in params if hasattr(param, "orig_dtype")}
+
+
+def _fsdp_param_groups(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Any]]:
+    for path, module in model.named_modules():
+        if not is_fsdp(module):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # a list since torch 2.12
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        yield from ((path, module, group) for group in groups)
+
+
+def fsdp_units(model: torch.nn.Module) -> list[weakref.ref[Any]]:
+    """What FSDP2 gathers and reduces at once in a model: its groups of parameters, not held."""
+    return [weakref.ref(group) for _, _, group in _fsdp_param_groups(model)]
+
+
+def is_unfrozen(unit: Any) -> bool:
+    """Whether FSDP2 found nothing to train in a group when the model first ran, and there is something now."""
+    return getattr(unit, "_orig_dtype", unit) is None and any(
+        param.sharded_param.requires_grad for param in unit.fsdp_params
+    )
+
+
+def look_again(unit: Any, widen: Callable[[torch.Tensor], bool]) -> None:
+    """Have FSDP2 take the dtypes of a group's gradients from what is trained now.
+
+    Without it gradients of what was frozen when the model first ran come in the format that it is gathered in.
+
+    Args:
+        unit: From :func:`fsdp_units`.
+        widen: Stores a shard otherwise where that is needed, and says whether it did.
+    """
+    trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
+    widened = [param for param in trained if widen(param.sharded_param)]
+    if hasattr(unit, "_orig_dtype"):  # else it has not run
+        if widened and not unit.is_sharded:
+            unit._to_sharded()
+        for param in widened:
+            param.reset_sharded_param()
+        unit._init_mp_dtypes()
+
+
+def schedule_stages(schedule: Any) -> list[Any]:
+    """The stages that this rank runs in a schedule of ``torch.distributed.pipelining``."""
+    many = getattr(schedule, "_stages", None)
+    return list(many) if many is not None else [schedule._stage]
+
+
+def replace_schedule_loss(
+    schedule: Any, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
+) -> None:
+    """Have a pipeline schedule compute its loss by ``wrap(loss_fn)``; nothing happens where it has none."""
+    if schedule._loss_fn is not None:
+        schedule._loss_fn = wrap(schedule._loss_fn)
+
+
+def take_gradient_division(schedule: Any) -> int:
+    """The number by which a pipeline schedule divides gradients after its microbatches; it leaves that out from now on."""
+    parts = int(schedule._n_microbatches) if schedule.scale_grads else 1
+    schedule.scale_grads = False
+    return parts

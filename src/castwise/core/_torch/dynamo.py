@@ -1,0 +1,392 @@
+"""Dynamo and Inductor: what is compiled, what compiled code is guarded by, and compiling anew."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+from castwise.core._torch.calls import _own_frames, without_compiler
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_SPARE_DEVICES = {device: torch.get_autocast_dtype(device) for device in ("maia", "hpu", "ipu")}
+_SPARE_DTYPES = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+MAX_GUARD_CODE = len(_SPARE_DTYPES) ** len(_SPARE_DEVICES) - 1
+_thread = threading.local()
+
+
+def set_guard_code(code: int) -> None:
+    """Mark this thread with ``code`` (0: none) in a place that Dynamo guards.
+
+    Dynamo's global guard compares the autocast state of every device type that torch knows, dtypes included where
+    autocast is enabled. Enabled on device types that no one has (maia, hpu, ipu), the dtypes can carry a number
+    that makes Dynamo recompile when the precision plan changes, at the cost of a few thread-local writes. No
+    tensor is on such a device, so no operator sees it. There is no public hook for a guard of one's own.
+    """
+    if code == getattr(_thread, "guard_code", 0):
+        return
+    _thread.guard_code = code
+    for device, default in _SPARE_DEVICES.items():
+        torch.set_autocast_enabled(device, code > 0)
+        torch.set_autocast_dtype(device, _SPARE_DTYPES[code % len(_SPARE_DTYPES)] if code else default)
+        code //= len(_SPARE_DTYPES)
+
+
+def compiled_code_sees(change: Callable[[], None]) -> bool:
+    """Whether code that was compiled before a change of the process's state is compiled anew after it."""
+    guard = torch._C._dynamo.guards.GlobalStateGuard()
+    before = guard.check()
+    change()
+    return before and not guard.check()
+
+
+_skipped: set[str] = set()
+
+
+def skip_modules(prefixes: tuple[str, ...]) -> None:
+    """Tell Dynamo never to compile functions of these modules as frames of their own; it may still inline them.
+
+    Where Dynamo gives a frame up (a graph break inside a block), the frame runs in plain Python and Dynamo looks at
+    each function that it calls. Hooks and context managers that change thread state must then run for real. Modules
+    that are not loaded yet are passed over until the next call.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    def skip(code: CodeType) -> None:
+        skip_code(code)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                skip(constant)
+
+    def visit(owner: Any, module: str) -> None:
+        for value in list(vars(owner).values()):
+            inner = getattr(value, "fget", None) or getattr(value, "__wrapped__", None) or value
+            function = getattr(inner, "__func__", inner)
+            if getattr(function, "__module__", None) != module:
+                continue
+            if isinstance(function, FunctionType):
+                skip(function.__code__)
+            elif isinstance(value, type) and value is not owner:
+                visit(value, module)
+
+    for name in [name for name in sys.modules if name.startswith(prefixes) and name not in _skipped]:
+        if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes):
+            _skipped.add(name)
+            visit(sys.modules[name], name)
+
+
+def graph_function(function: _F) -> _F:
+    """Let Dynamo put calls of ``function`` into its graph as they are: it runs whenever the graph is traced."""
+    torch.fx.node.has_side_effect(function)
+    return torch.compiler.allow_in_graph(function)  # type: ignore[no-any-return]
+
+
+def mark_constant(function: Callable[..., Any]) -> None:
+    """Let Dynamo call ``function`` while it traces and keep the result as a constant.
+
+    The public ``torch.compiler.assume_constant_result`` sets the same mark but imports Dynamo to do so.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+TRACES_IDENTITY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether Dynamo traces ``id`` and ``is`` of containers; that of torch 2.11 does not."""
+
+
+def object_at(address: int) -> Any:
+    """The living object whose ``id`` this is. Dynamo traces ``id``, and guards that it stays the same."""
+    return ctypes.cast(address, ctypes.py_object).value
+
+
+def set_autocast_attributes(
+    block: torch.autocast, device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool
+) -> None:
+    """Give a subclass's instance the attributes of ``torch.autocast``."""
+    block.device, block.fast_dtype = device_type, dtype
+    block._enabled, block._cache_enabled = enabled, cache_enabled
+
+
+def custom_backend_name() -> str:
+    """What torch calls the device type that a library outside of it may bring; an attribute of ``torch.autocast``."""
+    return str(torch._C._get_privateuse1_backend_name())
+
+
+def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
+    """Have Dynamo trace the methods of instances of ``cls`` that were made outside of what it compiles.
+
+    It would replace all of them, as instances of a subclass of ``torch.autocast``, by torch's own; now only those
+    of which ``as_torchs`` says that this is right.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.variables import ctx_manager
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    class Reentrant(ctx_manager.AutocastModeVariable):
+        """Torch's keeps what to restore in itself and can be entered once at a time: one of it for each entry."""
+
+        initial_values: Any
+
+        def enter(self, tx: Any) -> Any:
+            self.initial_values.append(ctx_manager.AutocastModeVariable(self.target_values))
+            return self.initial_values[-1].enter(tx)
+
+        def exit(self, tx: Any, *args: Any) -> Any:
+            return self.initial_values.pop().exit(tx, *args)
+
+    def build(builder: Any, value: Any) -> Any:
+        builder.install_guards(GuardBuilder.ID_MATCH)
+        if as_torchs(value):
+            state = [value.device, value.fast_dtype, value._enabled, value._cache_enabled]
+            return Reentrant(state, [], source=builder.source)
+        return ctx_manager.GenericContextWrappingVariable(value, source=builder.source)
+
+    for with_numpy in (True, False):
+        VariableBuilder._type_dispatch_impl(with_numpy)[cls] = build
+
+
+def before_compiled_calls(callback: Callable[[], object]) -> None:
+    """Have ``callback`` called before each call of what Dynamo is compiling at the moment, outside of its graph.
+
+    Guards are what runs then, so it is called by one that always holds. There is no public hook for it.
+    """
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.source import GlobalStateSource
+    from torch._guards import Guard
+
+    def holds(_: Any) -> bool:
+        callback()
+        return True
+
+    def add(builder: Any, guard: Guard) -> None:
+        builder.guard_manager.root.add_lambda_guard(holds, [f"{callback!r} was called"], guard.user_stack)
+
+    install_guard(Guard(GlobalStateSource(), add))
+
+
+class _Loading(MetaPathFinder):
+    """Finds a module as Python does, and calls a function when it has been loaded."""
+
+    def __init__(self, name: str, loaded: Callable[[], None]) -> None:
+        self._name, self._loaded = name, loaded
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == self._name else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            sys.meta_path.remove(self)
+            self._loaded()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def when_dynamo_is_loaded(function: Callable[[], None]) -> None:
+    """Call ``function`` as soon as Dynamo has been imported, which nobody may ever do; now where it has been."""
+    if "torch._dynamo" in sys.modules:
+        function()
+    else:
+        sys.meta_path.insert(0, _Loading("torch._dynamo", function))
+
+
+def dynamo_loaded() -> bool:
+    """Whether Dynamo has been imported in this process; importing it takes a second, so callers wait for it."""
+    return "torch._dynamo.symbolic_convert" in sys.modules
+
+
+class DynamoTrace:
+    """The frame that Dynamo is tracing on this thread at the moment."""
+
+    def __init__(self, tx: Any) -> None:
+        self._output = tx.output
+        self._root = tx.output.root_tx
+
+    @classmethod
+    def current(cls) -> DynamoTrace | None:
+        """The trace in progress, or None; None also while a backend works on a finished graph."""
+        if not dynamo_loaded():
+            return None
+        from torch._dynamo import symbolic_convert
+
+        tx = getattr(symbolic_convert.tls, "current_tx", None)
+        if tx is None or getattr(tx.output, "_castwise_done", False):
+            return None
+        return cls(tx)
+
+    def hold(self, restore: Callable[[], None]) -> None:
+        """Undo a state change when the trace ends, and refuse graph breaks until :meth:`release`.
+
+        A graph break in the middle of a state change would lose the state at run time. With the mark set, Dynamo
+        gives up on this frame instead and runs it in plain Python, where hooks work for real, and compiles the
+        frames inside it.
+        """
+        output = self._output
+
+        def cleanup() -> None:
+            output._castwise_done = True
+            restore()
+
+        output.add_cleanup_hook(cleanup)
+        self._root.active_generic_context_managers.append(self)
+
+    def release(self) -> None:
+        """Allow graph breaks again after the state was restored."""
+        active = self._root.active_generic_context_managers
+        for index in range(len(active) - 1, -1, -1):
+            if isinstance(active[index], DynamoTrace):
+                del active[index]
+                return
+
+
+def keep_compile_callbacks(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Have Dynamo call ``start`` and ``end`` around each compilation, on the compiling thread.
+
+    Cheap to call again, which is needed: ``torch._dynamo.reset()`` forgets callbacks.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    if start not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(start)
+    if end not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(end)
+
+
+_compiled, _compiled_s, _compiling_since = 0, 0.0, 0.0
+
+
+def _compiling(_: object) -> None:
+    global _compiling_since
+    _compiling_since = time.perf_counter()
+
+
+def _compiling_ended(_: object) -> None:
+    global _compiled, _compiled_s
+    _compiled, _compiled_s = _compiled + 1, _compiled_s + time.perf_counter() - _compiling_since
+
+
+def compilations() -> tuple[int, float]:
+    """How often this process has compiled something since the first call, and how many seconds that took.
+
+    Forwards and backwards count apart, and so do the pieces between graph breaks.
+    """
+    keep_compile_callbacks(_compiling, _compiling_ended)
+    return _compiled, _compiled_s
+
+
+def refuse_to_give_up() -> None:
+    """Have Dynamo raise where it would run a function that it has compiled too often as it is, in silence."""
+    import torch._dynamo.config as config
+
+    config.fail_on_recompile_limit_hit = True
+
+
+def gave_up(error: BaseException) -> bool:
+    """Whether an exception is the one of :func:`refuse_to_give_up`."""
+    return "FailOnRecompileLimitHit" in type(error).__name__
+
+
+def eager_random_numbers() -> contextlib.AbstractContextManager[Any]:
+    """A block in which Inductor compiles operators that draw random numbers to draw what they do in eager mode."""
+    import torch._inductor.config as config
+
+    return config.patch(fallback_random=True)  # type: ignore[no-any-return]
+
+
+def ran_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module has run compiled, by ``torch.compile`` or ``module.compile()``: hooks added now would be ignored.
+
+    Dynamo keeps compiled code by code objects, which modules of one class share, and those whose ``forward`` it does not
+    compile, torch's own, all share one; so where there is some, it is asked whether this module has been wrapped at all.
+    """
+    if not dynamo_loaded():
+        return False
+    from torch._dynamo import trace_rules
+    from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_list
+    from torch._dynamo.external_utils import wrap_inline
+
+    forward = type(module).forward
+    shared = (torch.nn.Module._call_impl, wrap_inline(torch.nn.Module.eval))
+    functions: tuple[Any, ...] = shared if trace_rules.check(forward) else (forward,)
+    codes = [code for function in functions if (code := getattr(function, "__code__", None)) is not None]
+    if not any(_debug_get_cache_entry_list(code) for code in codes):
+        return False
+    return is_compiled(module) or any(
+        type(thing) is OptimizedModule and thing._modules.get("_orig_mod") is module
+        for thing in gc.get_objects()
+    )
+
+
+def inside_compiled(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
+    """Of some models those modules that are, or are inside of, one that ``torch.compile`` or ``module.compile()`` was called on.
+
+    Hooks put on these are ignored, or have them compiled anew. What was given to ``torch.compile`` in a function is not known.
+    """
+    if not dynamo_loaded():
+        return set()
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    wrapped = {
+        id(thing._modules["_orig_mod"]) for thing in gc.get_objects() if type(thing) is OptimizedModule
+    }
+    return {
+        inner
+        for model in models
+        for module in model.modules()
+        if id(module) in wrapped or is_compiled(module)
+        for inner in module.modules()
+    }
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether somebody has called ``module.compile()``, or the module is what ``torch.compile`` returned."""
+    call = module._compiled_call_impl
+    return without_compiler(module) is not module or (
+        call is not None and not hasattr(call, "__castwise_guard__")
+    )
+
+
+def forget_compiled(model: torch.nn.Module) -> None:
+    """Have functions that were compiled with such a model inside compiled anew at their next call.
+
+    Dynamo guards the classes of modules and not their hooks, so they would go on without those that were added since.
+    """
+    if not dynamo_loaded():
+        return
+    from torch._C._dynamo.eval_frame import reset_code
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    kinds = {
+        str(id(type(module)))
+        for module in model.modules()
+        if module is model or not type(module).__module__.startswith("torch.nn.")
+    }
+    inside = set(model.modules())
+    for reference in input_codes.seen:
+        code = reference()
+        if code is None:
+            continue
+        owner = _own_frames.get(code)
+        if owner is not None and ((other := owner()) is None or inside.isdisjoint(other.modules())):
+            continue  # compiled for another model of the class
+        for entry in _debug_get_cache_entry_list(code):
+            guards = str(entry.guard_manager)
+            if "type_id" not in guards or any(kind in guards for kind in kinds):
+                reset_code(code)
+                break

@@ -1,0 +1,99 @@
+"""``torch.amp.GradScaler``: its own state, and noticing that one is at work."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
+_unscaled_by_hand: set[tuple[str, torch.dtype]] = set()
+"""Device types and formats that torch's kernel has refused."""
+
+
+def _kind(grads: list[torch.Tensor]) -> tuple[str, torch.dtype]:
+    return grads[0].device.type, grads[0].dtype
+
+
+def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply gradients in place by a factor, and set a flag to one where a gradient was not finite.
+
+    Torch's kernel where there is one; CUDA has none for bf16 (seen in torch 2.11). There the largest magnitude of each
+    gradient, which is NaN where one of its elements is, says whether all are finite.
+
+    Args:
+        grads: At least one, on one device; of one dtype, but on a CPU of any.
+        flag: 0-dim fp32 on that device.
+        factor: The same.
+    """
+    if not _unscaled_by_hand or _kind(grads) not in _unscaled_by_hand:
+        try:
+            _check_and_unscale(grads, flag, factor)
+            return
+        except NotImplementedError:
+            if grads[0].device.type == "cpu":  # sparse gradients, which it refuses before it writes anything
+                raise
+            _unscaled_by_hand.add(_kind(grads))
+    largest = torch.stack(torch._foreach_norm([grad for grad in grads if grad.numel()] or [flag], math.inf))
+    flag.copy_(torch.maximum(flag, (~torch.isfinite(largest).all()).to(flag.dtype)))
+    torch._foreach_mul_(grads, factor)
+
+
+update_scale = torch._amp_update_scale_
+"""``(scale, growth_tracker, flag, growth, backoff, interval)``: move a scale in place by its rule."""
+
+
+class OpenGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` by names without underscores, for a subclass that works on what it keeps."""
+
+    works: bool
+    """Whether it was enabled, on a device that is there; otherwise it passes everything through."""
+    optimizer_states: dict[int, dict[str, Any]]
+    """By the optimizers' ``id`` their stage, and their flags by device."""
+    current: Any
+    """What holds ``scale`` and ``growth_tracker``, None before the first use; its ``allocate(device)`` makes them."""
+    step_or_skip: Callable[..., Any]
+    """``(optimizer, state, *args, **kwargs)``: call the optimizer's step unless a flag of its ``state`` is set."""
+
+    _enabled = property(lambda self: self.works, lambda self, value: setattr(self, "works", value))
+    _per_optimizer_states = property(
+        lambda self: self.optimizer_states, lambda self, value: setattr(self, "optimizer_states", value)
+    )
+    _scale = property(
+        lambda self: self.current.scale, lambda self, value: setattr(self.current, "scale", value)
+    )
+    _growth_tracker = property(
+        lambda self: self.current.growth_tracker,
+        lambda self, value: setattr(self.current, "growth_tracker", value),
+    )
+
+    @property
+    def device_type(self) -> str:
+        """Of the gradients."""
+        return str(self._device)
+
+    def unscale_grads(
+        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply an optimizer's gradients by ``inverse``; a flag per device."""
+        return super()._unscale_grads_(optimizer, inverse, flag, allow_fp16)
+
+    def check_scaled(self, call: str) -> torch.Tensor:
+        """The scale; an error as torch's where nothing was ever scaled."""
+        return self._check_scale_growth_tracker(call)[0]
+
+    def start_states(self) -> None:
+        """Go on with fresh states; those that were are left as they are."""
+        self.optimizer_states = defaultdict(self.optimizer_states.default_factory)  # type: ignore[attr-defined]
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self.current.allocate(dev)
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
+        return self.unscale_grads(*args)
+
+    def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step_or_skip(*args, **kwargs)

@@ -1,0 +1,192 @@
+"""Hooks of modules and tensors, and functions of torch that another stands in for."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None]:
+    """Have ``look`` called with each module that is called, before anything of the call has happened, but for compiled code.
+
+    torch's own hooks for all modules come when a module's hooks have been read: those that ``look`` adds would not be called.
+
+    Returns:
+        What undoes it.
+    """
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def see(module: torch.nn.Module) -> None:  # below a graph break it would be compiled
+        look(module)
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                see(self)
+            return call(self, *args, **kwargs)
+
+        return called
+
+    return _instead_of_call(around)
+
+
+def around_calls(run: Callable[..., Any]) -> Callable[[], None]:
+    """Have ``run(call, module, *args, **kwargs)`` called in place of each call of a module, but for compiled code.
+
+    Returns:
+        What undoes it.
+    """
+
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    def run_uncompiled(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return call(self, *args, **kwargs)
+            return run_uncompiled(call, self, *args, **kwargs)
+
+        return called
+
+    return _instead_of_call(around)
+
+
+def _instead_of_call(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    home: Any = torch.nn.Module
+    original = home.__call__
+    home.__call__ = called = around(original)
+
+    def undo() -> None:
+        if home.__call__ is called:
+            home.__call__ = original
+
+    return undo
+
+
+def around_function(
+    home: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put ``around(method)`` in the place of a function of torch, in a class or a module.
+
+    Returns:
+        What undoes it.
+    """
+    original, is_own = getattr(home, name), name in vars(home)
+    called = functools.wraps(original)(around(original))
+    setattr(home, name, called)
+
+    def undo() -> None:
+        if getattr(home, name) is called:
+            setattr(home, name, original) if is_own else delattr(home, name)
+
+    return undo
+
+
+class Replacement:
+    """A method of a class of torch's with something around it, at times.
+
+    An interrupt between any two lines leaves a state that :meth:`end` undoes, and what somebody else has put there stays.
+    """
+
+    def __init__(
+        self, home: type, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._home, self._name, self._own = home, name, vars(home)[name]
+        self._ours = functools.wraps(self._own)(around(self._own))
+
+    def begin(self) -> None:
+        """Put it there, where it is not."""
+        if vars(self._home).get(self._name) is self._own:
+            setattr(self._home, self._name, self._ours)
+
+    def end(self) -> None:
+        """Put the method itself back, where it is not."""
+        if vars(self._home).get(self._name) is self._ours:
+            setattr(self._home, self._name, self._own)
+
+
+def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:
+    """``module.register_forward_pre_hook(hook, prepend=True)``, which torch 2.11 can compile.
+
+    There the guards count the keys of an OrderedDict as they came in, not as ``move_to_end`` has put them.
+
+    Args:
+        module: Whose forward it precedes, before all hooks that are there.
+        hook: As ``register_forward_pre_hook`` takes it.
+        with_kwargs: Whether it is given keyword arguments too.
+    """
+    module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
+    table = module._forward_pre_hooks
+    if list(table) != list(dict.keys(table)):
+        hooks = list(table.items())
+        try:
+            table.clear()
+        finally:  # whatever interrupts it, the hooks stay
+            table.update(hooks)
+
+
+def registered(hook: Any) -> Any:
+    """What was given to be a hook of ``state_dict`` or ``load_state_dict``, which torch wraps; any other hook itself."""
+    return hook.hook if isinstance(hook, torch.nn.modules.module._WrappedHook) else hook
+
+
+def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
+    """Undo the registrations of hooks, or nothing, by the hooks themselves: an interrupt can lose the handle.
+
+    Args:
+        owner: A module or an optimizer; None for the hooks of all optimizers.
+        hooks: Whatever equals one of them goes.
+    """
+    owner = sys.modules[torch.optim.Optimizer.__module__] if owner is None else owner
+    tables = [table for name, table in vars(owner).items() if "_hooks" in name and isinstance(table, dict)]
+    keys = [
+        key
+        for table in tables
+        for key, hook in list(table.items())
+        if any(own == registered(hook) for own in hooks)
+    ]
+    for table in reversed(tables):  # what torch notes of a hook stands behind it
+        for key in keys:
+            table.pop(key, None)
+
+
+def takes_hooks(module: torch.nn.Module) -> bool:
+    """Whether a scripted or traced module calls hooks that are put on it: what ``torch.jit.trace`` returned does."""
+    return type(module).__name__ == "TopLevelTracedModule"
+
+
+def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """The tables of a module's hooks around ``forward``, after loading and before saving, to look into and to change."""
+    return (
+        module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks, module._state_dict_pre_hooks,
+    )  # fmt: skip
+
+
+def before_scripting(look: Callable[[torch.nn.Module], object]) -> None:
+    """Have a function called with each module before ``torch.jit.script`` compiles it, for good."""
+
+    def prepare(module: torch.nn.Module) -> torch.nn.Module:
+        look(module)
+        return module
+
+    if not hasattr(torch.nn.Module, "__prepare_scriptable__"):
+        torch.nn.Module.__prepare_scriptable__ = prepare  # type: ignore[attr-defined]
+
+
+def buffer_tables(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
+    """By path, the dictionary in which each module of a model has its buffers, to read from and to write to."""
+    for path, module in model.named_modules():
+        table: Any = module._buffers
+        # what scripted code keeps is handed out by a view, in which no other tensor can be put
+        yield path, table if isinstance(table, dict) else dict(table.items())
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
+    """The hooks that a backward calls with a parameter's gradient, before it is added and after."""
+    tables = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [hook for table in tables for hook in (table or {}).values()]

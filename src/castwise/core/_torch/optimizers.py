@@ -1,0 +1,229 @@
+"""Optimizers: hooks around their steps, their state and what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+
+from castwise.core._torch.hooks import around_function
+from castwise.core._torch.tensors import never_trace
+
+_MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+"""torch sets the latter at a step."""
+
+
+def takes_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's kernels take the non-finite flag on the device, so that the host need not know it."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def mark_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Let a GradScaler hand its scale and flag to the optimizer's fused kernel."""
+    vars(optimizer)[_MARKS[0]] = True
+
+
+def fused_marks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What gives an optimizer the marks again that it has now."""
+    before = {name: value for name, value in vars(optimizer).items() if name in _MARKS}
+    alive = weakref.ref(optimizer)
+
+    def undo() -> None:
+        if (found := alive()) is not None:
+            for name in _MARKS:
+                vars(found).pop(name, None)
+            vars(found).update(before)
+
+    return undo
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``Optimizer.__init__`` has run, which some wrappers leave out: without it no hook can be registered."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(
+        optimizer, "_optimizer_load_state_dict_post_hooks"
+    )
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step and no hook hear of it, those of all optimizers included."""
+    step: Any = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """The hooks that an optimizer calls while it loads a state dict."""
+    before, after = (
+        getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks", {}) for when in ("pre", "post")
+    )
+    return [*before.values(), *after.values()]
+
+
+_step_watchers: tuple[Callable[[torch.optim.Optimizer], object], ...] = ()
+_step_watchers_lock = threading.Lock()
+
+
+def _tell_step_watchers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for look in _step_watchers:
+        look(optimizer)
+
+
+@functools.cache
+def _begin_telling() -> None:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    never_trace(_tell_step_watchers)
+    register_optimizer_step_pre_hook(_tell_step_watchers)
+
+
+def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callable[[], None]:
+    """Have ``look`` called with each optimizer that is made, which torch has no hook for.
+
+    Returns:
+        What undoes it.
+    """
+    home: Any = torch.optim.Optimizer
+    original = home.__init__
+
+    @functools.wraps(original)
+    def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        look(self)
+
+    home.__init__ = made
+
+    def undo() -> None:
+        if home.__init__ is made:
+            home.__init__ = original
+
+    return undo
+
+
+class _Told:
+    """Functions that are told of each call of some methods of torch, before the call does anything, or ``after`` it.
+
+    The former are given the object, the latter what the call returned. The methods are torch's own again when the last
+    function has gone.
+    """
+
+    def __init__(self, *places: tuple[Any, str], after: bool = False) -> None:
+        self._places = places
+        self._after = after
+        self._looks: tuple[Callable[[Any], object], ...] = ()
+        self._lock = threading.RLock()  # a session that is collected meanwhile takes its own out
+        self._undo: list[Callable[[], None]] = []
+
+    def add(self, look: Callable[[Any], object]) -> None:
+        with self._lock:
+            self._looks = (*self._looks, look)
+            if not self._undo:
+                self._undo = [around_function(home, name, self._around) for home, name in self._places]
+
+    def remove(self, look: Callable[[Any], object]) -> None:
+        with self._lock:
+            self._looks = tuple(other for other in self._looks if other != look)
+            while self._undo and not self._looks:
+                self._undo.pop()()
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return call(this, *args, **kwargs)
+            if self._after:
+                this = call(this, *args, **kwargs)
+            for look in self._looks:
+                look(this)
+            return this if self._after else call(this, *args, **kwargs)
+
+        return called
+
+
+clearing = _Told((torch.optim.Optimizer, "zero_grad"), (torch.nn.Module, "zero_grad"))
+"""Whom to tell of each ``zero_grad``: of which optimizer or module."""
+scaling = _Told((torch.amp.GradScaler, "scale"), after=True)
+"""Whom to tell of each loss that a GradScaler has scaled."""
+
+
+def watch_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:
+    """Have ``look`` called before each step of any optimizer, until :func:`forget_every_step`.
+
+    One hook for all, which stays: another thread's step may be going through torch's table of hooks at any time.
+    """
+    global _step_watchers
+    _begin_telling()
+    with _step_watchers_lock:
+        _step_watchers = (*_step_watchers, look)
+
+
+def forget_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:
+    """Undo :func:`watch_every_step`, or nothing."""
+    global _step_watchers
+    with _step_watchers_lock:
+        _step_watchers = tuple(other for other in _step_watchers if other != look)
+
+
+_Around: TypeAlias = tuple[
+    Callable[[torch.optim.Optimizer, bool], object], Callable[[torch.optim.Optimizer], object]
+]
+_around_steps: tuple[_Around, ...] = ()
+
+
+def around_every_step(
+    before: Callable[[torch.optim.Optimizer, bool], object], after: Callable[[torch.optim.Optimizer], object]
+) -> Callable[[], None]:
+    """Have ``before`` called before, and ``after`` after, each step of any optimizer, outside of the optimizer's own hooks.
+
+    ``before`` is told, too, whether the step evaluates a closure. As with :func:`watch_every_step` torch's own hooks stay.
+
+    Returns:
+        What undoes it.
+    """
+    global _around_steps
+    _begin_telling_around()
+    pair = before, after
+    with _step_watchers_lock:
+        _around_steps = (*_around_steps, pair)
+
+    def undo() -> None:
+        global _around_steps
+        with _step_watchers_lock:
+            _around_steps = tuple(other for other in _around_steps if other is not pair)
+
+    return undo
+
+
+def _tell_before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for before, _ in _around_steps:
+        before(optimizer, callable(args[1] if len(args) > 1 else kwargs.get("closure")))
+
+
+def _tell_after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for _, after in _around_steps:
+        after(optimizer)
+
+
+@functools.cache
+def _begin_telling_around() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    never_trace(_tell_before, "castwise looks at steps between graphs")
+    never_trace(_tell_after, "castwise looks at steps between graphs")
+    register_optimizer_step_pre_hook(_tell_before)
+    register_optimizer_step_post_hook(_tell_after)
+
+
+@contextlib.contextmanager
+def other_workers(loader: torch.utils.data.DataLoader[Any]) -> Iterator[None]:
+    """Have ``iter`` of a loader make workers of its own inside, where it would begin anew those that it keeps for somebody else.
+
+    Relies on: ``DataLoader(persistent_workers=True)`` keeps its one iterator as ``_iterator``.
+    """
+    kept, loader._iterator = loader._iterator, None
+    try:
+        yield
+    finally:
+        loader._iterator = kept

@@ -1,0 +1,253 @@
+"""Many tensors at once, and what lies below a tensor: memory, layout, data."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.stateless import _functional_call
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from castwise.core._torch.dispatcher import in_transform
+from castwise.core._torch.operators import OpOverload
+
+_T = TypeVar("_T")
+dynamo_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""None or False unless this thread is running inside a call that torch.compile handles."""
+_set_grad_enabled = torch._C._set_grad_enabled
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def without_grad(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function under ``torch.no_grad()``, which costs a microsecond less this way."""
+    was = _is_grad_enabled()
+    try:
+        _set_grad_enabled(False)
+        return function(*args)
+    finally:
+        _set_grad_enabled(was)
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into the target at its place, casting, in as few kernels as the device can."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+@torch.no_grad()
+def multiply_each(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor in place by a 0-dim one on their device, in as few kernels as it can."""
+    torch._foreach_mul_(tensors, factor)
+
+
+# what torch calls foreach operations: on lists of tensors of one device, fastest where all are of one dtype
+each_add_ = torch._foreach_add_
+each_addcmul_ = torch._foreach_addcmul_
+each_div = torch._foreach_div
+each_div_ = torch._foreach_div_
+each_mul_ = torch._foreach_mul_
+each_norm = torch._foreach_norm
+each_sqrt_ = torch._foreach_sqrt_
+each_sub = torch._foreach_sub
+_version_of = operator.attrgetter("_version")
+
+
+def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """How often each tensor was written in place, as autograd counts; -1 for None.
+
+    Not counted are writes through ``.data`` and those of torch's fused optimizers.
+    """
+    try:
+        return [*map(_version_of, tensors)]
+    except AttributeError:  # there is a None
+        return [-1 if tensor is None else _version_of(tensor) for tensor in tensors]
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often one tensor was written in place, as :func:`versions`; 0 of an inference tensor, which does not count."""
+    if torch.compiler.is_compiling():  # Dynamo cannot trace is_inference
+        return int(tensor._version)
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+class WeakMemory:
+    """A tensor's memory, by a reference that does not keep it, and how often it was written."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._where = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._writes = tensor.detach()  # counts with it, and with what else is detached from it
+        self._writes.data = self._writes.new_empty(0)
+
+    @property
+    def version(self) -> int:
+        """As :func:`version`."""
+        return int(self._writes._version)
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, or None when nothing holds its memory any more."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return None if storage is None else self._writes.new_empty(0).set_(storage, *self._where)
+
+
+def counted_alias(data: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """``data``, except that writes to it raise the version of ``counter``; with no operator that a mode would see."""
+    alias: Any = torch.Tensor._make_subclass(torch.Tensor, counter)
+    _set_data(alias, data)
+    return alias  # type: ignore[no-any-return]
+
+
+def below_torch_function(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call ``function`` as if no argument had a ``__torch_function__`` of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+def refuse_inlining(function: Callable[..., Any]) -> None:
+    """Make Dynamo break the graph at ``function``, which it may have met as a frame of its own: :func:`never_trace` for hooks."""
+    from torch._dynamo.eval_frame import skip_code
+
+    never_trace(function, "castwise keeps masters and parameters in step")
+    skip_code(function.__code__)
+
+
+def never_trace(function: Any, why: str = "castwise's GradScaler runs between graphs") -> None:
+    """Have Dynamo leave calls of ``function`` to Python, as ``torch.compiler.disable`` does.
+
+    The public decorator imports Dynamo and wraps the function, which every call in eager mode would pay for.
+    """
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
+
+
+def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    """Softmax whose rows of nothing but ``-inf`` are 0 instead of NaN, as masked attention has it."""
+    return torch._safe_softmax(scores, dim)
+
+
+def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """What stands for a tensor's memory in dictionaries: equal for views, and never that of memory allocated later."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+@functools.cache
+def is_view(op: OpOverload) -> bool:
+    """Whether what an operator returns is memory of its arguments, which it does not write to."""
+    aliases = [result.alias_info for result in op._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+@functools.cache
+def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that an operator writes to; -1 for those that are given by keyword alone."""
+    return tuple(
+        (-1 if argument.kwarg_only else at, argument.name)
+        for at, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+class OperatorMode(TorchDispatchMode):
+    """Calls :meth:`handle` for every ATen operator that runs inside it, those of backward too, below autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Hand the operator over; inside, the mode is off."""
+        return self.handle(func, args, kwargs or {})
+
+    def handle(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, or something in its place."""
+        return op(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Run operators inside below every mode of ``torch_function`` and ``torch_dispatch`` that is in force."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def outside_dispatch_modes(function: Callable[..., _T], *args: Any) -> _T:
+    """Call a function below every mode that sees operators; costs next to nothing where there is none."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return function(*args)
+    with outside_modes():
+        return function(*args)
+
+
+def outside_transforms(function: Callable[[], _T]) -> _T:
+    """Call a function below every transform of ``torch.func``, whose tensors mean nothing once it has ended."""
+    if not in_transform():
+        return function()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        return function()
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others inside one of ``torch.func``'s transforms, as ``vmap`` makes them."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` records what runs."""
+    return torch._C._get_tracing_state() is not None
+
+
+def is_stand_in_call() -> bool:
+    """Whether a module is being traced, or called with other parameters or buffers in the place of its own."""
+    if is_tracing():
+        return True
+    frame: FrameType | None = sys._getframe()
+    for _ in range(24):  # between the call and a hook of the module
+        if frame is None or frame.f_code is _functional_call.__code__:
+            return frame is not None
+        frame = frame.f_back
+    return False
+
+
+def is_users_function(node: Any) -> bool:
+    """Whether a node of autograd's graph is the backward of a ``torch.autograd.Function`` that is not torch's own."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction) and not (
+        node._forward_cls.__module__.startswith("torch.")  # type: ignore[attr-defined]
+    )
+
+
+def dense_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The values that a tensor of any layout holds: of a sparse or nested one in its own memory, coalesced or not.
+
+    A dense tensor is itself; one in a layout of oneDNN is copied.
+    """
+    if is_dense(tensor):
+        return tensor
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor.to_dense() if tensor.is_mkldnn else tensor.values()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in memory by its strides: it is not sparse, nested, or in a layout of oneDNN."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def to_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of any layout as dense operators take it: zeros filled in; of a nested one the values alone."""
+    if is_dense(tensor):
+        return tensor
+    return tensor.values() if tensor.is_nested else tensor.to_dense()
+
+
+_set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # also where a subclass has a property data
