@@ -18,6 +18,7 @@ from rich.console import Console
 
 from castwise.core.plans.formats import FORMATS
 from castwise.lab.parity.gradient_range import ScaleRange
+from castwise.lab.timing.stats import Ratio
 from castwise.report import show, tune, tune_plots
 from castwise.report.grids import Grid
 from castwise.report.plots import draw
@@ -61,10 +62,10 @@ def test_a_plan_that_was_not_timed_has_no_row_among_the_speeds() -> None:
     bare = [row.cells[0] for row in speeds.rows if row.cells[1] == "-"]
     assert all(name.startswith(("fp32, as it is", "bf16-mixed, one-line autocast")) for name in bare)
     assert not any(one.name in str(tune.plan_grid(record).rows) for one in untimed)
-    (sound,) = (grid for grid in others if grid.title.endswith("2 sound but not timed"))
-    assert "and 1 other" in sound.rows[0].cells[0]
-    (grid,) = (grid for grid in others if grid.title.endswith(" not tried"))
-    assert "it is no faster than fp32, by regions alone" in [row.cells[1] for row in grid.rows]
+    (grid,) = (grid for grid in others if grid.title.endswith(" other plans"))
+    outcomes = {row.cells[1]: row for row in grid.rows}
+    assert "and 1 other" in outcomes["sound but not timed"].cells[0]
+    assert "it is no faster than fp32, by regions alone" in [row.cells[-1] for row in grid.rows]
     assert "sound but not timed" in read(show.page(record))
 
 
@@ -88,8 +89,9 @@ def test_opens_with_the_answer_and_holds_what_decides() -> None:
             "Paste into your",
             "amp.prepare(model, optimizer)",
             "Plans compared",
-            "rejected, and why",
-            "not tried, and why",
+            "7 other plans, and why",
+            "rejected",
+            "not tried",
             "95 % intervals",
             "How to repeat",
         )
@@ -108,13 +110,38 @@ def test_opens_with_the_answer_and_holds_what_decides() -> None:
     assert "prefers-color-scheme: dark" in page
 
 
-def test_rejected_plans_stand_below_and_are_folded_when_many() -> None:
+def test_other_plans_are_one_folded_table_without_empty_columns() -> None:
     page = shown()
-    assert "<details><summary>6 rejected" in page
+    assert page.count("<details>") == 1
+    assert "<details><summary>7 other plans, and why none is the answer" in page
     assert page.index("fp16-true") > page.index("<details>")
-    assert "<details open><summary>1 not tried" in page
-    few = make_evidence(candidates=make_evidence().candidates[:8])
-    assert "<details open><summary>2 rejected" in show.page(make_record(few))
+    assert tune.other_grid(make_record()).header == ("plan", "outcome", "vs fp32", "damage")
+    bare = tuple(
+        dataclasses.replace(row, speedup=None, parity=None)
+        if row.status in ("rejected", "not tried")
+        else row
+        for row in make_evidence().candidates
+    )
+    assert tune.other_grid(make_record(make_evidence(candidates=bare))).header == ("plan", "outcome")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "told"),
+    [(0.9, 1.9, "as fast"), (1.2, 1.5, "1.34x"), (0.3, 3.6, "not known"), (1.0049, 1.5, "as fast")],
+)
+def test_a_tile_says_no_more_than_the_answer(low: float, high: float, told: str) -> None:
+    rows = make_evidence().candidates
+    first = dataclasses.replace(rows[0], speedup=Ratio(1.34, low, high, 0.95, 3))
+    label, value, _ = tune.facts(make_record(make_evidence(candidates=(first, *rows[1:]))))[0]
+    assert (label, value) == ("speed over fp32", told)
+
+
+def test_only_what_is_open_has_the_colour_of_a_warning() -> None:
+    found = make_evidence(undecided=("Peak memory was not measured.",))
+    page = show.page(make_record(found))
+    assert "<li>Peak memory was not measured.</li>" in page
+    assert 'class="notes"' not in show.page(make_record())
+    assert '<p class="why-so">bf16-mixed stores nothing low' in page
 
 
 def test_fp32_and_autocast_are_always_rows_and_ties_are_one() -> None:
@@ -287,7 +314,7 @@ def cells(grid: Grid) -> list[dict[str, str]]:
 
 def test_rows_of_plans() -> None:
     record = make_record()
-    grids = (tune.plan_grid(record), tune.left_grid(record, "rejected"))
+    grids = (tune.plan_grid(record), tune.other_grid(record))
     rows = {row["plan"]: row for grid in grids for row in cells(grid)}
     best, base, broken, none = (rows[name] for name in (str(CHOSEN), "fp32, as it is", "fp16-mixed", "tf32"))
     assert (best["status"], best["training step"], best["vs fp32"]) == (
@@ -297,8 +324,8 @@ def test_rows_of_plans() -> None:
     )
     assert (best["peak memory"], best["parity"], best["loss"]) == ("736 MiB (-26 %)", "pass", "2.346")
     assert (base["vs fp32"], base["peak memory"]) == ("1", "1000 MiB")
-    assert (broken["parity"], broken["damage"]) == ("fail", "not finite")
-    assert {none[name] for name in ("training step", "vs fp32", "damage", "loss")} == {"-"}
+    assert (broken["outcome"], broken["damage"]) == ("rejected", "not finite")
+    assert {none[name] for name in ("vs fp32", "damage")} == {"-"}
 
 
 def test_rows_of_regions_mark_what_is_kept_apart() -> None:

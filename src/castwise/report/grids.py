@@ -22,7 +22,7 @@ _STYLES = {
 """Colours of rows in the terminal, by status."""
 WORDS = (
     "plan", "region", "modules", "module", "format", "formats", "operator", "tensor", "cast", "phase", "alarm", "state", "verdict",
-    "why", "where",
+    "why", "where", "outcome",
 )  # fmt: skip
 """Columns that hold words; the others hold numbers, which stand to the right."""
 

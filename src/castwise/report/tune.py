@@ -11,7 +11,7 @@ from castwise.report.grids import Columns, Grid, Line, Row, breakable
 from castwise.report.tune_plots import PICTURES
 
 __all__ = [
-    "PICTURES", "facts", "interval_note", "left_grid", "lines", "plan_grid", "region_grid", "remarks", "scale_sentences",
+    "PICTURES", "facts", "interval_note", "lines", "other_grid", "plan_grid", "region_grid", "scale_sentences",
     "settings", "stage_grid", "values", "verification_sentence",
 ]  # fmt: skip
 
@@ -50,7 +50,7 @@ def lines(record: Record) -> list[Grid | Line]:
             for row in plans.where("tie").rows
             if "\n" in row.why
         ),
-        *(part for status in _LEFT for part in _left(record, status)),
+        *_others(record),
         *([Line(said)] if said else ()),
         *(Line(small, "dim") for small in (interval_note(record), words.where(record))),
     ]
@@ -79,11 +79,11 @@ _UNCOMPILED = "torch.compile was not tried (--compile auto). "
 _BESIDE = "one-line autocast"
 
 
-def _left(record: Record, status: str) -> list[Grid | Line]:
+def _others(record: Record) -> list[Grid | Line]:
     """Plans that are not in the running, with why: the first of them."""
-    grid = left_grid(record, status)
+    grid = other_grid(record)
     more = len(grid.rows) - _MOST
-    shown = replace(grid, rows=grid.rows[:_MOST]).only(grid.title, "plan", "why")
+    shown = replace(grid, rows=grid.rows[:_MOST]).only(grid.title, "plan", "outcome", "why")
     return [
         *([shown] if shown.rows else ()),
         *([Line(f"and {more} more in evidence.json", "dim")] if more > 0 else ()),
@@ -92,11 +92,10 @@ def _left(record: Record, status: str) -> list[Grid | Line]:
 
 def values(record: Record) -> dict[str, Any]:
     """All of it, for the page."""
-    untried = left_grid(record, "not tried")
     return {
-        "answer": record["answer"], "why": record["why"], "remarks": remarks(record), "facts": facts(record),
+        "answer": record["answer"], "why": record["why"], "facts": facts(record),
         "paste": words.pasted(record["plan"]), "plans": plan_grid(record),
-        "left": [left_grid(record, "sound"), left_grid(record, "rejected"), untried.only(untried.title, "plan")],
+        "others": other_grid(record), "open": _open(record), "notes_": record["notes"],
         "interval_note": interval_note(record), "regions": region_grid(record), "scale": scale_sentences(record),
         "verification": verification_sentence(record), "stages": stage_grid(record), "settings": settings(record),
     }  # fmt: skip
@@ -116,15 +115,33 @@ def plan_grid(record: Record) -> Grid:
     return replace(grid, rows=(*grid.rows, _folded(ties, columns)))
 
 
-def left_grid(record: Record, status: str) -> Grid:
-    """The plans of a status (a key of ``_LEFT``) that :func:`plan_grid` does not show, one row per reason."""
-    rows = [row for row in record["candidates"] if row["status"] == status and not _is_shown(record, row)]
-    alike: dict[str, list[dict[str, Any]]] = {}
+def other_grid(record: Record) -> Grid:
+    """The plans that :func:`plan_grid` does not show, one row for each outcome and reason; columns that say nothing are left out."""
+    rows = [
+        row
+        for status in _LEFT
+        for row in record["candidates"]
+        if row["status"] == status and not _is_shown(record, row)
+    ]
+    alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        alike.setdefault(_why(row), []).append(dict(row))
-    columns = _columns(record)
+        alike.setdefault((row["status"], _why(row)), []).append(dict(row))
     firsts = [same[0] | {"words": _and_others(same)} for same in alike.values()]
-    return replace(Grid.of("", firsts, columns, "status", _why), title=f"{len(rows)} {_LEFT[status]}")
+    known = _columns(record)
+    columns: Columns = {
+        "plan": known["plan"],
+        "outcome": lambda row: _LEFT[row["status"]],
+        **{
+            name: known[name]
+            for name in ("vs fp32", "damage")
+            if any(_says(known[name], row) for row in firsts)
+        },
+    }
+    return Grid.of(f"{len(rows)} other plan{'s' * (len(rows) != 1)}", firsts, columns, "", _why)
+
+
+def _says(said: Any, row: Record) -> bool:
+    return said(row) is not None
 
 
 def _and_others(same: Sequence[Record]) -> str:
@@ -286,11 +303,6 @@ def _baseline(record: Record) -> Record | None:
     return next((row for row in record["candidates"] if row["status"] == "baseline"), None)
 
 
-def remarks(record: Record) -> list[str]:
-    """Sentences that a reader should not miss: what is open first."""
-    return [*_open(record), *record["notes"]]
-
-
 def _open(record: Record) -> list[str]:
     """What the search could not tell."""
     ended = "The search was interrupted or ran out of time: this is what it knew by then."
@@ -308,7 +320,7 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
         ("over one-line torch.autocast", row["versus_autocast"]),
     ):
         if ratio is not None:
-            out.append((f"speed {label}", words.factor(ratio["value"]), words.interval(ratio)))
+            out.append((f"speed {label}", _told(ratio), words.interval(ratio)))
     if row["time"] is not None:
         firm = (
             f"{row['rounds']} rounds in {_starts(record)} starts"
@@ -328,6 +340,18 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
         firm = f"damage {_damage(row['parity'])}, the relative error of an update"
         out.append(("gradients", row["parity"]["verdict"], firm))
     return out
+
+
+def _told(ratio: Record) -> str:
+    """A speed as the answer tells it: no direction where its interval has none."""
+    low, high = (round(ratio[end], 2) if ratio[end] is not None else None for end in ("low", "high"))
+    if high is None or high > _UNKNOWN * low:
+        return "not known"
+    return "as fast" if low <= 1.0 <= high else words.factor(ratio["value"])
+
+
+_UNKNOWN = 10.0
+"""An interval whose ends are so many times apart says nothing."""
 
 
 def _starts(record: Record) -> int:
