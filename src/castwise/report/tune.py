@@ -345,7 +345,7 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
 def _told(ratio: Record) -> str:
     """A speed as the answer tells it: no direction where its interval has none."""
     low, high = (round(ratio[end], 2) if ratio[end] is not None else None for end in ("low", "high"))
-    if high is None or high > _UNKNOWN * low:
+    if low is None or high is None or high > _UNKNOWN * low:
         return "not known"
     return "as fast" if low <= 1.0 <= high else words.factor(ratio["value"])
 
