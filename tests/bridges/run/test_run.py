@@ -245,6 +245,55 @@ def test_exit_code_output_and_signals_are_the_scripts_own(what: str, tmp_path: P
     assert "castwise/script" not in process.said("err")  # no frame of ours in a traceback
 
 
+EVERYTHING = """
+import importlib, pkgutil, torch, warnings
+warnings.simplefilter("ignore")
+names = [module.name for module in pkgutil.walk_packages(torch.__path__, "torch.", onerror=lambda name: None)]
+failed = []
+for name in names:
+    first, *parts = name.split(".")
+    if parts[0] in ("testing", "utils", "onnx") or any(part.startswith("_") for part in parts):
+        continue
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        pass
+    except Exception as error:
+        failed.append((name, error))
+print(failed)
+"""
+SCRIPTED = """
+import torch
+class Pair:
+    def __init__(self, x: torch.Tensor):
+        self.x = helper(x)
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+def main():
+    factor = 3
+    @torch.jit.script
+    class Local:
+        def __init__(self, x: torch.Tensor):
+            self.x = helper(x)
+    return Local
+print(torch.jit.script(Pair)(torch.ones(1)).x, main()(torch.ones(1)).x, torch.jit.script(helper)(torch.ones(1)))
+"""
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize(
+    ("text", "out"), [(EVERYTHING, "[]\n"), (SCRIPTED, "tensor([2.]) tensor([2.]) tensor([2.])\n")]
+)
+def test_what_looks_at_its_callers_frame_finds_the_script(
+    text: str, out: str, plan: str, tmp_path: Path
+) -> None:
+    """TorchScript looks up names where it was called; all of torch can be imported as without castwise."""
+    (tmp_path / "train.py").write_text(text)
+    process = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "said")
+    assert process.wait(120) == 0, process.said("err")
+    assert process.said("out") == out
+
+
 def test_a_model_that_arrives_in_bf16_trains_like_the_float_model(tmp_path: Path) -> None:
     text = """
 import torch

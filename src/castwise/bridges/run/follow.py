@@ -11,6 +11,7 @@ What cannot be followed is said once, and runs as it would have without castwise
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import itertools
@@ -98,7 +99,7 @@ class Follower:
             _torch.optimizers.after_optimizers(self._meet_optimizer), _torch.hooks.before_calls(self._meet), _torch.autograd.around_backward(self._backward),
             lambda: _torch.optimizers.forget_every_step(self._begin_step),
             register_optimizer_step_post_hook(self._end_step).remove,
-            _torch.hooks.around_function(torch.jit, "script", _around_script),
+            _torch.hooks.around_scripting(_without_hooks),
         ]  # fmt: skip
         if self.plan.loss_scale is not None:
             for home, names, around in (
@@ -391,20 +392,13 @@ def _scaled(outputs: tuple[torch.Tensor, ...], grads: Any, scale: torch.Tensor) 
     )
 
 
-def _around_script(compile_: Callable[..., Any]) -> Callable[..., Any]:
+@contextlib.contextmanager
+def _without_hooks(what: Any) -> Iterator[None]:
     """TorchScript would compile the hooks of a prepared model, and cannot."""
-
-    def script(what: Any, *args: Any, **kwargs: Any) -> Any:
-        put_back: list[Callable[[], None]] = []
-        try:
-            if isinstance(what, nn.Module):
-                strip(what, put_back.append)
-            return compile_(what, *args, **kwargs)
-        finally:
-            for call in put_back:
-                call()
-
-    return script
+    with contextlib.ExitStack() as put_back:
+        if isinstance(what, nn.Module):
+            strip(what, put_back.callback)
+        yield
 
 
 def _runs_forward(model: nn.Module) -> bool:

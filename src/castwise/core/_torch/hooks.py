@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -176,6 +177,27 @@ def before_scripting(look: Callable[[torch.nn.Module], object]) -> None:
 
     if not hasattr(torch.nn.Module, "__prepare_scriptable__"):
         torch.nn.Module.__prepare_scriptable__ = prepare  # type: ignore[attr-defined]
+
+
+def around_scripting(
+    around: Callable[[Any], contextlib.AbstractContextManager[object]],
+) -> Callable[[], None]:
+    """Have ``torch.jit.script`` compile whatever it is given inside of ``around(what)``.
+
+    It looks up the names that a class uses in the frame of its caller, so it is told of the one frame in between.
+
+    Returns:
+        What undoes it.
+    """
+
+    def outside(compile_: Callable[..., Any]) -> Callable[..., Any]:
+        def script(what: Any, *args: Any, _frames_up: int = 0, **options: Any) -> Any:
+            with around(what):
+                return compile_(what, *args, _frames_up=_frames_up + 1, **options)
+
+        return script
+
+    return around_function(torch.jit, "script", outside)
 
 
 def buffer_tables(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
