@@ -328,3 +328,20 @@ def test_an_average_made_before_prepare_is_fp32() -> None:
             assert torch.equal(value.detach(), state[name])
         average.eval()
         assert average(batches(1)[0]).dtype is torch.float32
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_statistics_that_are_near_to_a_weight_are_not_noticed(affine: bool) -> None:
+    """A running variance begins at one, as the weights of norms do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.LayerNorm(16), nn.BatchNorm1d(16, affine=affine), nn.Linear(16, 4)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with castwise.Amp("naive", device="cpu") as amp, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.prepare(model, optimizer)
+        for x in batches(8):
+            amp.backward(model(x).square().mean())
+            amp.step(optimizer)
+            optimizer.zero_grad()

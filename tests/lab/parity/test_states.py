@@ -176,6 +176,7 @@ STOPS: list[tuple[str, Callable[[], nn.Module], str, str]] = [
 
 
 @every(2)
+@pytest.mark.filterwarnings("ignore:A copy of a prepared model is updated")  # which the teacher is
 @pytest.mark.parametrize(("place", "plan", "name"), [s[1:] for s in STOPS], ids=[s[0] for s in STOPS])
 def test_state_that_stops_is_named(place: Callable[[], nn.Module], plan: str, name: str) -> None:
     found = stopped(place(), plan)

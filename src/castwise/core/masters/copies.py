@@ -71,16 +71,18 @@ def search(step: int, parameters: Sequence[Tensor]) -> None:
     if step not in _SEARCHED:
         return
     alike: dict[Any, list[Tensor]] = {}
-    for parameter in (each for each in parameters if not hasattr(each, "device_mesh") and each not in _told):
-        alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
-    tensors = [
-        (thing, _address(thing)) for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)
-    ]
+    for parameter in (
+        parameters
+    ):  # a vector may be near by chance: a norm's statistics are, to its weights and to the bias before it
+        if parameter.dim() > 1 and not hasattr(parameter, "device_mesh") and parameter not in _told:
+            alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
+    tensors = [(thing, _address(thing)) for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     # what is trained is no average, of another model neither
     known = {address for tensor, address in tensors if tensor.requires_grad}
     known |= {tensor.data_ptr() for clone in _clones if (tensor := clone.memory.tensor()) is not None}
     for tensor, address in tensors:
-        sources = alike.get((tensor.shape, tensor.dtype, tensor.device), ()) if address else ()
+        sought = address and type(tensor) in (Tensor, nn.Parameter)
+        sources = alike.get((tensor.shape, tensor.dtype, tensor.device), ()) if sought else ()
         if not sources or address in known:
             continue
         source = min(sources, key=lambda parameter: _distance(tensor, parameter))
