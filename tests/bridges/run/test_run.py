@@ -408,3 +408,42 @@ def test_a_script_with_a_bad_batch_ends_with_sound_weights_and_buffers(plan: str
         "err"
     )
     assert python(tmp_path, POISONED) == "False\n"
+
+
+INPUTS = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+x = torch.randn(64, 16)
+for _ in range(12):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), x[:, :2]).backward()
+    optimizer.step()
+def saliency(loss, outputs=None):
+    given = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(model(given)), given, grad_outputs=outputs)
+    return f"{gradient.abs().sum():.4g}", bool(gradient.isfinite().all())
+for loss, outputs in (
+    (lambda y: y.square().mean(), None), (lambda y: y[:, 1].sum(), None), (lambda y: y, torch.ones(64, 2)),
+    (lambda y: 1000 * y.sum(), None), (lambda y: 1000 * y.sum(), None), (lambda y: y.square().mean(), None),
+    (lambda y: y.sum() * float("nan"), None),
+):
+    print(*saliency(loss, outputs))
+"""
+
+
+def test_gradients_of_what_is_no_loss_are_finite_where_they_are_without_a_scale(tmp_path: Path) -> None:
+    """A sum of outputs overflows fp16 at the scale of a mean. The one that overflows after others did not is the price."""
+    (tmp_path / "train.py").write_text(INPUTS)
+    plain = Forked(main, ["run", "--plan", "fp32", "train.py"], tmp_path, tmp_path / "plain")
+    scaled = Forked(main, ["run", "--plan", "fp16-mixed", "train.py"], tmp_path, tmp_path / "scaled")
+    assert (plain.wait(60), scaled.wait(60)) == (0, 0), scaled.said("err")
+    want, got = ([line.split() for line in run.said("out").splitlines()] for run in (plain, scaled))
+    assert [finite for _, finite in want] == ["True"] * 6 + ["False"]
+    assert [finite for _, finite in got][:1] + [finite for _, finite in got][2:3] == ["True", "True"]
+    assert [finite for _, finite in got][4:] == ["True", "True", "False"]
+    for (mine, finite), (theirs, _) in zip(got, want, strict=True):
+        if finite == "True":
+            assert float(mine) == pytest.approx(float(theirs), rel=0.02)

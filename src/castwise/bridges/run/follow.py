@@ -42,6 +42,8 @@ from castwise.core.session import Amp, bypass
 from castwise.errors import CastwiseError, sentence
 
 _PATIENCE = 1 << 31
+_SMALLER, _SEEKS = 16.0, 8
+"""A scale at which ``torch.autograd.grad`` overflows is divided by so much; and how often in a row a finite one is sought in vain."""
 """Steps in a row that may be skipped: the script goes on, as it would have without castwise."""
 
 
@@ -88,6 +90,12 @@ class Follower:
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules of models that are prepared, or are left alone."""
         self._undo: list[Callable[[], None]] = []
+        self._grad_scale: float | None = None
+        """At which ``torch.autograd.grad`` is known to give finite gradients."""
+        self._seeks = 0
+        """How often in a row none was found."""
+        self._overflowed: torch.Tensor | None = None
+        """Whether what it gave last is not finite."""
         self._begun = False
 
     def begin(self) -> None:
@@ -356,13 +364,35 @@ class Follower:
     def _grad(
         self, amp: Amp, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """``torch.autograd.grad`` through the scale: gradients that are handed out hold none."""
+        """``torch.autograd.grad`` through the scale: gradients that are handed out hold none.
+
+        What a script differentiates need not be a loss: a sum of outputs overflows at the scale of a mean. So the first such pass
+        keeps its graph, and is made again with smaller scales, down to none, until what it gives is finite; those that follow have
+        the scale that was found.
+        """
+        retain, *more = args
+        if self._overflowed is not None and bool(self._overflowed):
+            self._grad_scale = None  # found for another function: it is sought anew
         scale = amp.scaler.scale_tensor().clone()  # saved where this is differentiated again
-        self._scale = scale
-        try:
-            found = call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
-        finally:
-            self._scale = None
+        sought = self._grad_scale is None and self._seeks < _SEEKS
+        if self._grad_scale is not None:
+            scale.clamp_(max=self._grad_scale)
+        while True:
+            self._scale = scale
+            try:
+                found = call(outputs, _scaled(outputs, grads, scale), retain or sought, *more, **kwargs)
+            finally:
+                self._scale = None
+            self._overflowed = (
+                gradients.are_finite([grad for grad in found if grad is not None], scale.device) > 0
+            )
+            if not (sought and bool(self._overflowed) and bool(scale > 1.0)):
+                break
+            scale = (scale / _SMALLER).clamp_(min=1.0)
+        if sought and not bool(self._overflowed):
+            self._grad_scale, self._seeks = float(scale), 0
+        elif sought:
+            self._seeks += 1
         return tuple(None if grad is None else grad / scale for grad in found)
 
     def _session_of(self, outputs: Any) -> Amp | None:
