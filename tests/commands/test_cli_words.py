@@ -89,13 +89,13 @@ WORDS: dict[str, tuple[list[str], str]] = {
         "--plans '' names no plan; give one or more, such as fp32,bf16-mixed",
     ),
     "bench without plans": (["bench", "sine", "--plans", ","], "--plans ',' names no plan"),
-    "a long seed": (["train", "sine", "--seed", "99999999999999999999"], "is no seed"),
-    "a seed below zero": (["tune", "sine", "--seed", "-1"], "is no seed"),
-    "bytes as a path": (["train", "sine", "--out", "\udcff/o"], "holds bytes that are no text"),
+    "a long seed": (["train", "sine", "--seed", "99999999999999999999"], "is not a seed"),
+    "a seed below zero": (["tune", "sine", "--seed", "-1"], "is not a seed"),
+    "bytes as a path": (["train", "sine", "--out", "\udcff/o"], "holds bytes that are not text"),
     "a layout": (["train", "sine", "--layout", "x"], "layout 'x': it names no part. Allowed: single, dp2"),
     "no layout": (["train", "sine", "--layout", ""], "layout '': it names no part. Allowed: single, dp2"),
     "a module": (["bench", ".:x"], "'.' is no name of a module"),
-    "bytes as a file": (["bench", "\udcff.py:x"], "holds bytes that are no text"),
+    "bytes as a file": (["bench", "\udcff.py:x"], "holds bytes that are not text"),
 }
 
 
@@ -131,7 +131,7 @@ def test_what_is_no_optimizer_and_no_loss() -> None:
     with Amp("bf16-mixed", device="cpu") as amp:
         amp.prepare(model, optimizer)
         for wrong in (1.0, None, [optimizer], model):
-            with pytest.raises(PlanError, match=r"is no optimizer\. .*max_norm=1\.0"):
+            with pytest.raises(PlanError, match=r"is not an optimizer\. .*max_norm=1\.0"):
                 amp.step(optimizer, wrong)  # type: ignore[arg-type]
         with pytest.raises(
             CastwiseError, match=r"the loss is a dict; .*Add its losses up, or give each by itself"

@@ -604,7 +604,9 @@ def in_turns(rank: int, size: int, interval: int) -> str:
 def test_scales_that_would_part_are_refused_on_all_ranks(two: World, interval: int) -> None:
     """Whether or not the scale has moved by then."""
     for text in two.run(in_turns, interval):
-        assert text.startswith("step: rank 1 had no backward since the last step, and has taken the windows")
+        assert text.startswith(
+            "step: rank 1 called no backward since its last step and counted the backwards"
+        )
         assert "let each rank call amp.backward(loss) for each, of a loss times 0" in text
 
 

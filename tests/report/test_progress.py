@@ -1,4 +1,4 @@
-"""Progress on what is no terminal: lines, each when it is known."""
+"""Progress on what is not a terminal: lines, each when it is known."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How far a job is, on standard error: what the command line shows, and ``progress=True`` from Python.
 
-A terminal gets bars or stages that move; what is no terminal (a log of CI, of nohup) gets lines, each as soon as it is known.
+A terminal gets bars or stages that move; what is not a terminal (a log of CI, of nohup) gets lines, each as soon as it is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 EVERY_S = 10.0
-"""Of one stage, what is no terminal gets a line as often as this."""
+"""Of one stage, what is not a terminal gets a line as often as this."""
 
 
 class Lines:

@@ -82,7 +82,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 def write(record: Mapping[str, Any], path: Path) -> list[Path]:
     """Write the page to ``path`` and its pictures as PNG files beside it; returns their paths, the page's first."""
-    write_whole(path, page(record), errors="backslashreplace")  # parts of a path that are no text
+    write_whole(path, page(record), errors="backslashreplace")  # parts of a path that are not text
     figures = plots.draw(_KINDS[record["kind"]].PICTURES, record)
     return [
         path,

@@ -844,7 +844,7 @@ def test_fabric_runs_the_steps_of_a_lightning_module(plan: str) -> None:
     module, optimizer = fabric.setup(model, model.configure_optimizers())
     for batch in batches():
         loss = module.training_step(batch)
-        fabric.backward(loss * torch.ones(2) / 2, torch.ones(2))  # gradients of what is no scalar
+        fabric.backward(loss * torch.ones(2) / 2, torch.ones(2))  # gradients of what is not a scalar
         optimizer.step()
         optimizer.zero_grad()
     plugin.teardown()

@@ -521,7 +521,7 @@ def test_a_checkpoint_that_is_not_accepted_changes_nothing(tmp_path: Path, saved
 
 
 class Counter(nn.Module):
-    """A module with state of its own that is no tensor, and one that refuses some."""
+    """A module with state of its own that is not a tensor, and one that refuses some."""
 
     def __init__(self) -> None:
         super().__init__()

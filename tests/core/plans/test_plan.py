@@ -541,7 +541,7 @@ def test_a_wrong_loss_scale(fields: dict[str, Any], said: str) -> None:
     [
         ({"pattern": ""}, "Region(''): the pattern is empty"),
         ({"pattern": "type:"}, "Region('type:'): the pattern is empty"),
-        ({"pattern": 3, "compute": "fp32"}, "Region(3): the pattern is no text"),
+        ({"pattern": 3, "compute": "fp32"}, "Region(3): the pattern is not text"),
         (
             {"pattern": "a"},
             "Region('a'): neither compute nor params is given. Give at least one of them as one of",

@@ -185,7 +185,7 @@ def test_checkpointing_changes_nothing_that_is_found(how: str) -> None:
 
 
 class Parts(nn.Module):
-    """Keyword arguments, a dict with what is no tensor, in-place operators, BatchNorm, dropout, and an LSTM on packed rows."""
+    """Keyword arguments, a dict with what is not a tensor, in-place operators, BatchNorm, dropout, and an LSTM on packed rows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ class Follower:
         self._shown: torch.Tensor | None = None
         """Whose gradient holds no scale for a moment, while a hook runs."""
         self._retained: list[weakref.ref[torch.Tensor]] = []
-        """Tensors below which the script keeps gradients, though they are no leaves."""
+        """Tensors below which the script keeps gradients, though they are not leaves."""
         self._parts: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
         """Parts of models that are stored low, until they are called from outside, and the models' borders."""
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()

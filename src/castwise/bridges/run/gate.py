@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
     Attributes:
         seconds: Per step, by the script's own clock, with all that the script does between two steps.
-        losses: What backward began from, at each of them; None where that was no scalar.
+        losses: What backward began from, at each of them; None where that was not a scalar.
         peak_bytes: The most memory so far: that of the process, or what torch has allocated on an accelerator.
         skipped: Steps so far that updated nothing.
     """

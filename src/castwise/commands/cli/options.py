@@ -19,12 +19,12 @@ def listed(given: str) -> list[str]:
 def as_path(given: str) -> Path:
     """A path, which is not empty."""
     if not given.strip():
-        raise typer.BadParameter("'' is no path; name one, or leave the option out")
+        raise typer.BadParameter("'' is not a path; give one, or leave the option out")
     try:
         given.encode()
     except UnicodeEncodeError:
         raise typer.BadParameter(
-            f"{given!r} holds bytes that are no text, so that no record could name it; rename it, or name another"
+            f"{given!r} holds bytes that are not text, so no record could name it; rename it, or give another path"
         ) from None
     return Path(given)
 
@@ -43,7 +43,7 @@ def plans_in(given: str) -> list[str]:
 def _is_seed(seed: int) -> int:
     if not 0 <= seed < 2**32:
         raise typer.BadParameter(
-            f"{seed} is no seed; allowed: whole numbers from 0 to {2**32 - 1}, as for NumPy"
+            f"{seed} is not a seed; allowed: whole numbers from 0 to {2**32 - 1}, as for NumPy"
         )
     return seed
 

@@ -89,7 +89,7 @@ def _map(
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What a container holds, by index, key or field; None for anything that is no container."""
+    """What a container holds, by index, key or field; None for anything that is not a container."""
     if isinstance(value, (tuple, list)):
         return enumerate(value)
     if isinstance(value, Mapping):

@@ -8,11 +8,11 @@
 
 Tensors are written as plain bytes, each rank its own shards, and load under another layout. Weights are written in fp32
 under the model's own keys, optimizer state under the names of the model's parameters, and so they load under another
-plan. Everything that is no tensor is JSON, checked before anything is made of it; nothing is a pickle.
+plan. Everything that is not a tensor is JSON, checked before anything is made of it; nothing is a pickle.
 
 ``tree``: nested values as JSON and tensors. ``contents``: what is
 saved of a model, its optimizers and a session. ``folder``: complete checkpoints, and how they become so. ``lock``: one
-process per folder. ``storage``: tensors to files and back. ``values``: what is no tensor, checked. ``options``: what
+process per folder. ``storage``: tensors to files and back. ``values``: what is not a tensor, checked. ``options``: what
 an optimizer takes of it. ``restore`` and ``undo``: one rank's part of loading, and of taking it back. ``saving`` and ``loading``: the calls.
 """
 

@@ -113,7 +113,7 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def merge(contents: Contents, ranks: Ranks) -> dict[str, Any]:
-    """What all ranks save that is no tensor, on the first rank; empty on the others. A collective.
+    """What all ranks save that is not a tensor, on the first rank; empty on the others. A collective.
 
     Raises:
         CheckpointError: Ranks whose optimizers differ in class.

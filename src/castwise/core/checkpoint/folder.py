@@ -179,7 +179,7 @@ def _read(path: Path, largest: int) -> bytes:
         OSError: It is anything else.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError("it is no plain file")
+        raise OSError("it is not a plain file")
     with path.open("rb") as file:
         data = file.read(largest + 1)
     if len(data) > largest:
@@ -208,7 +208,7 @@ def wrong_files(
             about = (path / name).lstat()
             size = about.st_size
             if not stat.S_ISREG(about.st_mode):
-                return f"{name} is no plain file"
+                return f"{name} is not a plain file"
             if size != wanted["size"]:
                 return f"{name} has {size:,} bytes instead of {wanted['size']:,}"
             if checksums and measure(path / name)["crc32"] != wanted["crc32"]:
@@ -232,7 +232,7 @@ class Draft:
         return self.folder / f".{self.path.name}.{kind}"
 
     def begin(self, values: Any) -> Path | None:
-        """Remove what earlier crashes have left, and start the hidden folder with what is no tensor.
+        """Remove what earlier crashes have left, and start the hidden folder with what is not a tensor.
 
         Returns:
             A checkpoint of a later step, which stays the newest.

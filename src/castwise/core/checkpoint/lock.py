@@ -48,7 +48,7 @@ def hold(folder: Path, call: str) -> None:
         os.close(handle)
         raise CheckpointError(
             f"{call}: another process saves into {folder}: {owner or 'one that has just begun'}. A folder belongs to one "
-            "training: name another folder, or end that process, with which its claim ends too."
+            "training: name another folder, or end that process: its claim ends with it."
         ) from None
     except BaseException:
         os.close(handle)

@@ -242,7 +242,7 @@ class Restore:
                 torch.Generator(kind).set_state(state)  # a rehearsal
             except (RuntimeError, TypeError) as error:
                 raise CheckpointError(
-                    f"the saved state of the random generator of {kind} is none: {error}"
+                    f"the saved state of the random generator of {kind} is not one: {error}"
                 ) from None
 
     def _plain(self, name: str, device: torch.device | str = "cpu") -> Tensor:

@@ -194,7 +194,7 @@ def read_index(value: Any, files: Mapping[str, int]) -> Index:
         CheckpointError: Anything but an index whose pieces lie in these files and make up their tensors.
     """
     if not isinstance(value, dict):
-        raise CheckpointError("the index of tensors is no mapping")
+        raise CheckpointError("the index of tensors is not a mapping")
     used = dict.fromkeys(files, 0)
     index: Index = {}
     for name, item in value.items():
@@ -230,7 +230,7 @@ def _entry(item: Any) -> Entry:
     )
     need(isinstance(item["dtype"], str) and item["dtype"] in _DTYPES, "no such dtype")
     dtype, shape = _DTYPES[item["dtype"]], _numbers(item["shape"])
-    need(isinstance(item["pieces"], list), "pieces are no list")
+    need(isinstance(item["pieces"], list), "pieces are not a list")
     pieces = []
     for one in item["pieces"]:
         need(

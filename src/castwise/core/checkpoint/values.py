@@ -58,12 +58,12 @@ def read(path: Path, manifest: Mapping[str, Any]) -> Values:
 
 def _check(values: Values, world_size: int) -> None:
     known = values.tensors
-    need(isinstance(values.model, dict), "the model is no mapping")
+    need(isinstance(values.model, dict), "the model is not a mapping")
     check([*values.model.values()], known)
     for name, tree in values.model.items():
         _need_own(tree, f"model.{name}")
-    need(_maps(values.aliases, str), "the aliases are no mapping of names")
-    need(isinstance(values.optimizers, list), "the optimizers are no list")
+    need(_maps(values.aliases, str), "the aliases are not a mapping of names")
+    need(isinstance(values.optimizers, list), "the optimizers are not a list")
     for index, one in enumerate(values.optimizers):
         need(
             isinstance(one, dict)
@@ -93,13 +93,13 @@ def _check(values: Values, world_size: int) -> None:
     for rank in values.ranks:
         need(isinstance(rank, dict) and rank.keys() == {"amp", "rng"}, "a rank's part is not of amp and rng")
         check([rank["amp"], rank["rng"]], known)
-        need(_is_mapping(rank["rng"]), "the states of the random generators are no mapping")
+        need(_is_mapping(rank["rng"]), "the states of the random generators are not a mapping")
         need(
             all(isinstance(item, dict) and "tensor" in item for _, item in rank["rng"]["dict"]),
-            "the state of a random generator is no tensor",
+            "the state of a random generator is not a tensor",
         )
         amp = decode(rank["amp"], lambda name: name)
-        need(isinstance(amp, dict), "the session's state is no mapping")
+        need(isinstance(amp, dict), "the session's state is not a mapping")
         scaler = amp.get("scaler")
         need(scaler is None or _is_scaler(scaler), "the scaler's state is not of finite numbers by name")
 

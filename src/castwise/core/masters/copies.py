@@ -77,7 +77,7 @@ def search(step: int, parameters: Sequence[Tensor]) -> None:
         if parameter.dim() > 1 and not hasattr(parameter, "device_mesh") and parameter not in _told:
             alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
     tensors = [(thing, _address(thing)) for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    # what is trained is no average, of another model neither
+    # what is trained is not an average, of another model neither
     known = {address for tensor, address in tensors if tensor.requires_grad}
     known |= {tensor.data_ptr() for clone in _clones if (tensor := clone.memory.tensor()) is not None}
     for tensor, address in tensors:

@@ -438,7 +438,7 @@ def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
     """See that a model has the methods that are to be run by the plan.
 
     Raises:
-        StateError: It has not, or these are no names.
+        StateError: It has not, or these are not names.
     """
     if isinstance(methods, str) or not (
         isinstance(methods, Iterable) and all(isinstance(method, str) for method in methods)

@@ -50,7 +50,7 @@ class Region:
                 "for a part of it."
             )
         if not isinstance(self.pattern, str) or not self.glob:
-            fault = "is empty" if isinstance(self.pattern, str) else "is no text"
+            fault = "is empty" if isinstance(self.pattern, str) else "is not text"
             raise PlanError(
                 f"{call}: the pattern {fault}. Allowed: a glob over module paths such as 'encoder.*.norm', "
                 "or 'type:' and a glob over class names such as 'type:BatchNorm*'."
@@ -267,6 +267,6 @@ def _freeze(value: Any, path: str) -> Any:
     ):
         return value
     raise PlanError(
-        f"Plan: {path}={shown(value)} is nothing that JSON can hold. Allowed: strings, finite numbers of up to "
+        f"Plan: {path}={shown(value)} cannot be written as JSON. Allowed: strings, finite numbers of up to "
         "1,000 digits, True, False, None, and lists and mappings of them. Write anything else as a string."
     )

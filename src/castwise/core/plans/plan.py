@@ -330,12 +330,12 @@ class Plan:
     @classmethod
     def _from_json(cls, call: str, text: str) -> Plan:
         if not isinstance(text, str):
-            raise PlanError(f"{call}: {shown(text)} is no text. Give what plan.to_json() returns.")
+            raise PlanError(f"{call}: {shown(text)} is not text. Give what plan.to_json() returns.")
         try:
             values = read_json(text)
         except ValueError as error:
             raise PlanError(
-                f"{call}: {error}. Mend it there, or write the plan anew with plan.save(path)."
+                f"{call}: {error}. Correct the file, or write the plan again with plan.save(path)."
             ) from None
         if isinstance(values, Mapping) and "version" in values:
             values = dict(values)

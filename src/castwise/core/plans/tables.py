@@ -298,4 +298,4 @@ FUNCTIONS: Final = {
     "tanhshrink": "tanh and sub",
     "upsample": "upsample_nearest2d, upsample_bilinear2d and their like, by mode",
 }
-"""Functions of torch.nn.functional that are no operators, and the operators that they run."""
+"""Functions of torch.nn.functional that are not operators, and the operators that they run."""

@@ -35,7 +35,7 @@ shown = _Shown().repr
 
 
 def is_encodable(text: str) -> bool:
-    """Whether text can be written as UTF-8: names of files hold bytes that are no text as surrogates."""
+    """Whether text can be written as UTF-8: names of files hold bytes that are not text as surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -73,7 +73,7 @@ def read_json(text: str, deepest: int = DEEPEST) -> Any:
         ValueError
     ) as error:  # Python's own limit, beyond which reading takes quadratic time, or a key given twice
         said = "it has a number of too many digits" if "digits" in str(error) else str(error)
-        raise ValueError(f"not JSON that means one thing: {said}") from None
+        raise ValueError(f"ambiguous JSON: {said}") from None
     if nested_deeper(value, deepest):
         raise ValueError(f"not JSON of at most {deepest} levels: it is nested too deep")
     return value

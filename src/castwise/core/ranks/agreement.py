@@ -36,7 +36,7 @@ from castwise.errors import StateError
 _SUMMED = 0.5
 """A flag that is not zero, and finds nothing: gradients somewhere are supposed to be a sum over ranks."""
 _FURTHER = 0.25
-"""The same: the gradients of one more named loss have been computed, and this is no step yet."""
+"""The same: the gradients of one more named loss have been computed, and this is not a step yet."""
 _NOT = object()
 """In the place of the group of ranks that step: this rank does not."""
 
@@ -140,8 +140,8 @@ class Agreement:
         by: Callable[[], Any] = next(iter(self._averaged.values()), (_no_world,))[0]
         if _torch.distributed.is_in_join(by()):
             raise StateError(
-                f"{call}: DistributedDataParallel is in torch's Join, where ranks end at different steps; {call} has them "
-                "talk at each. Give all ranks the same number of batches (DistributedSampler does), or leave it out"
+                f"{call}: DistributedDataParallel is in torch's Join, where ranks end at different steps; {call} needs all "
+                "ranks at each step. Give all ranks the same number of batches (DistributedSampler does), or leave it out"
             )
 
     def _is_averaged(self, parameter: Tensor, members: Iterable[int]) -> bool:
@@ -271,9 +271,9 @@ class Agreement:
         ]
         if apart and not all(doubtful for _, doubtful, _ in heard):
             raise StateError(
-                f"step: {named(apart)} had no backward since the last step, and has taken the windows of other optimizers for one, so "
-                "that loss scales would part. Where optimizers are stepped in changing turns, let each rank call amp.backward(loss) "
-                "for each, of a loss times 0 where it has no batch, or give each optimizer an Amp of its own"
+                f"step: {named(apart)} called no backward since its last step and counted the backwards for other optimizers instead, so "
+                "the loss scales of the ranks would differ. Where optimizers take turns that change, call amp.backward(loss) for each "
+                "on every rank, with a loss times 0 where there is no batch, or give each optimizer an Amp of its own"
             )
         wrong = [
             place

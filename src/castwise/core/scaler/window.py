@@ -615,7 +615,7 @@ class Window:
         return any(id(parameter) in owned for parameter in gradients.stored(optimizer))
 
     def let_go(self, optimizer: Optimizer | None = None) -> None:
-        """Bring gradients that hold the scale to a scale of one: an optimizer's, or those that are no optimizer's here."""
+        """Bring gradients that hold the scale to a scale of one: an optimizer's, or those of no optimizer here."""
         if optimizer is not None:
             held = gradients.held(optimizer) if self.is_scaled(optimizer) else []
             self._owners.pop(id(optimizer), None)

@@ -444,7 +444,7 @@ class Amp(masters.OfThisProcess):
             The scaled loss; the loss itself under a plan without a loss scale.
 
         Raises:
-            PlanError: A loss that is no tensor, or complex.
+            PlanError: A loss that is not a tensor, or complex.
             StateError: A loss that has been scaled already.
         """
         if not isinstance(loss, torch.Tensor):
@@ -601,7 +601,7 @@ class Amp(masters.OfThisProcess):
             The norm before clipping, a 0-dim tensor on the gradients' device.
 
         Raises:
-            PlanError: A ``max_norm`` that is no norm.
+            PlanError: A ``max_norm`` that is not a norm.
         """
         check_norm("clip_grad_norm_", max_norm)
         params, optimizers = self._unscaled(optimizer_or_params, look=self.scaler.is_enabled())
@@ -616,7 +616,7 @@ class Amp(masters.OfThisProcess):
         """Clip every element to ``[-clip_value, clip_value]``, after unscaling.
 
         Raises:
-            PlanError: A ``clip_value`` that is no number, NaN or below zero.
+            PlanError: A ``clip_value`` that is not a number, NaN or below zero.
         """
         check_norm("clip_grad_value_", clip_value, "clip_value")
         params, _ = self._unscaled(optimizer_or_params, look=True)
@@ -660,7 +660,7 @@ class Amp(masters.OfThisProcess):
                 scaled, or that a step was made by already.
             NonFiniteError: Gradients are not finite under ``nonfinite="raise"``, or ``patience`` times in a row.
             LossScaleError: The same under a loss scale that cannot shrink any more.
-            PlanError: A ``max_norm`` that is no norm.
+            PlanError: A ``max_norm`` that is not a norm.
         """
         if not optimizers:
             raise StateError("step() was given no optimizer; call amp.step(optimizer)")
@@ -669,7 +669,7 @@ class Amp(masters.OfThisProcess):
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise PlanError(
-                    f"step({shown(optimizer)}): a {type(optimizer).__name__} is no optimizer. Allowed: the optimizers that were prepared, "
+                    f"step({shown(optimizer)}): a {type(optimizer).__name__} is not an optimizer. Allowed: the optimizers that were prepared, "
                     "one after the other; the largest norm has a name: amp.step(optimizer, max_norm=1.0)"
                 )
             if not self._members.holds(optimizer):

@@ -383,7 +383,7 @@ def check_norm(call: str, bound: object, name: str = "max_norm") -> None:
     """Refuse what gradients cannot be held to; a tensor's value is not looked at, since that would wait for its device.
 
     Raises:
-        PlanError: It is no number, NaN or below zero.
+        PlanError: It is not a number, NaN or below zero.
     """
     if isinstance(bound, Tensor):
         return

@@ -88,7 +88,7 @@ def find_device(call: str, device: Any, default: str) -> torch.device:
     """A device that a user names, or the default, if it is there.
 
     Raises:
-        DeviceError: It is no device, or there is none; it names the call.
+        DeviceError: It is not a device, or there is none; it names the call.
     """
     try:
         where = torch.device(device if device is not None else default)

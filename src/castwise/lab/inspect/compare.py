@@ -83,7 +83,7 @@ def compare(
         The finding: ``.birthplaces``, ``.calls``, ``.tried``, ``.table()``, ``.save(folder)``.
 
     Raises:
-        WorkloadError: A model that cannot be copied, or a loss that is no scalar or has no graph.
+        WorkloadError: A model that cannot be copied, or a loss that is not a scalar or has no graph.
         NonFiniteError: The loss or a gradient is not finite under the first plan.
         PlanError: A plan that does not fit the model.
         DeviceError: The device cannot run a plan.

@@ -253,7 +253,7 @@ def said_by_rank(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def relative(one: float, other: float) -> float | None:
-    """|other - one| / |one| of two numbers; None where that is no number."""
+    """|other - one| / |one| of two numbers; None where that is not a number."""
     if one == other:
         return 0.0
     return abs(other - one) / abs(one) if one and math.isfinite(one) and math.isfinite(other) else None

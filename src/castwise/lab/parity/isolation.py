@@ -35,7 +35,7 @@ def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
     except Exception as error:
         raise WorkloadError(
             f"{call}: the model cannot be copied ({type(error).__name__}: {error}), and experiments need copies; detach "
-            "tensors that are no parameters or buffers, or give a Workload whose model() builds it"
+            "tensors that are not parameters or buffers, or give a Workload whose model() builds it"
         ) from error
 
 

@@ -405,7 +405,7 @@ def made(optimizer: Optimizer, model: nn.Module, call: str = "parity") -> torch.
     """The optimizer that a user's function makes of a model's parameters.
 
     Raises:
-        WorkloadError: It is no function, or returns something else.
+        WorkloadError: It is not a function, or returns something else.
     """
     such = "such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
     if not callable(optimizer):

@@ -224,7 +224,7 @@ def operator_class(name: str, shapes: Sequence[Sequence[int]]) -> str:
 def product_of(name: str, shapes: Sequence[Sequence[int]]) -> str:
     """What an operator multiplies: ``matmul``, ``convolution`` or ``depthwise``; empty where nothing, or the shapes do not tell.
 
-    An argument that is no tensor has an empty shape.
+    An argument that is not a tensor has an empty shape.
     """
     base = name.rpartition("::")[2]
     operands = [tuple(shape) for shape in shapes if len(shape) >= 2]

@@ -48,7 +48,7 @@ class Line:
             raise PlanError(f"{self!r}: patience is a whole number >= 1")
 
     def is_bad(self, value: float) -> bool:
-        """Whether a value is beyond the line; one that is no number is."""
+        """Whether a value is beyond the line; one that is not a number is."""
         if math.isnan(value):
             return True
         return value > self.raise_at if self.raise_at > self.clear_at else value < self.raise_at

@@ -174,7 +174,7 @@ def _check(content: Mapping[str, Any]) -> None:
         "a loss scale is none",
     )
     for name in ("training", "frozen", "nonfinite"):
-        need(all(isinstance(text, str) for text in content[name]), f"{name} are no names")
+        need(all(isinstance(text, str) for text in content[name]), f"{name} are not names")
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "pipe.py"):
         (problem,) = migrate(path, write=True).problems
         assert problem.path == tmp_path / "pipe.py"
-        assert problem.problem == "cannot be read: it is no regular file"
+        assert problem.problem == "cannot be read: it is not a regular file"
     assert (tmp_path / "good.py").read_text() == AFTER
 
 

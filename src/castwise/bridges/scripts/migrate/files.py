@@ -40,7 +40,7 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
     for file in found:
         try:
             if not file.is_file():
-                raise OSError("it is no regular file")
+                raise OSError("it is not a regular file")
             raws[file] = file.read_bytes()
             if not given.is_dir() or _CONCERNS.search(raws[file]):
                 texts[file] = decode(raws[file])
@@ -225,7 +225,7 @@ def _check_writable(path: Path, before: bytes) -> None:
     if not stat.S_IMODE(path.stat().st_mode) & stat.S_IWUSR or not os.access(path, os.W_OK):
         raise PermissionError(13, "it is read-only")
     if path.read_bytes() != before:
-        raise OSError("it was changed by somebody else meanwhile")
+        raise OSError("it changed while it was being read")
 
 
 def _stage(path: Path, text: bytes) -> str:

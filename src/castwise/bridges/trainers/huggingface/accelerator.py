@@ -313,7 +313,7 @@ class CastwiseAccelerator(Accelerator):
             The norm before clipping, a 0-dim tensor on the gradients' device; not finite where the step will be skipped.
 
         Raises:
-            PlanError: A ``max_norm`` that is no norm.
+            PlanError: A ``max_norm`` that is not a norm.
         """
         return self.amp.clip_grad_norm_(parameters, max_norm, norm_type)
 

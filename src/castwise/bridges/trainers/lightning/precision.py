@@ -75,7 +75,7 @@ class CastwisePrecision(Precision):
             rest where ``last_step.skipped``; those that a Trainer steps at the interval ``"step"`` do.
 
     Raises:
-        PlanError: A plan that does not exist or cannot be, or ``model`` that is no path.
+        PlanError: A plan that does not exist or cannot be, or ``model`` that is not a path.
 
     Warns:
         UserWarning: Lightning is of another release than the one that this was tested with.

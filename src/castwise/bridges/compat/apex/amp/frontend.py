@@ -232,7 +232,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Continue with saved loss scales, those of real Apex too; where these are more or fewer, the first ones count.
 
     Raises:
-        RuntimeError: A key that is no loss scale's.
+        RuntimeError: A key that is not a loss scale's.
     """
     scalers = _amp_state.loss_scalers
     if len(state_dict) != len(scalers):
