@@ -421,7 +421,9 @@ def test_a_search_that_is_terminated_writes_what_it_knows(tmp_path: Path) -> Non
     assert "Traceback" not in process.said("err")
     assert json.loads((tmp_path / "o" / "evidence.json").read_text())["complete"] is False
     left = [path.name for path in (tmp_path / "tmp").iterdir()]
-    assert not [name for name in left if not name.startswith("torchinductor_")]  # torch's own, where it is imported first
+    assert not [
+        name for name in left if not name.startswith("torchinductor_")
+    ]  # torch's own, where it is imported first
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
 
 

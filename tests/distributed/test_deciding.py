@@ -607,7 +607,7 @@ def test_scales_that_would_part_are_refused_on_all_ranks(two: World, interval: i
         assert text.startswith(
             "step: rank 1 called no backward since its last step and counted the backwards"
         )
-        assert "let each rank call amp.backward(loss) for each, of a loss times 0" in text
+        assert "call amp.backward(loss) for each on every rank, with a loss times 0" in text
 
 
 def test_alone_nothing_is_asked() -> None:

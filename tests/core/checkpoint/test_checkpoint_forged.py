@@ -193,7 +193,7 @@ def test_links_are_not_followed(tmp_path: Path, saved: Run, name: str, target: s
     path = tmp_path / "step-00000002"
     (path / name).unlink()
     (path / name).symlink_to(target)
-    assert "no plain file" in passed_over(tmp_path, saved)
+    assert "not a plain file" in passed_over(tmp_path, saved)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path, saved: Run) -> None:
@@ -202,7 +202,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, saved: Run) -> None:
         whole = path.read_bytes()
         path.unlink()
         os.mkfifo(path)
-        assert "no plain file" in passed_over(tmp_path, saved)
+        assert "not a plain file" in passed_over(tmp_path, saved)
         path.unlink()
         path.write_bytes(whole)
 

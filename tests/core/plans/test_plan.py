@@ -472,8 +472,8 @@ def sentence(error: pytest.ExceptionInfo[PlanError]) -> str:
         ({"loss_scale": 128.0}, "Plan: loss_scale 128.0 is not a mapping"),
         ({"loss_scale": {"initial": 1}}, "Plan: loss_scale has no field 'initial' (did you mean 'init'"),
         ({"provenance": "me"}, "Plan: provenance='me' is not allowed"),
-        ({"provenance": {"t": float("nan")}}, "Plan: provenance.t=nan is nothing that JSON can hold"),
-        ({"provenance": {"t": [1, {2}]}}, "Plan: provenance.t[1]={2} is nothing that JSON can hold"),
+        ({"provenance": {"t": float("nan")}}, "Plan: provenance.t=nan cannot be written as JSON"),
+        ({"provenance": {"t": [1, {2}]}}, "Plan: provenance.t[1]={2} cannot be written as JSON"),
         ({"provenance": {"a": {1: 2}}}, "Plan: provenance.a has the key 1, which JSON cannot hold"),
     ],
 )
@@ -599,7 +599,7 @@ def test_a_malformed_line(text: str, said: str) -> None:
         ('{"comptue": "bf16"}', "a plan has no field 'comptue' (did you mean 'compute' or 'compile'?)"),
         ('{"compute": 16}', "Plan: compute=16 is not allowed"),
         ('{"loss_scale": {"interval": "often"}}', "LossScale(interval='often') is not allowed"),
-        ('{"provenance": {"loss": NaN}}', "Plan: provenance.loss=nan is nothing that JSON can hold"),
+        ('{"provenance": {"loss": NaN}}', "Plan: provenance.loss=nan cannot be written as JSON"),
     ],
 )
 def test_a_malformed_file_is_named_with_the_place_and_the_way_out(

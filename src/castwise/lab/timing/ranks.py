@@ -46,6 +46,8 @@ class Lockstep(Ranks):
     def __init__(self, call: str | None = None) -> None:
         try:
             super().__init__(ALONE if call is None else dist.new_group(backend="gloo"))
+            if call is not None:  # one that refuses at once would end before the others have met it
+                dist.barrier(self.group)
         except RuntimeError as error:
             raise StateError(
                 f"{call}: not all {dist.get_world_size()} ranks came ({first_line(error)}); call it on every rank of the process "

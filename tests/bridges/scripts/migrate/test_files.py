@@ -183,7 +183,7 @@ def test_a_file_that_changes_meanwhile_is_not_overwritten(
 
     monkeypatch.setattr(files_room, "rewrite", rewrite)
     result = migrate(file, write=True)
-    assert result.problems[0].problem == "was not written: it was changed by somebody else meanwhile"
+    assert result.problems[0].problem == "was not written: it was changed in the meantime"
     assert file.read_text() == "mine\n"
 
 

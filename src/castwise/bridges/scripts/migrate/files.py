@@ -225,7 +225,7 @@ def _check_writable(path: Path, before: bytes) -> None:
     if not stat.S_IMODE(path.stat().st_mode) & stat.S_IWUSR or not os.access(path, os.W_OK):
         raise PermissionError(13, "it is read-only")
     if path.read_bytes() != before:
-        raise OSError("it changed while it was being read")
+        raise OSError("it was changed in the meantime")
 
 
 def _stage(path: Path, text: bytes) -> str:
