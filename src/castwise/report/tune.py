@@ -95,7 +95,7 @@ def values(record: Record) -> dict[str, Any]:
     return {
         "answer": record["answer"], "why": record["why"], "facts": facts(record),
         "paste": words.pasted(record["plan"]), "plans": plan_grid(record),
-        "others": other_grid(record), "open": _open(record), "notes_": record["notes"],
+        "others": other_grid(record), "open": _open(record), "remarks": record["notes"],
         "interval_note": interval_note(record), "regions": region_grid(record), "scale": scale_sentences(record),
         "verification": verification_sentence(record), "stages": stage_grid(record), "settings": settings(record),
     }  # fmt: skip
