@@ -447,3 +447,56 @@ def test_gradients_of_what_is_no_loss_are_finite_where_they_are_without_a_scale(
     for (mine, finite), (theirs, _) in zip(got, want, strict=True):
         if finite == "True":
             assert float(mine) == pytest.approx(float(theirs), rel=0.02)
+
+
+CLOSURES = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+class Sam(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        climbs = [0.05 * p.grad / (sum(q.grad.norm() for q in params) + 1e-12) for p in params]
+        torch._foreach_add_(params, climbs)
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(params, climbs)
+        super().step()
+        return loss
+model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer, steps = {
+    "lbfgs": lambda p: (torch.optim.LBFGS(p), 5),
+    "lbfgs, one step": lambda p: (torch.optim.LBFGS(p, max_iter=100), 1),
+    "line search": lambda p: (torch.optim.LBFGS(p, line_search_fn="strong_wolfe"), 5),
+    "adam": lambda p: (torch.optim.Adam(p, 0.01), 200),
+    "sam": lambda p: (Sam(p, 0.1, momentum=0.9), 200),
+}[sys.argv[1]](model.parameters())
+x = torch.linspace(0, 1, 32)[:, None].requires_grad_()
+def closure():
+    optimizer.zero_grad()
+    u = model(x)
+    slope, = torch.autograd.grad(u.sum(), x, create_graph=True)
+    loss = (slope + u).square().mean() + (model(torch.zeros(1, 1)) - 1).square().mean()
+    loss.backward()
+    return loss
+for _ in range(steps):
+    optimizer.step(closure)
+print(float(closure()))
+"""
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "lbfgs, one step", "line search", "adam", "sam"])
+def test_a_model_that_is_called_inside_steps_alone_trains_by_a_plan_with_a_loss_scale(
+    name: str, tmp_path: Path
+) -> None:
+    """Its first call is in the first step, which may be the only one."""
+    (tmp_path / "train.py").write_text(CLOSURES)
+    plain = Forked(main, ["run", "--plan", "fp32", "train.py", name], tmp_path, tmp_path / "plain")
+    scaled = Forked(main, ["run", "--plan", "fp16-mixed", "train.py", name], tmp_path, tmp_path / "scaled")
+    assert (plain.wait(60), scaled.wait(60)) == (0, 0), scaled.said("err")
+    want, got = (float(run.said("out")) for run in (plain, scaled))
+    assert got == pytest.approx(want, abs=0.005)
+    assert "trains under fp16-mixed" in scaled.said("err")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -331,10 +332,45 @@ def test_values_that_cannot_be_are_refused(options: Any, words: str) -> None:
         castwise.Amp("bf16-mixed", device="cpu", **options)
 
 
-@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master"])
-@pytest.mark.parametrize("bad", [1, 3])
-def test_an_evaluation_that_is_not_finite_takes_the_step_back(plan: str, bad: int) -> None:
-    run = Run(plan, lambda p: torch.optim.LBFGS(p, 0.1, max_iter=5))
+class Climbing(torch.optim.SGD):
+    """Evaluates where its first gradients point to, and comes back, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        (params,) = [group["params"] for group in self.param_groups]
+        with torch.enable_grad():
+            value = closure()
+        before = [p.detach().clone() for p in params]
+        with torch.no_grad():
+            for p in params:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=0.05)
+                self.state[p]["climbs"] = self.state[p].get("climbs", 0) + 1
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for p, value_before in zip(params, before, strict=True):
+                if p.grad is not None:
+                    p.copy_(value_before)
+                    p.sub_(p.grad, alpha=0.1)
+        return value
+
+
+REPEATED = {
+    "lbfgs": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=5),
+    "line search": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=5, line_search_fn="strong_wolfe"),
+    "climbing": lambda p: Climbing(p, 0.1),
+}
+"""What evaluates its closure more than once in a step."""
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master", "fp16-mixed", "fp16-master"])
+@pytest.mark.parametrize("maker", REPEATED)
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("bad", [1, 2])
+def test_an_evaluation_that_is_not_finite_takes_the_step_back(
+    plan: str, maker: str, direct: bool, bad: int
+) -> None:
+    run = Run(castwise.Plan.parse(plan), REPEATED[maker])
     calls = 0
 
     def closure() -> torch.Tensor:
@@ -343,15 +379,47 @@ def test_an_evaluation_that_is_not_finite_takes_the_step_back(plan: str, bad: in
         run.optimizer.zero_grad()
         loss = run.model(X).pow(2).mean() * (NAN if calls == bad else 1.0)
         run.amp.backward(loss)
+        if direct:
+            run.amp.unscale_(run.optimizer)
         return loss
 
+    def step() -> None:
+        if direct:
+            run.optimizer.step(closure)
+        else:
+            run.amp.step(run.optimizer, closure=closure)
+
     calls = 10
-    assert not run.amp.step(run.optimizer, closure=closure).skipped
+    step()
+    assert run.amp.skipped_steps == 0
     before, calls = run.everything(), 0
-    assert run.amp.step(run.optimizer, closure=closure).skipped
+    step()
     assert calls == bad
     assert same(run.everything(), before)
     assert run.amp.skipped_steps == 1
+    step()
+    assert not same(run.everything(), before)
+
+
+@pytest.mark.parametrize("maker", REPEATED)
+@pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
+def test_an_evaluation_that_overflows_is_made_again_at_a_smaller_scale(plan: str, maker: str) -> None:
+    """Somebody else's step, which may be the only one: a plain LBFGS of a thousand iterations."""
+    large = dataclasses.replace(castwise.Plan.parse(plan), loss_scale=castwise.LossScale(init=2.0**24))
+    run = Run(large, REPEATED[maker])
+    before = run.everything()
+
+    def closure() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        loss = run.model(X).pow(2).mean()
+        run.amp.backward(loss)
+        run.amp.unscale_(run.optimizer)
+        return loss
+
+    run.optimizer.step(closure)
+    assert run.amp.skipped_steps == 0
+    assert run.amp.scaler.get_scale() < 2.0**24
+    assert not same(run.everything(), before)
 
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master"])

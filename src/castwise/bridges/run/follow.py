@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from castwise.core import _torch
 from castwise.core.casting import frames
@@ -37,14 +37,14 @@ from castwise.core.parallel import wrappers
 from castwise.core.plans.formats import LOW, LOW_DTYPES
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import some
-from castwise.core.scaler import add_up, gradients, inside, set_aside
+from castwise.core.scaler import add_up, gradients, inside, set_aside, watch_closure
 from castwise.core.session import Amp, bypass
 from castwise.errors import CastwiseError, sentence
 
 _PATIENCE = 1 << 31
+"""Steps in a row that may be skipped: the script goes on, as it would have without castwise."""
 _SMALLER, _SEEKS = 16.0, 8
 """A scale at which ``torch.autograd.grad`` overflows is divided by so much; and how often in a row a finite one is sought in vain."""
-"""Steps in a row that may be skipped: the script goes on, as it would have without castwise."""
 
 
 def _say(text: str) -> None:
@@ -106,7 +106,7 @@ class Follower:
         self._undo = [
             _torch.optimizers.after_optimizers(self._meet_optimizer), _torch.hooks.before_calls(self._meet), _torch.autograd.around_backward(self._backward),
             lambda: _torch.optimizers.forget_every_step(self._begin_step),
-            register_optimizer_step_post_hook(self._end_step).remove,
+            register_optimizer_step_pre_hook(watch_closure).remove, register_optimizer_step_post_hook(self._end_step).remove,
             _torch.hooks.around_scripting(_without_hooks),
         ]  # fmt: skip
         if self.plan.loss_scale is not None:

@@ -23,6 +23,12 @@ def takes_flag(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step evaluates its closure once, before it updates anything: torch's own do, but for LBFGS."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
+
+
 def mark_fused(optimizer: torch.optim.Optimizer) -> None:
     """Let a GradScaler hand its scale and flag to the optimizer's fused kernel."""
     vars(optimizer)[_MARKS[0]] = True

@@ -17,7 +17,7 @@ from castwise.core.scaler.gradients import add_up, check_and_multiply, set_aside
 from castwise.core.scaler.result import StepResult
 from castwise.core.scaler.state import ScalePolicy, ScaleState, next_state
 from castwise.core.scaler.step_guard import StepGuard
-from castwise.core.scaler.watch import Watch, inside
+from castwise.core.scaler.watch import Watch, inside, watch_closure
 from castwise.core.scaler.window import Window
 
 __all__ = [
@@ -38,4 +38,5 @@ __all__ = [
     "set_aside",
     "to_apex",
     "to_colossalai",
+    "watch_closure",
 ]

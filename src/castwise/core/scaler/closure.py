@@ -1,7 +1,12 @@
-"""Steps of optimizers that evaluate the loss themselves, LBFGS above all, under a loss scale."""
+"""Steps of optimizers that evaluate the loss themselves, LBFGS above all: taken back where a gradient is not finite.
+
+Two ways: :func:`step_or_restore` where castwise calls the step, and :class:`Trial` where the script does, whose step
+nothing may stop on its way.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -83,3 +88,62 @@ def step_or_restore(
     except _NonFiniteEvaluation:
         snapshot.restore()
         return None, True
+
+
+class Trial:
+    """A step by a closure that somebody else called, so that it goes on when an evaluation gives a gradient that is not finite.
+
+    The closure is evaluated again where a smaller loss scale may help. Where nothing helped, the rest of the step sees no gradients
+    and evaluates nothing, and :meth:`end` takes back what it did meanwhile.
+
+    Args:
+        optimizer: Whose step it is, before the step.
+        closure: What it evaluates.
+        look: Called after each evaluation: whether a gradient is not finite. If so it has taken the gradients away; the argument
+            says whether the closure is evaluated again.
+        again: Called at each evaluation: how often the closure may be evaluated anew, at a smaller scale each time.
+        keep: Whether the step may evaluate more than once, so that it may have updated something before it fails.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        look: Callable[[bool], bool],
+        *,
+        again: Callable[[], int],
+        keep: bool,
+    ) -> None:
+        self._closure, self._look, self._again = closure, look, again
+        self._snapshot = Snapshot(optimizer) if keep else None
+        self._loss: Any = None
+        self.failed = False
+        """Whether the rest of the step sees no gradients."""
+        self.evaluations = 0
+        """How often the optimizer asked."""
+
+    def evaluate(self) -> Any:
+        """What the optimizer calls for the closure."""
+        self.evaluations += 1
+        tries = 0
+        while not self.failed:
+            loss = self._closure()
+            again = tries < self._again() and _is_finite(loss)
+            bad = self._look(again)
+            if self.evaluations == 1 or not bad:
+                self._loss = loss
+            if not bad:
+                break
+            self.failed, tries = not again, tries + 1
+        return self._loss  # the last that was sound: a line search takes its numbers for what they are
+
+    def end(self) -> None:
+        """The step has ended: put everything back if it failed."""
+        if self.failed and self._snapshot is not None:
+            self._snapshot.restore()
+
+
+def _is_finite(loss: Any) -> bool:
+    if isinstance(loss, torch.Tensor):
+        return bool(loss.detach().isfinite().all())
+    return isinstance(loss, float) and math.isfinite(loss)

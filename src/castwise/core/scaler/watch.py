@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from castwise.core import _torch
 from castwise.core.scaler import gradients
+from castwise.core.scaler.closure import Trial
 from castwise.core.scaler.result import StepResult, read_on_host
 from castwise.core.scaler.step_guard import StepGuard, hand_over, take_back
 from castwise.core.scaler.window import Window
@@ -20,15 +21,48 @@ from castwise.errors import StateError
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Log = Callable[[Callable[[], object]], object]
 
+_AGAIN = 16
+"""How often a closure is evaluated anew at half the loss scale, of which a first guess is 2 ** 16."""
+
 _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictionary()
 """By optimizer, the window whose loss scale its gradients may hold."""
+
+_watches: weakref.WeakKeyDictionary[Optimizer, Watch] = weakref.WeakKeyDictionary()
+"""By optimizer, what looks after its steps."""
+_trials: weakref.WeakValueDictionary[int, Trial] = weakref.WeakValueDictionary()
+"""By the id of an optimizer, the step by a closure that it makes now."""
+
+
+def watch_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    """A hook before steps of optimizers that may be prepared while they step, by the first call of a model in their closure."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if optimizer in _watches or not callable(closure):
+        return None
+    return _with_trial(optimizer, args, kwargs)
+
+
+def _with_trial(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool = True
+) -> _Call:
+    watch = functools.partial(_watches.get, optimizer)
+    trial = _trials[id(optimizer)] = Trial(
+        optimizer,
+        args[1] if len(args) > 1 else kwargs["closure"],
+        lambda again: (found := watch()) is not None and found.look_at_evaluation(optimizer, again),
+        again=lambda: 0 if (found := watch()) is None else found.tries,
+        keep=keep and not _torch.optimizers.evaluates_once(optimizer),
+    )
+    if len(args) > 1:
+        return (args[0], trial.evaluate, *args[2:]), kwargs
+    return args, {**kwargs, "closure": trial.evaluate}
 
 
 class Watch:
     """Keeps steps that do not come from a window from gradients that hold its scale, or are not finite.
 
     On gradients that are still scaled such a step raises, and so it does where no loss was ever scaled. Where a gradient is not finite the step sees none:
-    torch's optimizers pass over parameters without one.
+    torch's optimizers pass over parameters without one. What it evaluates by a closure is tried at smaller scales before, and what it has
+    updated by then is taken back.
     """
 
     def __init__(self, window: Window) -> None:
@@ -36,6 +70,8 @@ class Watch:
         self._stepping = window.stepping
         self._looked_after: set[int] = set()
         """Optimizers with a hook behind the step, put on when it is needed."""
+        self._evaluations: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """How often an optimizer evaluated its closure in one step, at most."""
         self._around: dict[int, weakref.ref[Optimizer]] = {}
         """By optimizer inside another one that was prepared, that other one."""
 
@@ -76,6 +112,8 @@ class Watch:
             if target is not None:
                 _torch.hooks.remove_hooks(target, self._before_step, self._after_step)
             self._looked_after.discard(key)
+            if target is not None:
+                _watches.pop(target, None)
             if target is not None and self._window.scales:
                 _scaling.pop(target, None)
                 self._window.let_go(target)
@@ -83,6 +121,7 @@ class Watch:
         log(end)
         if self._window.scales:
             _scaling[optimizer] = self._window
+        _watches[optimizer] = self
         optimizer.register_step_pre_hook(self._before_step)
 
     def _owner(self, optimizer: Optimizer) -> Optimizer:
@@ -139,25 +178,35 @@ class Watch:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Call | None:
         owner = self._owner(optimizer)
-        if id(owner) in self._stepping:
+        around = _trials.get(id(owner))
+        if id(owner) in self._stepping or (owner is not optimizer and around is not None and around.failed):
             return None
         self._unhide(optimizer)
+        _trials.pop(id(optimizer), None)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._guard(owner, optimizer)
             return None
+        return _with_trial(optimizer, args, kwargs, keep=self._evaluations.get(optimizer, 2) > 1)
 
-        def evaluate() -> Any:
-            value = closure()
-            self._guard(owner, optimizer)
-            return value
+    def look_at_evaluation(self, optimizer: Optimizer, again: bool) -> bool:
+        """Whether an evaluation of a closure gave a gradient that is not finite, which is taken away then."""
+        self._look_after(optimizer)
+        return bool(self._guard(self._owner(optimizer), optimizer, again=again))
 
-        if len(args) > 1:
-            return (args[0], evaluate, *args[2:]), kwargs
-        return args, {**kwargs, "closure": evaluate}
+    @property
+    def tries(self) -> int:
+        """How often a closure is evaluated anew."""
+        return _AGAIN if self._window.scales else 0
 
-    def _guard(self, optimizer: Optimizer, by: Optimizer) -> None:
-        """Look at the gradients of a prepared optimizer that steps ``by`` itself, or by one inside it."""
+    def _guard(self, optimizer: Optimizer, by: Optimizer, *, again: bool = False) -> bool | None:
+        """Look at the gradients of a prepared optimizer that steps ``by`` itself, or by one inside it.
+
+        ``again``: they are computed anew where they are not finite, so that nothing is skipped yet.
+
+        Returns:
+            Whether one is not finite, so that they were taken away; None where the device knows it.
+        """
         window, scaler, key, unscaled = self._window, self._window.scaler, id(optimizer), False
         if window.scales:
             if window.is_scaled(optimizer) and gradients.move(optimizer):
@@ -205,14 +254,20 @@ class Watch:
             unscaled, flags = True, scaler.look(optimizer)
             scaler.forget(optimizer)
         else:
-            return
+            return False
         window.no_look_at_step(optimizer)
         bad = read_on_host(flags.values())
         if bad is None and not _torch.optimizers.takes_flag(by):
             bad = any(flag.item() for flag in flags.values())
-        window.skips += bool(bad)
         if bad:
             window.buffers.put_back()
+        params = [p for group in by.param_groups for p in group["params"] if bad and p.grad is not None]
+        if bad and again:
+            window.settled = False
+            for parameter in params:
+                parameter.grad = None
+            return True
+        window.skips += bool(bad)
         if bad is not None:
             window.buffers.end_window(optimizer)
         if unscaled:
@@ -223,12 +278,12 @@ class Watch:
             window.count(StepResult(list(flags.values()), send=False))
             window.buffers.end_window(optimizer)
         elif bad:
-            params = [p for group in by.param_groups for p in group["params"] if p.grad is not None]
             window.hidden[id(by)] = [(parameter, parameter.grad) for parameter in params]
             window.settled = False
             self._look_after(by)
             for parameter in params:
                 parameter.grad = None
+        return bad
 
     def _look_after(self, optimizer: Optimizer) -> None:
         """Put things back when the step that is about to be made has ended."""
@@ -240,6 +295,10 @@ class Watch:
         if id(self._owner(optimizer)) not in self._stepping:
             self._unhide(optimizer)
             take_back(optimizer)
+        trial = _trials.pop(id(optimizer), None)
+        if trial is not None:
+            trial.end()
+            self._evaluations[optimizer] = max(trial.evaluations, self._evaluations.get(optimizer, 1))
 
     def _unhide(self, optimizer: Optimizer) -> None:
         for parameter, grad in self._window.hidden.pop(id(optimizer), ()):
