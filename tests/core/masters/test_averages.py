@@ -200,6 +200,25 @@ def _by_foreach_difference(averages: list[Tensor], model: nn.Module) -> None:
     torch._foreach_sub_(averages, torch._foreach_sub(averages, params), alpha=0.01)
 
 
+@torch.no_grad()
+def _by_new_ones(averages: list[Tensor], model: nn.Module) -> None:
+    for i, parameter in enumerate(model.parameters()):
+        averages[i] = (1 - DECAY) * parameter.data + DECAY * averages[i]
+
+
+@torch.no_grad()
+def _by_new_clones(averages: list[Tensor], model: nn.Module) -> None:
+    averages[:] = [
+        ((1 - DECAY) * p.detach() + DECAY * a).clone()
+        for a, p in zip(averages, model.parameters(), strict=True)
+    ]
+
+
+@torch.no_grad()
+def _by_new_lerp(averages: list[Tensor], model: nn.Module) -> None:
+    averages[:] = torch._foreach_lerp(averages, [p.detach() for p in model.parameters()], 1 - DECAY)
+
+
 @pytest.mark.parametrize(
     ("begin", "update"),
     [
@@ -215,6 +234,9 @@ def _by_foreach_difference(averages: list[Tensor], model: nn.Module) -> None:
         (_copied_state, _by_lerp),
         (_cast_copy, _by_lerp),
         (_filled, _by_lerp),
+        (_cloned_data, _by_new_ones),
+        (_cloned_data, _by_new_clones),
+        (_copied_state, _by_new_lerp),
     ],
 )
 def test_averages_of_libraries_are_noticed(begin: Any, update: Any) -> None:
@@ -231,7 +253,9 @@ def test_averages_of_libraries_are_noticed(begin: Any, update: Any) -> None:
 
 
 @pytest.mark.parametrize("begin", [_cloned, _cloned_detached])
-@pytest.mark.parametrize("how", ["best", "noise", "once", "dropped", "forward", "source", "none"])
+@pytest.mark.parametrize(
+    "how", ["best", "noise", "once", "dropped", "forward", "source", "none", "kept", "noisy"]
+)
 def test_clones_that_are_no_averages_are_not_noticed(how: str, begin: Any) -> None:
     """Weights to come back to, memory for something else, what is gone, a teacher that stays as it is."""
     model, optimizer = prepared()
@@ -251,6 +275,10 @@ def test_clones_that_are_no_averages_are_not_noticed(how: str, begin: Any) -> No
                     parameter.clone().mul_(1.01)
             if how == "dropped":
                 kept.clear()
+            if how == "kept":
+                kept = begin(model)
+            if how == "noisy":
+                kept = [p.detach() * (1 + 0.05 * torch.randn_like(p)) for p in model.parameters()]
             if how == "source":
                 kept = [p.detach() for p in model.parameters()]
         train(model, optimizer, 1)

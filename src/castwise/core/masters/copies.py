@@ -3,7 +3,8 @@
 ``copy.deepcopy`` of a prepared model and ``clone`` of its parameters are stored low and have no masters: an average of
 weights (``torch.optim.swa_utils.AveragedModel``, ema_pytorch, torch_ema, diffusers' ``EMAModel``) begins as one of the two.
 As such it loses most of its movement to rounding, and nothing in torch says so. Averages that begin in another way, as
-``p.detach().clone()`` or a copy of a ``state_dict``, are looked for among all tensors of the process, at a few steps.
+``p.detach().clone()`` or a copy of a ``state_dict``, or that are made anew at each step, are looked for among all tensors of the
+process, at a few steps.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ _told: Any = WeakTensorKeyDictionary()
 _clones: list[_Clone] = []
 _MANY = 1000
 """Clones after which those that are gone are let go of: models that clone weights in their forward make some at every call."""
+_near: list[_Near] = []
+"""What was found in the search before the last step."""
+_made_anew: list[Tensor] = []
+"""Averages that took another's place since."""
 
-
-_SEARCHED = (3, 30, 300)
-"""Steps of an optimizer before which all tensors are looked through: averages often begin after a warmup."""
+_SEARCHED = (3, 4, 30, 31, 300, 301)
+"""Steps of an optimizer before which all tensors are looked through, in pairs: averages often begin after a warmup."""
 _NEAR = 0.5
 """An average is nearer to its parameter than this share of the parameter's norm."""
 _SAMPLE = 64
@@ -48,6 +52,31 @@ class _Clone:
     source: TensorWeakRef
     written: int
     changes: int = 0
+
+
+@dataclass
+class _Near:
+    """A tensor near to a parameter, and some elements of the two."""
+
+    memory: _torch.tensors.WeakMemory
+    source: TensorWeakRef
+    values: Tensor
+    weights: Tensor
+    eps: float
+    """Of the format, in which an average is rounded."""
+
+    def is_followed_by(self, values: Tensor, weights: Tensor) -> bool:
+        """Whether these took its place as the next value of an average, between it and the weights now.
+
+        What is kept of the weights, now or from before the last step, is no average.
+        """
+        ulp = weights.abs() * self.eps
+        low, high = torch.minimum(self.values, weights) - ulp, torch.maximum(self.values, weights) + ulp
+        return (
+            self.memory.tensor() is None
+            and not any(torch.equal(values, kept) for kept in (weights, self.weights))
+            and bool(((low <= values) & (values <= high)).all())
+        )
 
 
 def watch(copied: Tensor, source: Tensor) -> None:
@@ -80,15 +109,23 @@ def search(step: int, parameters: Sequence[Tensor]) -> None:
     # what is trained is not an average, of another model neither
     known = {address for tensor, address in tensors if tensor.requires_grad}
     known |= {tensor.data_ptr() for clone in _clones if (tensor := clone.memory.tensor()) is not None}
+    before = _near if step - 1 in _SEARCHED else []
+    found: list[_Near] = []
     for tensor, address in tensors:
         sought = address and type(tensor) in (Tensor, nn.Parameter)
         sources = alike.get((tensor.shape, tensor.dtype, tensor.device), ()) if sought else ()
         if not sources or address in known:
             continue
-        source = min(sources, key=lambda parameter: _distance(tensor, parameter))
-        if _distance(tensor, source) < _NEAR:
+        values = _sample(tensor)
+        source = min(sources, key=lambda parameter: _distance(values, _sample(parameter)))
+        weights = _sample(source)
+        if _distance(values, weights) < _NEAR:
             memory = _torch.tensors.WeakMemory(tensor)
             _clones.append(_Clone(memory, TensorWeakRef(source), memory.version))
+            found.append(_Near(memory, TensorWeakRef(source), values, weights, torch.finfo(tensor.dtype).eps))
+            if any(known.source() is source and known.is_followed_by(values, weights) for known in before):
+                _made_anew.append(tensor)
+    _near[:] = found
 
 
 def _address(tensor: Tensor) -> int:
@@ -100,11 +137,14 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def _distance(tensor: Tensor, source: Tensor) -> float:
-    """How far the first elements are from those of a parameter, over the norm of those; none where all are zero."""
-    one, other = (each.detach().reshape(-1)[:_SAMPLE].float() for each in (tensor, source))
-    size = float(other.norm())
-    return float((one - other).norm()) / size if size else 1.0
+def _sample(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[:_SAMPLE].float()
+
+
+def _distance(values: Tensor, weights: Tensor) -> float:
+    """How far elements are from those of a parameter, over the norm of those; none where all are zero."""
+    size = float(weights.norm())
+    return float((values - weights).norm()) / size if size else 1.0
 
 
 def is_watched(copied: Tensor) -> bool:
@@ -144,7 +184,7 @@ def look_at_copies() -> None:
     A clone is taken for an average when it was written before two looks and is near to the parameter: other uses of clones, as
     memory or to try something, come to one of the two.
     """
-    written = next(_written_copies(), None) if _watched else None
+    written = _made_anew[0] if _made_anew else next(_written_copies(), None) if _watched else None
     if written is None and _clones:
         written = next(_written_clones(), None)
     if written is not None:
@@ -152,6 +192,7 @@ def look_at_copies() -> None:
         _told.update((source, True) for source in sources if source is not None)
         _watched.clear()
         _clones.clear()
+        _made_anew.clear()
         warnings.warn(
             f"A copy of a prepared model is updated, and its parameters are stored in {written.dtype} without masters: "
             "updates that are small against the weights are lost, as those of an average (EMA, SWA) are. Average with "
