@@ -32,7 +32,7 @@ REGISTRATIONS = [
         (Optimizer, f"register_{name}_hook")
         for name in ("step_pre", "step_post", "load_state_dict_post", "state_dict_post")
     ),
-    (_torch.optimizers, "watch_every_step"),
+    (_torch.steps, "subscribe"),
     (_torch.calls, "guard_calls"),
 ]
 
@@ -45,7 +45,7 @@ def pair() -> tuple[nn.Module, Optimizer]:
 
 def hooks_of(*owners: Any) -> dict[str, list[Any]]:
     """All hooks on these, and on all optimizers, and what stands in the place of a module's call."""
-    found: dict[str, list[Any]] = {"watchers": list(_torch.optimizers._step_watchers)}
+    found: dict[str, list[Any]] = {"watchers": list(_torch.steps._subscribers)}
     for index, owner in enumerate((*owners, sys.modules["torch.optim.optimizer"])):
         for name, table in vars(owner).items():
             if "_hooks" in name and isinstance(table, dict):

@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from castwise.core import _torch
 from castwise.core.casting import frames
@@ -101,12 +100,10 @@ class Follower:
     def begin(self) -> None:
         """Look from now on."""
         self._begun = True
-        _torch.optimizers.watch_every_step(self._begin_step)
         wrappers.on_ddp(self._meet_ddp)
         self._undo = [
             _torch.optimizers.after_optimizers(self._meet_optimizer), _torch.hooks.before_calls(self._meet), _torch.autograd.around_backward(self._backward),
-            lambda: _torch.optimizers.forget_every_step(self._begin_step),
-            register_optimizer_step_pre_hook(watch_closure).remove, register_optimizer_step_post_hook(self._end_step).remove,
+            _torch.steps.subscribe(self._begin_step, self._end_step),
             _torch.hooks.around_scripting(_without_hooks),
         ]  # fmt: skip
         if self.plan.loss_scale is not None:
@@ -157,12 +154,13 @@ class Follower:
             self._optimizers[next(self._numbers)] = optimizer  # its own __init__ may go on: it joins later
             self._is_late = bool(self._models)
 
-    def _begin_step(self, optimizer: Optimizer) -> None:
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._stepping = optimizer
         amp = self._scaling
         if amp is not None and _torch.autograd.graph_task_id() != -1 and optimizer in self._joined.values():
             self._hide()
             amp.unscale_(optimizer)  # a hook steps while backward goes on
+        return watch_closure(optimizer, args, kwargs)
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping = None

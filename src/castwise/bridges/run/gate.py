@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from castwise.bridges.run.follow import Follower
 from castwise.core import _torch
@@ -73,7 +72,7 @@ class Gate:
     def begin(self) -> None:
         """Wait from the end of the first step on."""
         _torch.autograd.around_backward(self._note)
-        register_optimizer_step_post_hook(self._stepped)
+        _torch.steps.subscribe(after=self._stepped)
 
     def _note(self, call: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if _torch.autograd.graph_task_id() == -1 and len(outputs) == 1 and outputs[0].numel() == 1:

@@ -16,6 +16,7 @@ from castwise.core._torch import (
     hooks,
     operators,
     optimizers,
+    steps,
     tensors,
 )
 
@@ -30,5 +31,6 @@ __all__ = [
     "hooks",
     "operators",
     "optimizers",
+    "steps",
     "tensors",
 ]

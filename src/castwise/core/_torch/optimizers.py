@@ -7,12 +7,11 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from castwise.core._torch.hooks import around_function
-from castwise.core._torch.tensors import never_trace
 
 _MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 """torch sets the latter at a step."""
@@ -67,23 +66,6 @@ def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
         getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks", {}) for when in ("pre", "post")
     )
     return [*before.values(), *after.values()]
-
-
-_step_watchers: tuple[Callable[[torch.optim.Optimizer], object], ...] = ()
-_step_watchers_lock = threading.Lock()
-
-
-def _tell_step_watchers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for look in _step_watchers:
-        look(optimizer)
-
-
-@functools.cache
-def _begin_telling() -> None:
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    never_trace(_tell_step_watchers)
-    register_optimizer_step_pre_hook(_tell_step_watchers)
 
 
 def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callable[[], None]:
@@ -152,74 +134,6 @@ clearing = _Told((torch.optim.Optimizer, "zero_grad"), (torch.nn.Module, "zero_g
 """Whom to tell of each ``zero_grad``: of which optimizer or module."""
 scaling = _Told((torch.amp.GradScaler, "scale"), after=True)
 """Whom to tell of each loss that a GradScaler has scaled."""
-
-
-def watch_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:
-    """Have ``look`` called before each step of any optimizer, until :func:`forget_every_step`.
-
-    One hook for all, which stays: another thread's step may be going through torch's table of hooks at any time.
-    """
-    global _step_watchers
-    _begin_telling()
-    with _step_watchers_lock:
-        _step_watchers = (*_step_watchers, look)
-
-
-def forget_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:
-    """Undo :func:`watch_every_step`, or nothing."""
-    global _step_watchers
-    with _step_watchers_lock:
-        _step_watchers = tuple(other for other in _step_watchers if other != look)
-
-
-_Around: TypeAlias = tuple[
-    Callable[[torch.optim.Optimizer, bool], object], Callable[[torch.optim.Optimizer], object]
-]
-_around_steps: tuple[_Around, ...] = ()
-
-
-def around_every_step(
-    before: Callable[[torch.optim.Optimizer, bool], object], after: Callable[[torch.optim.Optimizer], object]
-) -> Callable[[], None]:
-    """Have ``before`` called before, and ``after`` after, each step of any optimizer, outside of the optimizer's own hooks.
-
-    ``before`` is told, too, whether the step evaluates a closure. As with :func:`watch_every_step` torch's own hooks stay.
-
-    Returns:
-        What undoes it.
-    """
-    global _around_steps
-    _begin_telling_around()
-    pair = before, after
-    with _step_watchers_lock:
-        _around_steps = (*_around_steps, pair)
-
-    def undo() -> None:
-        global _around_steps
-        with _step_watchers_lock:
-            _around_steps = tuple(other for other in _around_steps if other is not pair)
-
-    return undo
-
-
-def _tell_before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for before, _ in _around_steps:
-        before(optimizer, callable(args[1] if len(args) > 1 else kwargs.get("closure")))
-
-
-def _tell_after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for _, after in _around_steps:
-        after(optimizer)
-
-
-@functools.cache
-def _begin_telling_around() -> None:
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-    never_trace(_tell_before, "castwise looks at steps between graphs")
-    never_trace(_tell_after, "castwise looks at steps between graphs")
-    register_optimizer_step_pre_hook(_tell_before)
-    register_optimizer_step_post_hook(_tell_after)
 
 
 @contextlib.contextmanager

@@ -317,15 +317,10 @@ def clear_weight_cache(*_: object) -> None:
     _clear()
 
 
-_torch.tensors.never_trace(clear_weight_cache)
-
-
 @functools.cache
 def watch_steps() -> None:
     """Have each step of any torch optimizer call :func:`clear_weight_cache`: fused kernels raise no tensor's version."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    register_optimizer_step_post_hook(clear_weight_cache)
+    _torch.steps.subscribe(after=clear_weight_cache)
 
 
 class suspended:  # noqa: N801 - a context manager, named as one

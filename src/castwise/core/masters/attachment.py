@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from castwise.core import _torch
 from castwise.core.masters import sync
@@ -143,8 +142,7 @@ class Attachment:
         _torch.tensors.refuse_inlining(before_step)
         _torch.tensors.refuse_inlining(after_step)
         before, after, loaded, saved = self._hooks
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        _torch.steps.subscribe(before, after, of=optimizer)
         optimizer.register_load_state_dict_post_hook(loaded)
         optimizer.register_state_dict_post_hook(saved)
         # torch leaves hooks out of copies of an optimizer, and one without these would train masters that never
@@ -442,11 +440,8 @@ class Attachment:
         self._steps += 1
         search(self._steps, self._pairs.stored)
         look_at_copies()
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._wrap(args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._wrap(kwargs["closure"])}
-        return None
+        closure = _torch.steps.closure_of(args, kwargs)
+        return None if closure is None else _torch.steps.with_closure(args, kwargs, self._wrap(closure))
 
     def after_step(self) -> None:
         """Called by the optimizer: bring the model up to date."""
@@ -514,7 +509,7 @@ def refresh_master(parameter: nn.Parameter) -> bool:
 @functools.cache
 def _follow_all_steps() -> None:
     """Look at the steps of every optimizer, for good: another thread's may be going through torch's hooks at any time."""
-    register_optimizer_step_post_hook(_after_any_step)
+    _torch.steps.subscribe(after=_after_any_step)
 
 
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

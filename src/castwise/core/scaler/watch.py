@@ -18,7 +18,6 @@ from castwise.core.scaler.step_guard import StepGuard, hand_over, take_back
 from castwise.core.scaler.window import Window
 from castwise.errors import StateError
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Log = Callable[[Callable[[], object]], object]
 
 _AGAIN = 16
@@ -33,28 +32,26 @@ _trials: weakref.WeakValueDictionary[int, Trial] = weakref.WeakValueDictionary()
 """By the id of an optimizer, the step by a closure that it makes now."""
 
 
-def watch_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+def watch_closure(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _torch.steps.Call | None:
     """A hook before steps of optimizers that may be prepared while they step, by the first call of a model in their closure."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if optimizer in _watches or not callable(closure):
+    closure = _torch.steps.closure_of(args, kwargs)
+    if optimizer in _watches or closure is None:
         return None
-    return _with_trial(optimizer, args, kwargs)
+    return _torch.steps.with_closure(args, kwargs, _trial(optimizer, closure).evaluate)
 
 
-def _with_trial(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool = True
-) -> _Call:
+def _trial(optimizer: Optimizer, closure: Callable[[], Any], *, keep: bool = True) -> Trial:
     watch = functools.partial(_watches.get, optimizer)
     trial = _trials[id(optimizer)] = Trial(
         optimizer,
-        args[1] if len(args) > 1 else kwargs["closure"],
+        closure,
         lambda again: (found := watch()) is not None and found.look_at_evaluation(optimizer, again),
         again=lambda: 0 if (found := watch()) is None else found.tries,
         keep=keep and not _torch.optimizers.evaluates_once(optimizer),
     )
-    if len(args) > 1:
-        return (args[0], trial.evaluate, *args[2:]), kwargs
-    return args, {**kwargs, "closure": trial.evaluate}
+    return trial
 
 
 class Watch:
@@ -68,8 +65,6 @@ class Watch:
     def __init__(self, window: Window) -> None:
         self._window = window
         self._stepping = window.stepping
-        self._looked_after: set[int] = set()
-        """Optimizers with a hook behind the step, put on when it is needed."""
         self._evaluations: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How often an optimizer evaluated its closure in one step, at most."""
         self._around: dict[int, weakref.ref[Optimizer]] = {}
@@ -105,15 +100,12 @@ class Watch:
         self._around.pop(key, None)
 
     def _follow(self, optimizer: Optimizer, log: _Log) -> None:
-        alive, key = weakref.ref(optimizer), id(optimizer)
+        alive = weakref.ref(optimizer)
 
         def end() -> None:
             target = alive()
-            if target is not None:
-                _torch.hooks.remove_hooks(target, self._before_step, self._after_step)
-            self._looked_after.discard(key)
-            if target is not None:
-                _watches.pop(target, None)
+            if target is not None and _watches.get(target) is self:
+                del _watches[target]
             if target is not None and self._window.scales:
                 _scaling.pop(target, None)
                 self._window.let_go(target)
@@ -122,7 +114,7 @@ class Watch:
         if self._window.scales:
             _scaling[optimizer] = self._window
         _watches[optimizer] = self
-        optimizer.register_step_pre_hook(self._before_step)
+        _torch.steps.subscribe(self._before_step, self._after_step, of=optimizer, log=log)
 
     def _owner(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer that was prepared: this one, or that around it."""
@@ -136,7 +128,7 @@ class Watch:
         """
         alive, known = weakref.ref(self._window), self._around
 
-        def look(optimizer: Optimizer) -> None:
+        def look(optimizer: Optimizer, *_: object) -> None:
             window = alive()
             if window is None or window.stepping or id(optimizer) in known:
                 return
@@ -147,12 +139,8 @@ class Watch:
                     "amp.prepare(model, optimizer) with it before training, then amp.step(optimizer)"
                 )
 
-        def end() -> None:
-            _torch.optimizers.forget_every_step(look)
-            self._window.let_go()
-
-        log(end)
-        _torch.optimizers.watch_every_step(look)
+        log(self._window.let_go)
+        _torch.steps.subscribe(look, log=log)
 
     def see_clearing(self, log: _Log) -> None:
         """Hear of each ``zero_grad``, whoever calls it, which ends what the window knows of gradients.
@@ -176,22 +164,22 @@ class Watch:
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Call | None:
+    ) -> _torch.steps.Call | None:
         owner = self._owner(optimizer)
         around = _trials.get(id(owner))
         if id(owner) in self._stepping or (owner is not optimizer and around is not None and around.failed):
             return None
         self._unhide(optimizer)
         _trials.pop(id(optimizer), None)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
+        closure = _torch.steps.closure_of(args, kwargs)
+        if closure is None:
             self._guard(owner, optimizer)
             return None
-        return _with_trial(optimizer, args, kwargs, keep=self._evaluations.get(optimizer, 2) > 1)
+        trial = _trial(optimizer, closure, keep=self._evaluations.get(optimizer, 2) > 1)
+        return _torch.steps.with_closure(args, kwargs, trial.evaluate)
 
     def look_at_evaluation(self, optimizer: Optimizer, again: bool) -> bool:
         """Whether an evaluation of a closure gave a gradient that is not finite, which is taken away then."""
-        self._look_after(optimizer)
         return bool(self._guard(self._owner(optimizer), optimizer, again=again))
 
     @property
@@ -274,22 +262,14 @@ class Watch:
             scaler.note_outcome(optimizer, bad)
         if bad is None:
             hand_over(by, gradients.largest([*flags.values()], scaler.scale_tensor().device))
-            self._look_after(by)
             window.count(StepResult(list(flags.values()), send=False))
             window.buffers.end_window(optimizer)
         elif bad:
             window.hidden[id(by)] = [(parameter, parameter.grad) for parameter in params]
             window.settled = False
-            self._look_after(by)
             for parameter in params:
                 parameter.grad = None
         return bad
-
-    def _look_after(self, optimizer: Optimizer) -> None:
-        """Put things back when the step that is about to be made has ended."""
-        if id(optimizer) not in self._looked_after:
-            optimizer.register_step_post_hook(self._after_step)
-            self._looked_after.add(id(optimizer))
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(self._owner(optimizer)) not in self._stepping:

@@ -104,15 +104,13 @@ def apply(
         masters.install_hooks(model, log.callback)
     if plan.keeps_masters and (dtypes or arrived):
         refuse = functools.partial(_refuse_stranger, alive)
-        log.callback(_torch.optimizers.forget_every_step, refuse)
-        _torch.optimizers.watch_every_step(refuse)
+        _torch.steps.subscribe(refuse, log=log.callback)
     if plan.params == "fp32" and not (plan.keeps_masters or inference):
         both = model.named_parameters()
         frozen = [(name, weakref.ref(p)) for name, p in both if masters.is_low(p) and not p.requires_grad]
         if frozen:
             refuse = functools.partial(_refuse_unfrozen, type(model).__name__, frozen)
-            log.callback(_torch.optimizers.forget_every_step, refuse)
-            _torch.optimizers.watch_every_step(refuse)
+            _torch.steps.subscribe(refuse, log=log.callback)
     if plan.compile != "as_given":
         log.on(model, _torch.calls.leave_uncompiled, root)
         _torch.calls.guard_calls(model, root, frames.depth, frames.unwind, plan.compile)
@@ -157,7 +155,7 @@ def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[
 
 
 def _refuse_unfrozen(
-    kind: str, frozen: Iterable[tuple[str, weakref.ref[nn.Parameter]]], optimizer: Optimizer
+    kind: str, frozen: Iterable[tuple[str, weakref.ref[nn.Parameter]]], optimizer: Optimizer, *_: object
 ) -> None:
     """At any optimizer's step: what was frozen in a low format when it was prepared is not trained in it unseen."""
     trained = [(name, p) for name, ref in frozen if (p := ref()) is not None and p.requires_grad]
@@ -171,7 +169,7 @@ def _refuse_unfrozen(
             )
 
 
-def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer) -> None:
+def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer, *_: object) -> None:
     """At any optimizer's step: one that never got masters must not update what is stored low to have them."""
     model = reference()
     if model is None or masters.attachment_of(optimizer) is not None:

@@ -153,11 +153,11 @@ def _masters() -> bool:
 def _hooks() -> bool:
     layer, seen = _layer(), list[object]()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    _torch.optimizers.watch_every_step(seen.append)
+    end = _torch.steps.subscribe(lambda stepped, *_: seen.append(stepped))
     try:
         optimizer.step()
     finally:
-        _torch.optimizers.forget_every_step(seen.append)
+        end()
     before = _torch.tensors.version(layer.weight)
     with torch.no_grad():
         layer.weight.add_(1)

@@ -321,7 +321,6 @@ def watch_formats(
     known: Any = WeakTensorKeyDictionary()
     held: list[weakref.ref[Tensor]] = []
     dtypes: list[torch.dtype] = []
-    alive = weakref.ref(optimizer)
 
     def look(optimizer: Optimizer, *_: object) -> None:
         nonlocal held, dtypes
@@ -369,14 +368,8 @@ def watch_formats(
             f"updates would be rounded away. {cure}"
         )
 
-    def end() -> None:
-        target = alive()
-        if target is not None:
-            _torch.hooks.remove_hooks(target, look)
-
     look(optimizer)
-    log(end)
-    optimizer.register_step_pre_hook(look)
+    _torch.steps.subscribe(look, of=optimizer, log=log)
 
 
 def check_norm(call: str, bound: object, name: str = "max_norm") -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -94,16 +93,7 @@ class DroppedUpdates:
 
     def follow(self, optimizer: Optimizer, log: Callable[[Callable[[], object]], object]) -> None:
         """Look at the steps of an optimizer from now on; ``log`` gets what ends it, before it begins."""
-        alive = weakref.ref(optimizer)
-
-        def end() -> None:
-            target = alive()
-            if target is not None:
-                _torch.hooks.remove_hooks(target, self._before, self._after)
-
-        log(end)
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        _torch.steps.subscribe(self._before, self._after, of=optimizer, log=log)
 
     # --- around a step ----------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ def follow(
         found = None if alive is None else Inside(alive)
         return found if found is not None and found.members.holds(optimizer) else None
 
-    def before(optimizer: Optimizer, _closure: bool) -> None:
+    def before(optimizer: Optimizer, *_: object) -> None:
         found = inside(optimizer)
         if found is None:
             return
@@ -52,7 +52,7 @@ def follow(
         if id(optimizer) not in found.window.stepping:
             skips[id(optimizer)] = found.window.skipped_steps
 
-    def after(optimizer: Optimizer) -> None:
+    def after(optimizer: Optimizer, *_: object) -> None:
         was, found, call = skips.pop(id(optimizer), None), inside(optimizer), told()
         if was is not None and found is not None and call is not None:
             call((optimizer,), StepResult((), skipped=found.window.skipped_steps > was))
@@ -66,7 +66,7 @@ def follow(
             call(optimizers, result)
 
     silent = amp.listen(hear, tell)
-    unhooked = weakref.finalize(amp, _torch.optimizers.around_every_step(before, after))
+    unhooked = weakref.finalize(amp, _torch.steps.subscribe(before, after))
     unhooked.atexit = False
 
     def end() -> None:

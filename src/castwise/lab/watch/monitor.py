@@ -375,17 +375,17 @@ class Monitor(OfThisProcess):
 def _hooks(alive: weakref.ref[Monitor]) -> Callable[[], None]:
     """Call a monitor around every step as long as there is one; returns what ends it."""
 
-    def before(optimizer: Optimizer, closure: bool) -> None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         monitor = alive()
         if monitor is not None:
-            monitor._before(optimizer, closure)
+            monitor._before(optimizer, _torch.steps.closure_of(args, kwargs) is not None)
 
-    def after(optimizer: Optimizer) -> None:
+    def after(optimizer: Optimizer, *_: object) -> None:
         monitor = alive()
         if monitor is not None:
             monitor._after(optimizer)
 
-    return _torch.optimizers.around_every_step(before, after)
+    return _torch.steps.subscribe(before, after)
 
 
 def _end(unhook: Callable[[], None], outputs: Outputs) -> None:

@@ -1,0 +1,108 @@
+"""The one place that hooks the steps of optimizers: of all, or of one.
+
+torch calls hooks of all optimizers around those that an optimizer has itself. Of the former castwise registers one before and one after a
+step, which stay: another thread's step may be going through torch's table at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from castwise.core._torch.hooks import remove_hooks
+from castwise.core._torch.tensors import never_trace
+
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a step is called with, the optimizer first."""
+Before: TypeAlias = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Call | None]
+After: TypeAlias = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
+
+_subscribers: tuple[tuple[Before | None, After | None], ...] = ()
+_lock = threading.Lock()
+
+
+def subscribe(
+    before: Before | None = None,
+    after: After | None = None,
+    *,
+    of: torch.optim.Optimizer | None = None,
+    log: Callable[[Callable[[], None]], object] | None = None,
+) -> Callable[[], None]:
+    """Have functions called around each step, as torch's own hooks are.
+
+    Args:
+        before: Called with the optimizer and what its step is called with; may return another call to make instead.
+        after: Called with the same when the step has returned.
+        of: Whose steps; None for those of every optimizer.
+        log: Called with what ends it before it begins, since an interrupt may come in between.
+
+    Returns:
+        What ends it. It does not keep the optimizer alive, and may be called twice.
+    """
+    global _subscribers
+    end = functools.partial(_end, None if of is None else weakref.ref(of), before, after)
+    if log is not None:
+        log(end)
+    if of is None:
+        _register()
+        with _lock:
+            _subscribers = (*_subscribers, (before, after))
+        return end
+    if before is not None:
+        of.register_step_pre_hook(before)
+    if after is not None:
+        of.register_step_post_hook(after)
+    return end
+
+
+def _end(of: weakref.ref[torch.optim.Optimizer] | None, before: Before | None, after: After | None) -> None:
+    global _subscribers
+    if of is None:
+        with _lock:
+            _subscribers = tuple(other for other in _subscribers if other != (before, after))
+    elif (optimizer := of()) is not None:
+        remove_hooks(optimizer, *(hook for hook in (before, after) if hook is not None))
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure that a step was called with."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure if callable(closure) else None
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Call:
+    """A call of a step, with another closure in the place of its own."""
+    if len(args) > 1:
+        return (args[0], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
+
+
+def _tell_before(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call | None:
+    call = None
+    for before, _ in _subscribers:
+        if before is not None and (changed := before(optimizer, args, kwargs)) is not None:
+            call = args, kwargs = changed
+    return call
+
+
+def _tell_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for _, after in _subscribers:
+        if after is not None:
+            after(optimizer, args, kwargs)
+
+
+@functools.cache
+def _register() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    never_trace(_tell_before, "castwise looks at steps between graphs")
+    never_trace(_tell_after, "castwise looks at steps between graphs")
+    register_optimizer_step_pre_hook(_tell_before)
+    register_optimizer_step_post_hook(_tell_after)
