@@ -153,7 +153,7 @@ def test_a_session_that_was_closed_is_watched_by_nobody(
 
 
 def test_nothing_is_kept_alive_and_nothing_is_called_afterwards(tmp_path: Path) -> None:
-    before = _torch.optimizers._around_steps
+    before = _torch.steps._subscribers
     amp, model, optimizer = start("bf16-mixed")
     recorder = Recorder(amp, model, tmp_path / "a")
     recovery = Recovery(amp, model, optimizer, loss, tmp_path / "b")
@@ -161,4 +161,4 @@ def test_nothing_is_kept_alive_and_nothing_is_called_afterwards(tmp_path: Path) 
     del amp, model, optimizer, recorder, recovery
     gc.collect()
     assert [one() for one in gone] == [None] * 4
-    assert _torch.optimizers._around_steps == before
+    assert _torch.steps._subscribers == before

@@ -34,18 +34,19 @@ from castwise.core.session.checks import (
     check_apart,
     check_arrival,
     check_change,
+    check_given,
     check_group,
     check_in_backward,
     check_late,
     check_masters,
     check_model,
     check_norm,
-    check_optimizer,
-    check_uncompiled,
+    check_optimizers,
     watch_formats,
 )
 from castwise.core.session.dropped import DroppedUpdates
 from castwise.core.session.guard import give_late_masters, scaler_for
+from castwise.core.session.inventory import Inventory
 from castwise.core.session.members import Members
 from castwise.core.session.scaled import check_loss
 from castwise.core.session.summary import say_restored, summarise
@@ -226,69 +227,81 @@ class Amp(masters.OfThisProcess):
         # A stage of a pipeline may have no optimizer.
         meets = not inference and bool(optimizers or part) and self._will_meet
         with self._together(meets):
-            target = check_model(model, self.device_type, wrapped=wrapped)
-            check_uncompiled(model, self.plan)
-            check_uncompiled(target, self.plan)
-            owner = _prepared.get(target)
-            if owner is not None:
-                raise StateError(
-                    f"prepare: this {type(target).__name__} is already prepared, by "
-                    f"{'this Amp' if owner is self else repr(owner)}; close() that Amp first (castwise.Amp.of(model) finds it)"
-                )
-            if inference and optimizers:
-                raise StateError(
-                    "prepare(inference=True) takes no optimizer: weights are cast once and have no masters"
-                )
-            for optimizer in optimizers:
-                check_optimizer(optimizer, target, self.plan)
-                self._watch.check_alone(optimizer)
-            if not inference:
-                check_in_backward(target, optimizers, self.plan)
-            check_masters(target, optimizers, self._members)
-            if self.scaler.is_enabled():
-                check_apart(target, [*self._members.optimizers, *optimizers])
+            check_given(model, optimizers)
+            found = Inventory.of(model, optimizers)
+            target = found.model
+            self._check(found, wrapped=wrapped, inference=inference)
             borders.check_methods(target, methods)
             resolution = self.resolve(target, part=part, inference=inference, widen=widen)
-            check_arrival(target, resolution, widen, again=kept is not None)
+            check_arrival(found.low, resolution, widen, again=kept is not None)
             fsdp.check_groups(resolution, target)
             dtypes = storage.dtypes_of(resolution, target)
             fsdp.check_shards(target, dtypes)
             storage.check_range(target, dtypes)
-        arrived = storage.low_dtypes(target)
+        arrived = storage.dtypes_now(found.low.values())
         with self._undo.transaction() as log, self._together(meets):
             if not self._claim.held:
                 log.callback(self._claim.close)
                 self._claim.take()
             root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
-            if self.scaler.works and not inference:
-                copies = self._buffers.follow(target)
-                root.watch(target, copies.begin, copies.take, copies.forget_unused)
-            if not self._members.models:
-                if self.scaler.is_enabled():
-                    self._watch.refuse_strangers(log.callback)
-                self._watch.see_clearing(log.callback)
-                scaled.watch(log.callback)
+            self._enter(target, root, log, trains=not inference)
             self._take_in(optimizers, log)
-            log.on(target, self._members.remove)
-            self._members.add(target, root)
-            log.on(target, _prepared.pop, None)
-            _prepared[target] = self
             log.on(target, self._members.arrived.pop, None)
             self._members.arrived[target] = arrived
-            wrappers.on_ddp(_meet_ddp)
-            wrappers.on_fsdp1(_meet_fsdp1)
-            wrappers.on_join_end(_end_join)
             self._wrapping.note(target, resolution.plan)
-            log.on(self, setattr, "_root", self._root)
-            self._root = self._root or root
-            log.on(target, forget_formats)
-            note_formats(target)
         if inference or not self.plan.keeps_masters:
             storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
         trained = None if inference else next((p for p in target.parameters() if p.requires_grad), None)
         root.first = None if trained is None else (weakref.ref(trained), trained.dtype)
         self._met = self._met or meets
         self._note_prepared(target, optimizers, how)
+
+    def _check(self, found: Inventory, *, wrapped: bool, inference: bool) -> None:
+        """Refuse what this session cannot prepare, before anything has changed."""
+        check_model(found, self.plan, self.device_type, wrapped=wrapped)
+        owner = _prepared.get(found.model)
+        if owner is not None:
+            raise StateError(
+                f"prepare: this {found.kind} is already prepared, by "
+                f"{'this Amp' if owner is self else repr(owner)}; close() that Amp first (castwise.Amp.of(model) finds it)"
+            )
+        if inference and found.holdings:
+            raise StateError(
+                "prepare(inference=True) takes no optimizer: weights are cast once and have no masters"
+            )
+        if not inference:
+            check_in_backward(found, self.plan)
+        check_masters(found, self._members)
+        self._check_optimizers(found)
+
+    def _check_optimizers(self, found: Inventory) -> None:
+        check_optimizers(found, self.plan)
+        for holding in found.holdings:
+            self._watch.check_alone(holding.optimizer)
+        if self.scaler.is_enabled():
+            check_apart(found, self._members.optimizers)
+
+    def _enter(self, model: nn.Module, root: borders.Border, log: UndoLog, *, trains: bool) -> None:
+        """Take a model in that has its borders."""
+        if self.scaler.works and trains:
+            copies = self._buffers.follow(model)
+            root.watch(model, copies.begin, copies.take, copies.forget_unused)
+        if not self._members.models:
+            if self.scaler.is_enabled():
+                self._watch.refuse_strangers(log.callback)
+            self._watch.see_clearing(log.callback)
+            scaled.watch(log.callback)
+        log.on(model, self._members.remove)
+        self._members.add(model, root)
+        log.on(model, _prepared.pop, None)
+        _prepared[model] = self
+        wrappers.on_ddp(_meet_ddp)
+        wrappers.on_fsdp1(_meet_fsdp1)
+        wrappers.on_join_end(_end_join)
+        log.on(self, setattr, "_root", self._root)
+        self._root = self._root or root
+        log.on(model, forget_formats)
+        note_formats(model)
 
     @property
     def _will_meet(self) -> bool:
@@ -373,12 +386,10 @@ class Amp(masters.OfThisProcess):
         """Take in optimizers that were made after their model was prepared."""
         meets = self._will_meet
         with self._together(meets):
-            for optimizer in optimizers:
-                check_optimizer(optimizer, model, self.plan)
-                self._watch.check_alone(optimizer)
-            check_late(model, optimizers, self.resolve(model, part=part))
-            if self.scaler.is_enabled():
-                check_apart(model, [*self._members.optimizers, *optimizers])
+            check_given(model, optimizers)
+            found = Inventory.of(model, optimizers)
+            self._check_optimizers(found)
+            check_late(found, self.resolve(model, part=part))
         with self._undo.transaction() as log, self._together(meets):
             apply_late(model, optimizers, self.plan, log)
             self._take_in(optimizers, log)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import warnings
@@ -18,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from castwise.core import _torch, masters
 from castwise.core.amounts import size
 from castwise.core.model import borders
-from castwise.core.model.arrival import low_tensors, more_bytes
+from castwise.core.model.arrival import more_bytes
 from castwise.core.model.resolve import Resolution
 from castwise.core.model.stored import is_cast, say_cast, stored_format
 from castwise.core.parallel import wrappers
@@ -27,6 +26,7 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import shown, some
 from castwise.core.ranks import ALONE
 from castwise.core.session.fused import check_fused
+from castwise.core.session.inventory import Holding, Inventory
 from castwise.core.session.members import Members
 from castwise.errors import PlanError, StateError
 
@@ -47,195 +47,175 @@ def check_group(group: Any) -> None:
         )
 
 
-def check_model(model: nn.Module, device_type: str, *, wrapped: bool = False) -> nn.Module:
-    """The module that a session is to prepare: that inside ``torch.compile``'s.
-
-    ``wrapped``: DistributedDataParallel holds it already, rightly.
+def check_given(model: object, optimizers: Iterable[object]) -> None:
+    """See that what is given to ``prepare`` are a module and optimizers.
 
     Raises:
-        StateError: No module, a scripted one, wrapped, autocast or compiled too early, or on another device.
+        StateError: One is not.
     """
     if not isinstance(model, nn.Module):
         raise StateError(
             f"prepare({type(model).__name__}): not an nn.Module; prepare each model by a call of its own"
         )
-    if isinstance(model, torch.jit.ScriptModule):
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise StateError(
+                f"prepare: {type(optimizer).__name__} is not a torch.optim.Optimizer; create it before prepare"
+            )
+
+
+def check_model(found: Inventory, plan: Plan, device_type: str, *, wrapped: bool = False) -> None:
+    """See that a session can prepare a model.
+
+    ``wrapped``: DistributedDataParallel holds it already, rightly.
+
+    Raises:
+        StateError: A scripted one, wrapped, autocast or compiled too early, or on another device.
+    """
+    if found.is_scripted:
         raise StateError(
-            f"prepare({type(model).__name__}): a scripted or traced model runs code of its own, which a plan's casts do not reach; "
+            f"prepare({found.kind}): a scripted or traced model runs code of its own, which a plan's casts do not reach; "
             "prepare the module that it was made from"
         )
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+    if found.is_wrapped:
         raise StateError(
-            f"prepare({type(model).__name__}): prepare the module first and wrap it after: "
-            f"{type(model).__name__}(amp.prepare(module))"
+            f"prepare({found.kind}): prepare the module first and wrap it after: {found.kind}(amp.prepare(module))"
         )
-    if _torch.distributed.has_fsdp1(model):
-        wrappers.refuse_fsdp1("prepare", model)
-    if not wrapped and wrappers.ddp_around(model) is not None:
+    if found.is_in_fsdp1:
+        wrappers.refuse_fsdp1("prepare", found.model)
+    if not wrapped and found.is_in_ddp:
         raise StateError(
-            f"prepare({type(model).__name__}): this module is inside a DistributedDataParallel already; prepare it first and "
+            f"prepare({found.kind}): this module is inside a DistributedDataParallel already; prepare it first and "
             "wrap it after: DistributedDataParallel(amp.prepare(module))"
         )
-    target = _torch.calls.without_compiler(model)
-    if _torch.dynamo.ran_compiled(target):
+    if found.ran_compiled:
         raise StateError(
             "prepare: this compiled module, or another of its class, has already run compiled, and hooks added now would be "
             "ignored; prepare the module first, then torch.compile it"
         )
-    borders.check_forward(target)
-    lazy = [name for name, p in target.named_parameters() if nn.parameter.is_lazy(p)]
-    if lazy:
+    borders.check_forward(found.model)
+    if found.without_shape:
         raise StateError(
-            f"prepare: {', '.join(lazy[:3])} of this {type(target).__name__} have no shape yet; run one forward first, make the "
+            f"prepare: {', '.join(found.without_shape[:3])} of this {found.kind} have no shape yet; run one forward first, make the "
             "optimizer, then prepare"
         )
-    devices = {p.device.type for p in target.parameters()} - {"meta", device_type}
+    devices = sorted(found.device_types - {"meta", device_type})
     if devices:
         raise StateError(
-            f"prepare: this Amp is for {device_type!r}, but the model has parameters on {', '.join(sorted(devices))}; "
-            f"move the model there first, or make the session with Amp(..., device={sorted(devices)[0]!r})"
+            f"prepare: this Amp is for {device_type!r}, but the model has parameters on {', '.join(devices)}; "
+            f"move the model there first, or make the session with Amp(..., device={devices[0]!r})"
         )
-    return target
-
-
-def check_uncompiled(model: nn.Module, plan: Plan) -> None:
-    """See that a model which the plan compiles is not compiled already: one of the two would mean nothing.
-
-    Raises:
-        StateError: It is.
-    """
-    if plan.compile != "as_given" and _torch.dynamo.is_compiled(model):
+    if plan.compile != "as_given" and found.is_compiled:
         raise StateError(
-            f"prepare: the plan {plan} compiles the model, and this {type(_torch.calls.without_compiler(model)).__name__} is compiled "
+            f"prepare: the plan {plan} compiles the model, and this {found.kind} is compiled "
             "already; prepare it before torch.compile, or use a plan with compile='as_given', which leaves compiling to you"
         )
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module, plan: Plan) -> None:
-    """See that an optimizer can be prepared with a model.
+def check_optimizers(found: Inventory, plan: Plan) -> None:
+    """See that optimizers can be prepared with a model.
 
     Raises:
-        StateError: It is none, holds nothing of the model, or calls no hooks where the plan needs them.
+        StateError: One holds nothing of the model, or calls no hooks where the plan needs them.
         DeviceError: The plan wants a fused kernel and there is none.
     """
-    kind = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise StateError(f"prepare: {kind} is not a torch.optim.Optimizer; create it before prepare")
-    held = {id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]}
-    own = {id(parameter) for parameter in model.parameters()}
-    if own and held and own.isdisjoint(held):  # a rank that trains nothing may have none
-        raise StateError(
-            f"prepare: this {kind} holds no parameter of this {type(model).__name__}; give each model with the optimizer that "
-            "updates it, made from model.parameters() after the last change that replaces them"
-        )
     touched = plan.loss_scale or plan.stores_low or plan.memory_format != "as_is" or plan.optimizer == "fused"
-    if touched and not _torch.optimizers.has_step_hooks(optimizer):
-        raise StateError(
-            f"prepare: {kind} does not call Optimizer.__init__, so its steps cannot be followed as the plan {plan} needs; prepare "
-            "the optimizer inside it"
-        )
-    if plan.keeps_masters and _torch.distributed.is_zero(optimizer):
-        raise StateError(
-            f"prepare: {kind} steps an optimizer of its own on this rank's share of the parameters, which would pass by the fp32 "
-            f"masters of the plan {plan}. Shard by FSDP2 instead (amp.fully_shard), or use a plan that keeps parameters in fp32, such "
-            "as 'bf16-mixed'."
-        )
-    if plan.optimizer == "fused":
-        check_fused(optimizer)
+    for holding in found.holdings:
+        kind, own = holding.kind, found.names.keys()
+        if (
+            own and holding.params and own.isdisjoint(holding.params)
+        ):  # a rank that trains nothing may have none
+            raise StateError(
+                f"prepare: this {kind} holds no parameter of this {found.kind}; give each model with the optimizer that "
+                "updates it, made from model.parameters() after the last change that replaces them"
+            )
+        if touched and not holding.takes_hooks:
+            raise StateError(
+                f"prepare: {kind} does not call Optimizer.__init__, so its steps cannot be followed as the plan {plan} needs; prepare "
+                "the optimizer inside it"
+            )
+        if plan.keeps_masters and holding.is_zero:
+            raise StateError(
+                f"prepare: {kind} steps an optimizer of its own on this rank's share of the parameters, which would pass by the fp32 "
+                f"masters of the plan {plan}. Shard by FSDP2 instead (amp.fully_shard), or use a plan that keeps parameters in fp32, such "
+                "as 'bf16-mixed'."
+            )
+        if plan.optimizer == "fused":
+            check_fused(holding.optimizer)
 
 
-def check_in_backward(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+def check_in_backward(found: Inventory, plan: Plan) -> None:
     """Refuse optimizers that update weights inside of a backward (LOMO) where that cannot be right; warn elsewhere.
-
-    They are known by their ``fused_backward``, whether they are given or have put hooks on the model's gradients.
 
     Raises:
         StateError: The plan scales the loss, or the weights are rounded masters.
     """
-    found: list[Any] = [each for each in optimizers if hasattr(each, "fused_backward")]
-    found += [
-        each
-        for p in model.parameters()
-        for hook in _torch.hooks.gradient_hooks(p)
-        for each in _fused_within(hook)
-    ]
-    if not found:
+    if not found.steps_in_backward:
         return
-    kind = type(found[0]).__name__
+    kind = type(found.steps_in_backward[0]).__name__
     why = "multiplies the loss by a scale" if plan.loss_scale else "rounds the weights from fp32 masters"
     if plan.loss_scale or plan.keeps_masters:
         raise StateError(
-            f"prepare({type(model).__name__}): {kind} updates weights inside of the backward, and the plan {plan} {why}, which is not "
+            f"prepare({found.kind}): {kind} updates weights inside of the backward, and the plan {plan} {why}, which is not "
             "undone before the update. Use a plan with neither, such as 'bf16-mixed' or 'bf16-true', or an optimizer that updates in step()"
         )
     warnings.warn(
-        f"prepare({type(model).__name__}): {kind} updates weights inside of the backward, so gradients that are not finite reach the "
+        f"prepare({found.kind}): {kind} updates weights inside of the backward, so gradients that are not finite reach the "
         "weights, and no step is skipped or counted",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
-def _fused_within(function: Any, depth: int = 3) -> list[Any]:
-    """Optimizers with a ``fused_backward`` that a hook refers to."""
-    cells = [getattr(function, "__self__", None)]
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty one
-            cells.append(cell.cell_contents)
-    found = [each for each in cells if isinstance(each, Optimizer) and hasattr(each, "fused_backward")]
-    return found or [
-        other for each in cells if depth and callable(each) for other in _fused_within(each, depth - 1)
-    ]
-
-
-def check_masters(model: nn.Module, optimizers: Sequence[Optimizer], members: Members) -> None:
+def check_masters(found: Inventory, members: Members) -> None:
     """See that nobody else keeps masters of what is to be prepared; two sessions would take them from one another.
 
     Raises:
         StateError: Another session does.
     """
     cure = "prepare both models by one Amp, or close() the other first"
-    for optimizer in optimizers:
-        if masters.attachment_of(optimizer) is not None and not members.holds(optimizer):
+    for holding in found.holdings:
+        if holding.has_masters and not members.holds(holding.optimizer):
             raise StateError(
-                f"prepare: this {type(optimizer).__name__} already holds fp32 masters of another Amp; {cure}"
+                f"prepare: this {holding.kind} already holds fp32 masters of another Amp; {cure}"
             )
     own = {id(parameter) for parameter in members.parameters()}
-    for name, parameter in model.named_parameters():
-        if masters.master_of(parameter) is not None and id(parameter) not in own:
+    known = {name for key, name in found.names.items() if key in own}
+    for name in found.with_masters:
+        if name not in known:
             raise StateError(
-                f"prepare: {name} of this {type(model).__name__} already has an fp32 master by another Amp, whose model shares it; "
+                f"prepare: {name} of this {found.kind} already has an fp32 master by another Amp, whose model shares it; "
                 f"{cure}"
             )
 
 
-def check_apart(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+def check_apart(found: Inventory, others: Iterable[Optimizer]) -> None:
     """See that each parameter is in one optimizer: under a loss scale its gradient would be unscaled once for each.
+
+    ``others``: those that are prepared by now.
 
     Raises:
         StateError: One is in two.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    holders: dict[int, Optimizer] = {}
-    for optimizer in optimizers:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            key = id(masters.model_param_of(parameter))
-            first = holders.setdefault(key, optimizer)
-            if first is not optimizer and key in names:
+    holders: dict[int, Holding] = {}
+    for holding in (*map(Holding.of, others), *found.holdings):
+        for key in holding.params & found.names.keys():
+            first = holders.setdefault(key, holding)
+            if first.optimizer is not holding.optimizer:
                 raise StateError(
-                    f"prepare: {names[key]} of this {type(model).__name__} is in two optimizers, {type(first).__name__} and "
-                    f"{type(optimizer).__name__}, and under a loss scale each would unscale its gradient. Give each parameter to one "
+                    f"prepare: {found.names[key]} of this {found.kind} is in two optimizers, {first.kind} and "
+                    f"{holding.kind}, and under a loss scale each would unscale its gradient. Give each parameter to one "
                     "optimizer, or use a plan without a loss scale, such as 'bf16-mixed'"
                 )
 
 
 def check_arrival(
-    model: nn.Module, resolution: Resolution, widen: bool | str, *, again: bool = False
+    low: Mapping[str, Tensor], resolution: Resolution, widen: bool | str, *, again: bool = False
 ) -> None:
     """Trained parameters stay low under a plan that stores them in fp32 only where that cannot be what anyone wants.
 
     Args:
-        model: To be prepared.
-        resolution: What the plan makes of it.
+        low: The model's tensors that are stored low, by path.
+        resolution: What the plan makes of the model.
         widen: What was asked for.
         again: It was asked for under another plan, that the session has changed since.
 
@@ -243,7 +223,7 @@ def check_arrival(
         PlanError: There are such parameters: it names them, and what it takes to widen them. Or ``widen`` was asked for,
             and the plan stores low all that arrived so.
     """
-    plan, low = resolution.plan, low_tensors(model)
+    plan = resolution.plan
     stay = all(resolution.storage.get(name, tensor.dtype) in LOW_DTYPES for name, tensor in low.items())
     if widen and not again and plan.stores_low and low and stay:
         raise PlanError(
@@ -288,7 +268,7 @@ def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
         )
 
 
-def check_late(model: nn.Module, optimizers: Iterable[Optimizer], resolution: Resolution) -> None:
+def check_late(found: Inventory, resolution: Resolution) -> None:
     """See that an optimizer which joins a model that is prepared trains nothing low that came, or was unfrozen, since.
 
     Raises:
@@ -296,13 +276,13 @@ def check_late(model: nn.Module, optimizers: Iterable[Optimizer], resolution: Re
     """
     if resolution.plan.params != "fp32":
         return
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    by_name = dict(model.named_parameters())
-    late = [name for name in resolution.left_low if id(by_name[name]) in held]
+    held = frozenset[int]().union(*(holding.params for holding in found.holdings))
+    left = set(resolution.left_low)
+    late = [name for key, name in found.names.items() if key in held and name in left]
     if late:
-        dtype = str(by_name[late[0]].dtype).removeprefix("torch.")
+        dtype = str(found.low[late[0]].dtype).removeprefix("torch.")
         raise StateError(
-            f"prepare: {some(late, 3)} of this {type(model).__name__} came or were unfrozen after it was prepared, and are stored in "
+            f"prepare: {some(late, 3)} of this {found.kind} came or were unfrozen after it was prepared, and are stored in "
             f"{dtype}: the plan {resolution.plan} keeps parameters in fp32, and their updates would be rounded away. Store them in fp32 "
             "first (.float()), or amp.close() and prepare model and optimizers with widen=True."
         )

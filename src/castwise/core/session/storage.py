@@ -32,19 +32,18 @@ def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dt
     return {tensor: dtype for tensor, dtype in dtypes.items() if tensor.dtype is not dtype}
 
 
-def low_dtypes(model: nn.Module) -> Any:
-    """The tensors of a model that are stored in bf16 or fp16, with their dtypes; they are not held."""
-    found: Any = WeakTensorKeyDictionary()
-    for _, tensor in named_tensors(model):
-        if masters.is_low(tensor):
-            found[tensor] = tensor.dtype
-    return found
+def dtypes_now(tensors: Iterable[Tensor]) -> Any:
+    """The dtypes of tensors, which are not held."""
+    now: Any = WeakTensorKeyDictionary()
+    for tensor in tensors:
+        now[tensor] = tensor.dtype
+    return now
 
 
 def as_arrived(
     weights: Mapping[str, Any], model: nn.Module, arrived: Iterable[Mapping[Tensor, torch.dtype]]
 ) -> dict[str, Any]:
-    """fp32 weights, with those in the low formats again that :func:`low_dtypes` has; what was one tensor stays one."""
+    """fp32 weights, with those in the low formats again that they arrived in; what was one tensor stays one."""
     known = list(arrived)
     done: dict[int, Tensor] = {}
     out = dict(weights)
@@ -256,7 +255,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, arrived: Iterable[Mapping[Tensor, torch.dtype]], optimizers: Iterable[Optimizer]) -> Self:
-        """Look at the tensors that arrived low, by :func:`low_dtypes`. Synchronises with the device where there are masters."""
+        """Look at the tensors that arrived low. Synchronises with the device where there are masters."""
         found, every = cls([], []), list(optimizers)
         for attachment in filter(None, map(masters.attachment_of, every)):
             attachment.refresh_from_model()
