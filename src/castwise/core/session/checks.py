@@ -48,14 +48,19 @@ def check_group(group: Any) -> None:
 
 
 def check_given(model: object, optimizers: Iterable[object]) -> None:
-    """See that what is given to ``prepare`` are a module and optimizers.
+    """See that what is given to ``prepare`` are a module and optimizers that can be read.
 
     Raises:
-        StateError: One is not.
+        StateError: One is not; or the module is scripted.
     """
     if not isinstance(model, nn.Module):
         raise StateError(
             f"prepare({type(model).__name__}): not an nn.Module; prepare each model by a call of its own"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise StateError(
+            f"prepare({type(model).__name__}): a scripted or traced model runs code of its own, which a plan's casts do not reach; "
+            "prepare the module that it was made from"
         )
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -70,13 +75,8 @@ def check_model(found: Inventory, plan: Plan, device_type: str, *, wrapped: bool
     ``wrapped``: DistributedDataParallel holds it already, rightly.
 
     Raises:
-        StateError: A scripted one, wrapped, autocast or compiled too early, or on another device.
+        StateError: One that is wrapped, autocast or compiled too early, or on another device.
     """
-    if found.is_scripted:
-        raise StateError(
-            f"prepare({found.kind}): a scripted or traced model runs code of its own, which a plan's casts do not reach; "
-            "prepare the module that it was made from"
-        )
     if found.is_wrapped:
         raise StateError(
             f"prepare({found.kind}): prepare the module first and wrap it after: {found.kind}(amp.prepare(module))"

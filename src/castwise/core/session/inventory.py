@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -67,7 +66,6 @@ class Inventory:
     """Parameters that have an fp32 master by now."""
     steps_in_backward: Sequence[Any]
     """What updates weights inside of the backward (LOMO): it has put hooks on their gradients, or was given."""
-    is_scripted: bool
     is_wrapped: bool
     """Whether the model itself is a DistributedDataParallel or DataParallel."""
     is_in_ddp: bool
@@ -94,7 +92,6 @@ class Inventory:
                 *(each for each in optimizers if hasattr(each, "fused_backward")),
                 *(each for hook in hooks for each in _fused_within(hook)),
             ],
-            is_scripted=isinstance(given, torch.jit.ScriptModule),
             is_wrapped=isinstance(given, (nn.parallel.DistributedDataParallel, nn.DataParallel)),
             is_in_ddp=wrappers.ddp_around(given) is not None,
             is_in_fsdp1=_torch.distributed.has_fsdp1(given),
