@@ -444,6 +444,53 @@ def test_a_framework_that_steps_by_a_closure_is_guarded(plan: str, keyword: bool
     assert run.amp.skipped_steps == 1
 
 
+class Outside(torch.optim.Optimizer):
+    """Around another optimizer, and without hooks of its own, as Lookahead, TRAC and Schedule-Free's wrapper are."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self.base.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("way", ["closure", "step", "amp"])
+def test_steps_inside_an_optimizer_without_hooks_are_guarded(plan: str, way: str) -> None:
+    run = Run(plan, lambda p: Outside(torch.optim.SGD(p, 0.01, momentum=0.9)))
+
+    def closure(factor: float) -> Callable[[], torch.Tensor]:
+        def evaluate() -> torch.Tensor:
+            run.backward(factor)
+            return torch.ones(())
+
+        return evaluate
+
+    for factor in (1.0, NAN, 1.0):
+        before = run.everything()
+        if way == "closure":
+            run.optimizer.step(closure(factor))
+        else:
+            closure(factor)()
+            run.amp.step(run.optimizer) if way == "amp" else run.optimizer.step()
+        assert same(run.everything(), before) is (factor != 1.0)
+    assert run.amp.skipped_steps == 1
+
+
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
 def test_hooks_behind_direct_steps_do_not_pile_up(plan: str) -> None:
     run = Run(plan)

@@ -89,12 +89,13 @@ class Watch:
         ``log`` gets what ends it, before it begins. Gradients that are still scaled come to a scale of one then, as
         whoever goes on without castwise reads them.
         """
-        self._follow(optimizer, log)
-        for base in inside(optimizer):
-            if _torch.optimizers.has_step_hooks(base):
-                self._around[id(base)] = weakref.ref(optimizer)
-                log(functools.partial(self._leave, id(base)))
-                self._follow(base, log)
+        for each in (optimizer, *inside(optimizer)):
+            if not _torch.optimizers.has_step_hooks(each):
+                continue
+            if each is not optimizer:
+                self._around[id(each)] = weakref.ref(optimizer)
+                log(functools.partial(self._leave, id(each)))
+            self._follow(each, log)
 
     def _leave(self, key: int) -> None:
         self._around.pop(key, None)

@@ -400,8 +400,8 @@ class Amp(masters.OfThisProcess):
             if not self._members.holds(optimizer):
                 log.on(optimizer, self._members.remove_optimizer)
                 self._members.add_optimizer(optimizer)
+                self._watch.follow(optimizer, log.callback)
                 if _torch.optimizers.has_step_hooks(optimizer):
-                    self._watch.follow(optimizer, log.callback)
                     watch_formats(optimizer, self.plan, self._members.names, log.callback)
                     if not self.plan.keeps_masters:
                         log.on(optimizer, _torch.hooks.remove_hooks, masters.forget_loaded)
