@@ -26,8 +26,8 @@ from castwise.lab.inspect.forecast import Forecast, TensorForecast
 from castwise.lab.inspect.plan_casts import PlanCasts
 from castwise.lab.inspect.watch import Kind, Site
 from castwise.lab.parity.batches import endless
-from castwise.lab.parity.isolation import undisturbed
 from castwise.lab.parity.probes import Prober
+from castwise.lab.passes.isolation import undisturbed
 from castwise.lab.workloads.workload import find_workload
 from common import Results, arguments
 from planted.cases import CASES

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import castwise
-from castwise.lab.parity.isolation import seed_all
+from castwise.lab.passes.isolation import seed_all
 from castwise.lab.workloads.workload import Workload, find_workload
 from common import Results, arguments
 

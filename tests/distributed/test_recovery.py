@@ -25,7 +25,7 @@ import castwise
 from castwise.core import checkpoint
 from castwise.core.plans.plan import PRESETS
 from castwise.errors import PlanError, StateError
-from castwise.lab.parity.isolation import seed_all
+from castwise.lab.passes.isolation import seed_all
 from castwise.lab.watch.recovery import Recovery
 from tests.distributed.world import World
 from tests.lab.watch.test_recovery import Batch, Net, data

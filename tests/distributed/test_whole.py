@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 import castwise
 from castwise.core.parallel.whole import ranks_of
 from castwise.errors import CastwiseError
-from castwise.lab.parity.isolation import copied
+from castwise.lab.passes.isolation import copied
 from tests.distributed.model import Net, mesh_of
 from tests.distributed.world import World
 

@@ -23,7 +23,7 @@ from castwise import Workload
 from castwise.core.plans.plan import PRESETS
 from castwise.core.session.process import put_settings, settings
 from castwise.errors import CastwiseError
-from castwise.lab.parity.isolation import undisturbed
+from castwise.lab.passes.isolation import undisturbed
 from castwise.lab.timing import processes, served
 from castwise.lab.timing.apart import Apart
 from castwise.lab.timing.memory import measure_memory

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 import castwise
-from castwise.lab.parity.isolation import seed_all
+from castwise.lab.passes.isolation import seed_all
 from castwise.lab.watch.recovery import Recovery
 
 pytestmark = [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import castwise
 from castwise.core import _torch
 from castwise.errors import StateError
-from castwise.lab.parity.isolation import seed_all
+from castwise.lab.passes.isolation import seed_all
 from castwise.lab.watch import Monitor
 from castwise.lab.watch.recorder import Recorder
 from castwise.lab.watch.recovery import Recovery

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import castwise
 from castwise.core.checkpoint.storage import Stage
 from castwise.errors import CheckpointError, DivergedError, PlanError, StateError
-from castwise.lab.parity.isolation import seed_all
+from castwise.lab.passes.isolation import seed_all
 from castwise.lab.watch.losses import LEAST, PERSISTENT, LossLine
 from castwise.lab.watch.recovery import Recovery
 

@@ -26,7 +26,7 @@ from castwise.commands.cli import app
 from castwise.core import checkpoint
 from castwise.core.plans.plan import PRESETS
 from castwise.errors import CheckpointError, PlanError, StateError
-from castwise.lab.parity.isolation import seed_all
+from castwise.lab.passes.isolation import seed_all
 from castwise.lab.watch import step_files
 from castwise.lab.watch.recorder import Recorder
 from castwise.lab.watch.replay import Record, replay

@@ -18,7 +18,7 @@ from castwise.core.plans.text import close_matches
 from castwise.core.schemas import RECORD_VERSION
 from castwise.core.session.process import find_device
 from castwise.errors import CastwiseError, PlanError, sentence
-from castwise.lab.parity.isolation import seed_all, undisturbed
+from castwise.lab.passes.isolation import seed_all, undisturbed
 from castwise.lab.workloads.workload import Workload, find_workload, next_batch, users_code
 
 if TYPE_CHECKING:

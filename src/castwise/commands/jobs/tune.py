@@ -21,8 +21,8 @@ from castwise.core.model.arrival import widen_for
 from castwise.core.session.process import find_device
 from castwise.errors import WorkloadError
 from castwise.lab.parity.batches import endless
-from castwise.lab.parity.isolation import copied, unspoilt
 from castwise.lab.parity.parity import device_of
+from castwise.lab.passes.isolation import copied, unspoilt
 from castwise.lab.result import finite
 from castwise.lab.search import index
 from castwise.lab.search.axes import FORMATS

@@ -8,8 +8,6 @@ own part of the mismatch.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import functools
 import operator
@@ -23,17 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from castwise.core.casting.trees import to_device
-from castwise.core.model.arrival import store_, widen_
 from castwise.core.plans.plan import Plan, as_plan
 from castwise.core.plans.text import shown
 from castwise.core.session.process import find_device
 from castwise.errors import PlanError, WorkloadError
 from castwise.lab.inspect.ratios import ServeMismatch, Sums
-from castwise.lab.parity.emulation import EmulatedProducts
-from castwise.lab.parity.isolation import copied, seed_all
 from castwise.lab.parity.parity import device_of
-from castwise.lab.parity.probes import prepared
 from castwise.lab.parity.together import together
+from castwise.lab.passes.isolation import seed_all
+from castwise.lab.passes.passes import Original, emulating, under
 from castwise.lab.result import Result
 from castwise.lab.timing.environment import environment
 
@@ -191,22 +187,17 @@ class _Sides:
     """Runs copies of a model under plans, one at a time, since plans may want other settings of the process."""
 
     def __init__(self, model: nn.Module, device: torch.device, of: Logits) -> None:
-        self._model, self._device, self._of = copied(model, "mismatch").to(device).eval(), device, of
-        self._arrived = widen_(self._model)
+        self._original, self._device, self._of = Original(model, "mismatch", device), device, of
+        self._original.model.eval()
         self._copies: dict[Plan, nn.Module] = {}
 
     def run(self, plan: Plan, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits in fp32, tokens and mask of a batch."""
         plan = dataclasses.replace(plan, compile="as_given")
         if plan not in self._copies:
-            self._copies[plan] = copy.deepcopy(self._model)
-            store_(self._copies[plan], self._arrived)
+            self._copies[plan] = self._original.copy()
         model = self._copies[plan]
-        emulated = self._device.type == "cpu" and "fp16" in plan.formats
-        with (
-            prepared(model, plan, self._device),
-            EmulatedProducts() if emulated else contextlib.nullcontext(),
-        ):
+        with under(plan, model, self._device), emulating(plan, self._device):
             return _checked(self._of(model, batch))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,15 @@ from torch import Tensor, nn
 
 from castwise.core import _torch
 from castwise.core.casting.trees import map_tensors, to_device
-from castwise.core.model.arrival import widen_for
 from castwise.core.parallel.wrappers import unwrap
 from castwise.core.plans.plan import Plan
-from castwise.core.ranks import ALONE
-from castwise.core.session import Amp
 from castwise.core.session.process import find_device
 from castwise.errors import WorkloadError
-from castwise.lab.parity.emulation import EmulatedProducts
-from castwise.lab.parity.isolation import copied, seed_all, undisturbed
 from castwise.lab.parity.parity import device_of
 from castwise.lab.parity.together import Looking
-from castwise.lab.workloads.workload import check_loss, check_no_backward, users_code
+from castwise.lab.passes.isolation import copied, undisturbed
+from castwise.lab.passes.passes import emulating, run_backward, under
+from castwise.lab.workloads.workload import users_code
 
 Watch = Callable[[nn.Module, Any], AbstractContextManager[Any]]
 """From the copy of the model and the batch that it gets what the pass runs inside of."""
@@ -94,37 +91,19 @@ class Passes:
             if _torch.dynamo.dynamo_loaded():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             model = copied(self.model, self.call).to(self.device)
-            amp = stack.enter_context(_prepared(model, plan, self.device))
+            amp = stack.enter_context(under(plan, model, self.device))
             batch = map_tensors(_own, to_device(self.batch, self.device))
-            if self.seed is not None:
-                seed_all(self.seed)
-            if self.device.type == "cpu" and "fp16" in plan.formats:
-                stack.enter_context(EmulatedProducts())
+            stack.enter_context(emulating(plan, self.device))
             if watch is not None:
                 stack.enter_context(watch(model, batch))
-            loss = self.loss(model, batch)
-            check_no_backward(model, self.call)
-            loss = check_loss(loss, self.call)
-            amp.backward(loss)
+            loss = run_backward(amp, model, self.loss, batch, self.call, self.seed)
             if all(parameter.grad is None for parameter in model.parameters()):
                 raise WorkloadError(
                     f"{self.call}: after loss(model, batch) and backward no parameter of the model has a gradient; the loss must "
                     "call the model that it is given, since this runs on copies"
                 )
-            return Pass(model, loss.detach(), amp.get_scale())
+            return Pass(model, loss, amp.get_scale())
 
 
 def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-@contextlib.contextmanager
-def _prepared(model: nn.Module, plan: Plan, device: torch.device) -> Iterator[Amp]:
-    with Amp(plan, device=device, group=ALONE) as amp:
-        widen = widen_for(plan, model)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if plan.keeps_masters and trained:  # as training has them, so that gradients are fp32
-            amp.prepare(model, torch.optim.SGD(trained, lr=0.0), widen=widen)
-        else:
-            amp.prepare(model, widen=widen)
-        yield amp

@@ -7,7 +7,6 @@ What crosses the borders of its calls is looked at, or replaced, by functions th
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import math
 from collections import Counter
@@ -20,17 +19,15 @@ from torch import Tensor, nn
 
 from castwise.core import _torch
 from castwise.core.casting.trees import to_device
-from castwise.core.model.arrival import store_, widen_, widen_for
+from castwise.core.model.arrival import widen_for
 from castwise.core.model.resolve import Resolution, resolve
 from castwise.core.plans.plan import Plan
-from castwise.core.session import Amp
 from castwise.lab.inspect.compiled import CompiledCrossings
 from castwise.lab.inspect.crossings import Backward, Call, Crossings, Forward
-from castwise.lab.parity.draws import Recorder, Replayer, Tape
-from castwise.lab.parity.emulation import EmulatedProducts
-from castwise.lab.parity.isolation import copied, seed_all
-from castwise.lab.parity.probes import RESCALE, RESCALES, as_real, prepared
-from castwise.lab.workloads.workload import check_loss, check_no_backward, users_code
+from castwise.lab.parity.probes import RESCALE, RESCALES, as_real
+from castwise.lab.passes.draws import Recorder, Replayer, Tape
+from castwise.lab.passes.passes import Original, emulating, gradients_of, run_backward, under
+from castwise.lab.workloads.workload import users_code
 
 
 @dataclass(frozen=True)
@@ -85,23 +82,17 @@ class Runs:
     ) -> None:  # fmt: skip
         self._call, self._device, self._seed, self._loss = call, device, seed, loss
         self._batch = to_device(batch, device)
-        self._model = copied(model, call).to(device)
-        self._arrived = widen_(self._model)
+        self._original = Original(model, call, device)
         self._tape: Tape | None = None
         self._known: Crossings | None = None
         self.replays = replays
-        self.trains = any(parameter.requires_grad for parameter in self._model.parameters())
+        self.trains = any(parameter.requires_grad for parameter in self._original.model.parameters())
         self.ran = 0
 
     def resolution(self, plan: Plan) -> Resolution:
         """What a plan makes of the model."""
-        model = self._as_given()
+        model = self._original.copy()
         return resolve(plan, model, self._device.type, widen=widen_for(plan, model))
-
-    def _as_given(self) -> nn.Module:
-        model = copy.deepcopy(self._model)
-        store_(model, self._arrived)
-        return model
 
     def run(
         self,
@@ -129,19 +120,18 @@ class Runs:
         if scale is not None and plan.loss_scale is not None:
             fixed = dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None)
             plan = dataclasses.replace(plan, loss_scale=fixed)
-        model, compiled = self._as_given(), plan.compile != "as_given"
+        model, compiled = self._original.copy(), plan.compile != "as_given"
         draws: Recorder | Replayer | None = None
         if self.replays and self._tape is None:
             self._tape = Tape()
             draws = Recorder(self._tape)
         elif self.replays and self._tape is not None:
             draws = Replayer(self._tape)
-        emulate = self._device.type == "cpu" and "fp16" in plan.formats and not compiled
         self.ran += 1
         with contextlib.ExitStack() as stack:
             if compiled:
                 stack.enter_context(_torch.dynamo.eager_random_numbers())
-            amp = stack.enter_context(prepared(model, plan, self._device))
+            amp = stack.enter_context(under(plan, model, self._device))
             if change is not None:
                 change(model)
             watching: Crossings | CompiledCrossings | None = None
@@ -151,12 +141,14 @@ class Runs:
             elif not whole:
                 assert self._known is not None
                 watching = CompiledCrossings(model, forward, backward, frozenset(self._known.writes))
-            for context in (watching, draws, EmulatedProducts() if emulate else None):
+            for context in (watching, draws, emulating(plan, self._device)):
                 if context is not None:
                     stack.enter_context(context)
-            value = self._backward(model, amp)
+            stack.enter_context(users_code(f"{self._call}: the model or its loss failed"))
+            stack.enter_context(torch.set_grad_enabled(self.trains))
+            value = float(run_backward(amp, model, self._loss, self._batch, self._call, self._seed))
             used = amp.get_scale()
-            gradients = _gradients(model, used)
+            gradients = gradients_of(model, used)
         kinds = {path: type(module).__name__ for path, module in model.named_modules()}
         strayed = draws.strayed if isinstance(draws, Replayer) else 0
         calls = watching if isinstance(watching, Crossings) else self._known
@@ -181,26 +173,6 @@ class Runs:
                 break
             scale *= RESCALE
         return passed
-
-    def _backward(self, model: nn.Module, amp: Amp) -> float:
-        seed_all(self._seed % 2**32)
-        with users_code(f"{self._call}: the model or its loss failed"), torch.set_grad_enabled(self.trains):
-            loss = self._loss(model, self._batch)
-            check_no_backward(model, self._call)
-            loss = check_loss(loss, self._call)
-            if self.trains:
-                amp.backward(loss)
-        return float(loss.detach())
-
-
-def _gradients(model: nn.Module, scale: float) -> dict[str, Tensor]:
-    out = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            dense = _torch.tensors.to_dense(parameter.grad)
-            wide = dense.detach() if dense.dtype.itemsize >= 4 else dense.detach().float()
-            out[name] = wide / scale if scale != 1.0 else wide.clone()
-    return out
 
 
 def in_fp64(tensor: Tensor) -> Tensor:

@@ -40,11 +40,11 @@ from castwise.lab.parity.damage import (
     share,
 )
 from castwise.lab.parity.gradient_range import GradientRange
-from castwise.lab.parity.isolation import undisturbed, unspoilt
 from castwise.lab.parity.probes import REFERENCE, Probe, Prober
 from castwise.lab.parity.states import Optimizer, StateTest
 from castwise.lab.parity.updates import LOST, lost_updates
 from castwise.lab.parity.verdicts import LEAST, Verdict, compare, goes_on, passes
+from castwise.lab.passes.isolation import undisturbed, unspoilt
 from castwise.lab.workloads.workload import users_code
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ The model that is handed in is copied and never touched.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,18 +22,15 @@ from torch import Tensor, nn
 
 from castwise.core import _torch
 from castwise.core.casting.trees import to_device
-from castwise.core.model.arrival import store_, widen_, widen_for
 from castwise.core.plans.formats import FORMATS
 from castwise.core.plans.plan import Plan
-from castwise.core.ranks import ALONE
 from castwise.core.session import Amp
 from castwise.errors import NonFiniteError, WorkloadError
 from castwise.lab.parity.damage import Grams, Matrix
-from castwise.lab.parity.draws import Recorder, Replayer, Tape
-from castwise.lab.parity.emulation import EmulatedProducts
-from castwise.lab.parity.isolation import copied, seed_all
 from castwise.lab.parity.positions import Positions
-from castwise.lab.workloads.workload import about_data, check_loss, check_no_backward, users_code
+from castwise.lab.passes.draws import Recorder, Replayer, Tape
+from castwise.lab.passes.passes import Original, emulating, run_backward, under
+from castwise.lab.workloads.workload import about_data, users_code
 
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
@@ -114,7 +110,8 @@ class Prober:
         sparse: Whether a gradient came as a sparse tensor.
         positions: What the first forward did with positions.
         moving: Names of buffers and of parameters that are not trained which a forward and backward of the reference changed.
-        model: The prober's own copy, to look at.
+        original: What is copied for each pass.
+        model: The fp32 model in it, to look at.
     """
 
     def __init__(
@@ -142,8 +139,8 @@ class Prober:
         self._batches = batches
         self._seed = seed
         self._eps = FORMATS[dither].eps
-        self.model = copied(model, call).to(device)
-        self.arrived = arrived or widen_(self.model)
+        self.original = Original(model, call, device, arrived)
+        self.model = self.original.model
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.names = list(trained)
         if not self.names:
@@ -325,16 +322,9 @@ class Prober:
     def _replay(self, model: nn.Module, amp: Amp, micro: Micro) -> Replayer:
         """A forward and backward with the random draws of the reference; on a CPU products in fp16 as a GPU has them."""
         replayer = Replayer(micro.tape)
-        emulate = self.device.type == "cpu" and "fp16" in amp.plan.formats
-        with replayer, EmulatedProducts() if emulate else contextlib.nullcontext():
+        with replayer, emulating(amp.plan, self.device):
             self._backward(model, amp, micro)
         return replayer
-
-    def as_given(self) -> nn.Module:
-        """A copy of the model, stored as it arrived."""
-        model = copy.deepcopy(self.model)
-        store_(model, self.arrived)
-        return model
 
     @contextlib.contextmanager
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
@@ -342,19 +332,14 @@ class Prober:
 
         Not compiled: random draws are replayed, and fp16 products emulated, by means that only eager code allows.
         """
-        model = self.as_given()
-        with prepared(model, dataclasses.replace(plan, compile="as_given"), self.device) as amp:
+        model = self.original.copy()
+        with under(dataclasses.replace(plan, compile="as_given"), model, self.device) as amp:
             yield model, amp
 
     def _backward(self, model: nn.Module, amp: Amp, micro: Micro) -> float:
         model.zero_grad(set_to_none=True)
-        seed_all(micro.seed % 2**32)
         self.passes += 1
-        loss = self.loss(model, micro.batch)
-        check_no_backward(model, self.call)
-        loss = check_loss(loss, self.call)
-        amp.backward(loss)
-        return float(loss.detach())
+        return float(run_backward(amp, model, self.loss, micro.batch, self.call, micro.seed))
 
     def _set(self, model: nn.Module, micro: Micro, jitter: float = 0.0) -> None:
         """Put the dithered weights and the buffers of the start into a copy of the model."""
@@ -366,7 +351,7 @@ class Prober:
                 if weight is None:
                     continue
                 # a base that arrived low is what it is: no training moves it to where it would have to be rounded
-                still = name in self.arrived and not parameter.requires_grad
+                still = name in self.original.arrived and not parameter.requires_grad
                 moved = weight if still else dithered(weight, self._eps, generator)
                 if jitter:
                     moved = dithered(moved, jitter, second)
@@ -426,20 +411,6 @@ class Prober:
             floor = 1e-8 + (1e-2 * float(square.mean().sqrt()) if square.numel() else 0.0)
             out.append(1.0 / (square.sqrt() + floor))
         return out
-
-
-@contextlib.contextmanager
-def prepared(model: nn.Module, plan: Plan, device: torch.device) -> Iterator[Amp]:
-    """Have a model run by a plan, in this process alone; with masters as training has them, so that gradients are fp32.
-
-    Raises:
-        CastwiseError: The plan does not fit the model or the device.
-    """
-    with Amp(plan, device=device, group=ALONE) as amp:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizers = [torch.optim.SGD(trained, lr=0.0)] if plan.keeps_masters and trained else []
-        amp.prepare(model, *optimizers, widen=widen_for(plan, model))
-        yield amp
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

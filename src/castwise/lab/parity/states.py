@@ -23,16 +23,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from castwise.core.model.arrival import widen_for
 from castwise.core.plans.formats import FORMATS, LOW
 from castwise.core.plans.plan import Plan
-from castwise.core.ranks import ALONE
-from castwise.core.session import Amp
-from castwise.lab.parity.draws import Recorder, Replayer, Tape
-from castwise.lab.parity.emulation import EmulatedProducts
-from castwise.lab.parity.isolation import seed_all
 from castwise.lab.parity.probes import REFERENCE, Prober, as_real, dithered, state_of
-from castwise.lab.workloads.workload import check_loss
+from castwise.lab.passes.draws import Recorder, Replayer, Tape
+from castwise.lab.passes.passes import emulating, run_backward, still, under
 
 STEPS = 8
 """Steps that are compared."""
@@ -162,18 +157,16 @@ class StateTest:
     ) -> dict[str, _Path]:
         """The paths of the state, of fp32 as far as it moves."""
         prober = self.prober
-        model = prober.as_given()
+        model = prober.original.copy()
         for name, tensor in state_of(model):
             if name in start:
                 as_real(tensor.data).copy_(start[name])
         optimizer = None if self.optimizer is None else self.optimizer(model.parameters())
         if optimizer is None or isinstance(optimizer, torch.optim.LBFGS):  # whose step takes a closure
-            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        emulate = prober.device.type == "cpu" and "fp16" in plan.formats
+            optimizer = still(model)
         micros = prober.micros[:STEPS]
         seen = []
-        with Amp(plan, device=prober.device, group=ALONE) as amp:
-            amp.prepare(model, optimizer, widen=widen_for(plan, model))
+        with under(plan, model, prober.device, optimizer) as amp:
             if jitter:
                 generator = torch.Generator(prober.device).manual_seed(1)
                 for parameter in model.parameters():
@@ -181,16 +174,16 @@ class StateTest:
                         parameter.data.copy_(dithered(parameter.data, jitter, generator))
             seen.append(_now(model))
             for at, micro in enumerate(micros):
+                model.zero_grad(set_to_none=True)
                 optimizer.zero_grad()
-                seed_all(micro.seed % 2**32)
                 prober.passes += 1
                 if at == len(self._tapes):
                     self._tapes.append(Tape())
                     draws: Recorder | Replayer = Recorder(self._tapes[at])
                 else:
                     draws = Replayer(self._tapes[at])
-                with draws, EmulatedProducts() if emulate else contextlib.nullcontext():
-                    amp.backward(check_loss(prober.loss(model, micro.batch), prober.call))
+                with draws, emulating(plan, prober.device):
+                    run_backward(amp, model, prober.loss, micro.batch, prober.call, micro.seed)
                 amp.step(optimizer)
                 if at + 1 in (len(micros) // 2, len(micros)):
                     seen.append(_now(model, seen[-1]))

@@ -15,7 +15,7 @@ from castwise.core.plans.plan import Plan
 from castwise.core.ranks import Ranks
 from castwise.core.ranks.text import named
 from castwise.errors import PlanError, WorkloadError
-from castwise.lab.parity.isolation import copied, not_given, undisturbed, unspoilt
+from castwise.lab.passes.isolation import copied, not_given, undisturbed, unspoilt
 from castwise.lab.workloads.workload import users_code
 
 _T = TypeVar("_T")

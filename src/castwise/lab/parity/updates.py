@@ -16,7 +16,7 @@ from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
 from castwise.core.plans.formats import FORMATS
 from castwise.core.plans.plan import Plan
-from castwise.lab.parity.isolation import seed_all
+from castwise.lab.passes.isolation import seed_all
 
 LOST = 0.5
 """A plan that drops more than this share of the updates stalls."""

@@ -33,8 +33,8 @@ from castwise.core import _torch
 from castwise.core.casting.trees import map_tensors, to_device
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import read_json
-from castwise.lab.parity.isolation import seed_all, undisturbed
 from castwise.lab.parity.probes import as_real
+from castwise.lab.passes.isolation import seed_all, undisturbed
 from castwise.lab.search.code import Operators, code_digest
 from castwise.lab.search.evidence import Evidence
 from castwise.lab.search.state import Settings

@@ -24,7 +24,7 @@ from castwise.core import _torch
 from castwise.core.casting import autocast
 from castwise.core.casting.trees import cast_floating, map_tensors, tensors_in
 from castwise.core.plans.formats import FORMATS
-from castwise.lab.parity.isolation import unspoilt
+from castwise.lab.passes.isolation import unspoilt
 from castwise.lab.search.parts import Part
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep

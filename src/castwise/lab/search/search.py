@@ -31,9 +31,9 @@ from castwise.core.model.arrival import as_given, low_tensors, widen_
 from castwise.core.plans.words import in_words
 from castwise.errors import StateError
 from castwise.lab.parity.batches import same_batch
-from castwise.lab.parity.isolation import seed_all, undisturbed
 from castwise.lab.parity.parity import ParityTest, coarsest, is_adam
 from castwise.lab.parity.probes import Prober
+from castwise.lab.passes.isolation import seed_all, undisturbed
 from castwise.lab.search.arrived import arrival_notes
 from castwise.lab.search.axes import as_trained, numerics_of
 from castwise.lab.search.compiling import own_cache

@@ -40,13 +40,13 @@ from castwise.core.casting.trees import to_device
 from castwise.core.plans.formats import FORMATS
 from castwise.core.plans.plan import Plan
 from castwise.errors import sentence
-from castwise.lab.parity.isolation import seed_all
 from castwise.lab.parity.probes import REFERENCE, as_real, dithered
+from castwise.lab.passes.passes import gradients_of, run_backward
 from castwise.lab.timing.processes import received
 from castwise.lab.timing.served import belong_to
 from castwise.lab.timing.steps import TrainingRun
 from castwise.lab.timing.timing import synchronize
-from castwise.lab.workloads.workload import Workload, check_loss
+from castwise.lab.workloads.workload import Workload
 
 BATCHES = 3
 """Over which gradients are compared; with ``STEPS`` fewer than Dynamo compiles before it gives up in silence."""
@@ -178,13 +178,10 @@ def _gradients(run: TrainingRun, workload: Workload, batch: Any, seed: int) -> d
     """Unscaled gradients of one batch, by parameter; no step is taken, and no buffer moves."""
     with _in_force(run), _buffers_stay(run.model):
         run.model.zero_grad(set_to_none=True)
-        seed_all(seed)
-        run.amp.backward(check_loss(workload.loss(run.model, batch), workload))
-        scale = run.amp.get_scale()
+        run_backward(run.amp, run.model, workload.loss, batch, f"workload {workload.name!r}", seed)
         found = {
-            name: as_real(_torch.tensors.to_dense(p.grad).detach()).float() / scale
-            for name, p in run.model.named_parameters()
-            if p.grad is not None
+            name: as_real(gradient).float()
+            for name, gradient in gradients_of(run.model, run.amp.get_scale()).items()
         }
         run.optimizer.zero_grad()
     return found

@@ -26,10 +26,10 @@ from castwise.core.session.process import claims_aside
 from castwise.errors import PlanError, sentence
 from castwise.lab.parity.batches import endless
 from castwise.lab.parity.damage import ADAM_FAIL, FAIL, Grams, estimate
-from castwise.lab.parity.isolation import copied
 from castwise.lab.parity.parity import ParityTest, coarsest, device_of, is_adam, with_scale
 from castwise.lab.parity.probes import Prober
 from castwise.lab.parity.together import together
+from castwise.lab.passes.isolation import copied
 from castwise.lab.watch.records import Audit
 
 SCREEN = 2

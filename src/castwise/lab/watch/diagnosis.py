@@ -23,8 +23,8 @@ from castwise.core.ranks import ALONE, Ranks
 from castwise.core.session import Amp
 from castwise.errors import CastwiseError, sentence
 from castwise.lab.inspect.nonfinite import first_nonfinite
-from castwise.lab.parity.isolation import copied, undisturbed, unspoilt
 from castwise.lab.parity.probes import REFERENCE
+from castwise.lab.passes.isolation import copied, undisturbed, unspoilt
 from castwise.lab.watch.moments import Moment, set_generators
 from castwise.lab.watch.passes import Loss, Ran, run_step, total
 from castwise.lab.workloads.workload import non_finite_parts

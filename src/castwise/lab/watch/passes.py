@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from castwise.core.casting.trees import to_device
-from castwise.core.model.arrival import widen_for
 from castwise.core.plans.plan import Plan
-from castwise.core.ranks import ALONE
 from castwise.core.scaler import gradients as of_scaler
 from castwise.core.session import Amp
+from castwise.lab.passes.passes import under
 from castwise.lab.watch.moments import set_generators
 from castwise.lab.workloads.workload import check_loss, users_code
 
@@ -92,10 +91,7 @@ def run_step(
     model.to(device)
     losses: list[Tensor] = []
     called: list[str] = []
-    with Amp(plan, device=device, group=ALONE) as amp:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizers = (torch.optim.SGD(trained, lr=0.0),) if plan.keeps_masters and trained else ()
-        amp.prepare(model, *optimizers, widen=widen_for(plan, model))
+    with under(plan, model, device) as amp:
         load(model)
         _set_scales(amp, scales or {})
         model.zero_grad(set_to_none=True)

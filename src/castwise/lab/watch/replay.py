@@ -28,7 +28,7 @@ from castwise.core.scaler.gradients import values
 from castwise.core.session.process import find_device
 from castwise.errors import CastwiseError, CheckpointError, PlanError, StateError
 from castwise.lab.inspect.nonfinite import FirstNonfinite, first_nonfinite
-from castwise.lab.parity.isolation import copied, undisturbed, unspoilt
+from castwise.lab.passes.isolation import copied, undisturbed, unspoilt
 from castwise.lab.result import Result
 from castwise.lab.watch import step_files
 from castwise.lab.watch.moments import set_generators

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from castwise.lab.parity.emulation import EmulatedProducts
+from castwise.lab.passes.emulation import EmulatedProducts
 from tests.soak import each_value
 
 Inputs = tuple[Tensor, ...]

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import castwise
 from castwise.errors import WorkloadError
-from castwise.lab.parity.isolation import seed_all, undisturbed
+from castwise.lab.passes.isolation import seed_all, undisturbed
 
 
 def _state() -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from castwise.lab.parity.draws import Recorder, Replayer, Tape
+from castwise.lab.passes.draws import Recorder, Replayer, Tape
 
 LOW = [torch.bfloat16, torch.float16]
 X = (8, 33)

@@ -1,0 +1,131 @@
+"""The parts of a pass: a copy of a model, a plan on it, the loss and its backward, the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.model.arrival import store_, widen_, widen_for
+from castwise.core.plans.plan import Plan
+from castwise.core.ranks import ALONE
+from castwise.core.session import Amp
+from castwise.lab.passes.emulation import EmulatedProducts
+from castwise.lab.passes.isolation import copied, seed_all
+from castwise.lab.workloads.workload import check_loss, check_no_backward
+
+
+class Original:
+    """A model that is copied for each pass. It is a copy itself, in fp32 where the given one is stored in bf16 or fp16.
+
+    Args:
+        model: As the user has it.
+        call: The caller, for errors.
+        device: To run on.
+        arrived: Of a model that was stored low and is not any more, the dtypes that its tensors had, by path.
+
+    Attributes:
+        model: The fp32 model.
+        arrived: The dtypes of tensors that arrived low, by path.
+
+    Raises:
+        WorkloadError: It cannot be copied.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: str,
+        device: torch.device,
+        arrived: Mapping[str, torch.dtype] = MappingProxyType({}),
+    ) -> None:
+        self.model = copied(model, call).to(device)
+        self.arrived = arrived or widen_(self.model)
+
+    def copy(self) -> nn.Module:
+        """A copy, stored as the given model is."""
+        model = copy.deepcopy(self.model)
+        store_(model, self.arrived)
+        return model
+
+
+@contextlib.contextmanager
+def under(
+    plan: Plan, model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[Amp]:
+    """Have a model run by a plan, in this process alone.
+
+    Without an optimizer masters belong to one that moves nothing, so that gradients are fp32 as in training.
+
+    Raises:
+        CastwiseError: The plan does not fit the model or the device.
+    """
+    with Amp(plan, device=device, group=ALONE) as amp:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if optimizer is None and plan.keeps_masters and trained:
+            optimizer = still(model)
+        amp.prepare(model, *(() if optimizer is None else (optimizer,)), widen=widen_for(plan, model))
+        yield amp
+
+
+def still(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of a model's trained parameters that moves nothing."""
+    return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
+
+
+def emulating(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:
+    """Where fp16 products of an uncompiled model run on a CPU, they are emulated: :class:`EmulatedProducts`."""
+    emulates = device.type == "cpu" and "fp16" in plan.formats and plan.compile == "as_given"
+    return EmulatedProducts() if emulates else contextlib.nullcontext()
+
+
+def run_backward(
+    amp: Amp,
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    call: str,
+    seed: int | None,
+) -> Tensor:
+    """The loss of a batch, and its backward where the loss has one.
+
+    Args:
+        amp: That the model runs by.
+        model: It gets the gradients, which hold the loss scale.
+        loss: From the model and the batch a scalar.
+        batch: On the model's device.
+        call: The caller, for errors.
+        seed: Of random draws; None leaves the generators as they are.
+
+    Returns:
+        The loss, detached.
+
+    Raises:
+        WorkloadError: The loss is no scalar, or ran the backward itself.
+    """
+    if seed is not None:
+        seed_all(seed % 2**32)
+    value = loss(model, batch)
+    check_no_backward(model, call)
+    value = check_loss(value, call)
+    if torch.is_grad_enabled():
+        amp.backward(value)
+    return value.detach()
+
+
+def gradients_of(model: nn.Module, scale: float) -> dict[str, Tensor]:
+    """Copies of the gradients that a model has, by parameter: dense, in fp32 or wider, without the loss scale."""
+    out = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            dense = _torch.tensors.to_dense(parameter.grad).detach()
+            wide = dense if dense.dtype.itemsize >= 4 else dense.float()
+            out[name] = wide / scale if scale != 1.0 else wide.clone()
+    return out
