@@ -21,7 +21,7 @@ from torch import nn
 import castwise
 from architectures import ARCHITECTURES
 from castwise.core.model.borders import root_of
-from castwise.core.session.amp import Inside
+from castwise.core.session.amp import SessionView
 from castwise.lab.timing.stats import paired_speedup
 from castwise.lab.workloads.workload import Workload, find_workload
 from common import Results, arguments, check_losses_agree
@@ -101,7 +101,7 @@ def copying(model: nn.Module, device: torch.device) -> float:
     root = root_of(model)
     assert amp is not None
     assert root is not None
-    buffers, times = Inside(amp).window.buffers, []
+    buffers, times = SessionView(amp).window.buffers, []
     for _ in range(20):
         start = _seconds(device)
         for _ in range(100):

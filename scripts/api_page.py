@@ -61,9 +61,9 @@ on this page."""
 FURTHER = (
     ("castwise.casting", casting, ("AmbientAutocast", "default_device_type", "hook_first")),
     ("castwise.checkpoint", checkpoint, ("save", "Saving", "newest", "load")),
-    ("castwise.inspection.comparison", comparison, ("CallComparison", "Side", "Trial")),
+    ("castwise.inspection.comparison", comparison, ("CallComparison", "Side", "TriedExemption")),
     ("castwise.inspection.forecast", forecasts, ("RegionForecast", "Spread", "TensorForecast")),
-    ("castwise.inspection.cures", cures, ("Trial",)),
+    ("castwise.inspection.cures", cures, ("TriedCure",)),
     ("castwise.inspection.operators", operators, ("OperatorUse", "RegionUse", "CastUse")),
     ("castwise.inspection.ratios", ratios, ("ServeMismatch", "Token")),
     ("castwise.inspection.values", values, ("Values",)),

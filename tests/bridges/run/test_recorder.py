@@ -15,7 +15,7 @@ import torch
 
 from castwise.bridges.run import record, try_script
 from castwise.bridges.run.gate import EnoughError
-from castwise.bridges.run.record import Recorder, SameOptimizer
+from castwise.bridges.run.record import SameOptimizer, ScriptRecorder
 from castwise.bridges.run.tape import Replay
 from castwise.errors import CastwiseError
 
@@ -106,13 +106,13 @@ REFUSED = {
 
 
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    made = Recorder()
+def recorder() -> Iterator[ScriptRecorder]:
+    made = ScriptRecorder()
     yield made
     made.end()
 
 
-def _run(recorder: Recorder, text: str) -> dict[str, Any]:
+def _run(recorder: ScriptRecorder, text: str) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": __name__}
     recorder.begin()
     try:
@@ -125,7 +125,9 @@ def _run(recorder: Recorder, text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_training_on_what_was_recorded_is_training_as_the_script_did(form: str, recorder: Recorder) -> None:
+def test_training_on_what_was_recorded_is_training_as_the_script_did(
+    form: str, recorder: ScriptRecorder
+) -> None:
     script = _run(recorder, FORMS[form])
     job = recorder.job()
     assert len(job["batches"]) == len(script["losses"]) == 6
@@ -149,7 +151,7 @@ def test_training_on_what_was_recorded_is_training_as_the_script_did(form: str, 
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_tuned_is_refused_with_the_reason(why: str, recorder: Recorder) -> None:
+def test_what_cannot_be_tuned_is_refused_with_the_reason(why: str, recorder: ScriptRecorder) -> None:
     text, said = REFUSED[why]
     _run(recorder, text)
     with pytest.raises(CastwiseError, match=said):

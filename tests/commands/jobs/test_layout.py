@@ -10,7 +10,7 @@ import torch
 from tests.soak import each_value
 from torch import nn
 
-from castwise.commands.jobs.layout import Layout, Place, check_microbatches, check_splits, slice_batch
+from castwise.commands.jobs.layout import Coordinate, Layout, check_microbatches, check_splits, slice_batch
 from castwise.commands.jobs.parts import check_workload
 from castwise.commands.jobs.train import train
 from castwise.errors import PlanError, WorkloadError
@@ -86,7 +86,7 @@ def test_places_are_those_of_the_mesh() -> None:
     grid = torch.arange(layout.world_size).reshape(*layout.mesh_dims().values())
     for rank in range(layout.world_size):
         pp, dp, fsdp, tp = (grid == rank).nonzero()[0].tolist()
-        assert layout.place(rank) == Place(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
+        assert layout.place(rank) == Coordinate(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
         assert layout.slice_of(rank) == 3 * dp + fsdp
     assert layout.data_ranks == 6
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from castwise.lab.passes.draws import Recorder, Replayer, Tape
+from castwise.lab.passes.draws import DrawRecorder, DrawReplayer, Tape
 
 LOW = [torch.bfloat16, torch.float16]
 X = (8, 33)
@@ -49,7 +49,7 @@ DRAWS: dict[str, Callable[[torch.dtype], Tensor]] = {
 
 def _replayed(code: Callable[[], Any], tape: Tape, seed: int = 0) -> tuple[Any, int]:
     torch.manual_seed(seed)
-    replayer = Replayer(tape)
+    replayer = DrawReplayer(tape)
     with replayer:
         out = code()
     return out, replayer.strayed
@@ -58,7 +58,7 @@ def _replayed(code: Callable[[], Any], tape: Tape, seed: int = 0) -> tuple[Any, 
 def _recorded(code: Callable[[], Any], seed: int = 0) -> tuple[Any, Tape]:
     torch.manual_seed(seed)
     tape = Tape()
-    with Recorder(tape):
+    with DrawRecorder(tape):
         out = code()
     return out, tape
 
@@ -171,7 +171,7 @@ def test_the_same_format_and_seed_give_the_same_bits() -> None:
 def test_the_generator_moves_on_as_it_would_without_a_tape() -> None:
     _, tape = _recorded(lambda: torch.randn(5))
     torch.manual_seed(4)
-    with Replayer(tape):
+    with DrawReplayer(tape):
         torch.randn(5)
     after = torch.rand(3)
     torch.manual_seed(4)

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 import castwise
 from castwise import Plan, Workload
 from castwise.lab.search import compiling, decision, final, trial
+from castwise.lab.search.compile_trial import CompileTrial, _gradients, _moved, try_compiled
 from castwise.lab.search.compiling import MOST, compile_finalists, own_cache, pays_after, said
 from castwise.lab.search.contest import Contest, Entry
 from castwise.lab.search.final import Final
 from castwise.lab.search.record import evidence
 from castwise.lab.search.search import Search, Settings
 from castwise.lab.search.state import AUTOCAST, FP32
-from castwise.lab.search.trial import Trial, _gradients, _moved, try_compiled
 from castwise.lab.timing.processes import portable
 from castwise.lab.timing.served import COMPILED, belong_to
 from castwise.lab.timing.steps import TrainingRun
@@ -231,7 +231,7 @@ def workload(model: Callable[[], nn.Module] = Net) -> Workload:
     return Workload("tiny", model, sgd, batches, loss)
 
 
-def tried(model: Callable[[], nn.Module], plan: Plan) -> Trial:
+def tried(model: Callable[[], nn.Module], plan: Plan) -> CompileTrial:
     torch._dynamo.reset()
     return try_compiled(workload(model), plan, CPU, 0)
 
@@ -440,11 +440,11 @@ def compiled(plan: Plan) -> Plan:
     return dataclasses.replace(plan, compile="default")
 
 
-def tries(monkeypatch: pytest.MonkeyPatch, found: Callable[[Plan], Trial]) -> list[Plan]:
+def tries(monkeypatch: pytest.MonkeyPatch, found: Callable[[Plan], CompileTrial]) -> list[Plan]:
     """Trials that find what is said, with none made."""
     asked: list[Plan] = []
 
-    def instead(_search: Search, _payload: bytes, plan: Plan, _timeout_s: float) -> Trial:
+    def instead(_search: Search, _payload: bytes, plan: Plan, _timeout_s: float) -> CompileTrial:
         asked.append(plan)
         return found(plan)
 
@@ -459,7 +459,7 @@ def test_the_fastest_come_first_and_the_best_go_on(search: Search, monkeypatch: 
         compiled(OTHERS[1]): 0.6,
         compiled(FP32): 0.55,
     }
-    asked = tries(monkeypatch, lambda plan: Trial("", 0.1, 1.0, step_s.get(plan, 0.9)))
+    asked = tries(monkeypatch, lambda plan: CompileTrial("", 0.1, 1.0, step_s.get(plan, 0.9)))
     made = compile_finalists(search, [AUTOCAST, *OTHERS], *within(600.0))
     assert asked == [compiled(plan) for plan in (AUTOCAST, *OTHERS, FP32)]
     assert made == [compiled(OTHERS[0]), compiled(OTHERS[1])]
@@ -469,7 +469,7 @@ def test_the_fastest_come_first_and_the_best_go_on(search: Search, monkeypatch: 
 
 def test_plans_are_compiled_as_they_keep_memory(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [dataclasses.replace(plan, host_memory="keep") for plan in (AUTOCAST, OTHERS[0], FP32)]
-    asked = tries(monkeypatch, lambda _: Trial("", 0.1, 1.0, 0.5))
+    asked = tries(monkeypatch, lambda _: CompileTrial("", 0.1, 1.0, 0.5))
     assert compile_finalists(search, kept, *within(600.0)) == [*map(compiled, kept[:2])]
     assert asked == [*map(compiled, kept)]
 
@@ -478,7 +478,9 @@ def test_who_always_compiles_takes_the_slow_too_and_never_what_is_wrong(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search.settings = Settings(("fp32", "bf16"), compile="always")
-    tries(monkeypatch, lambda plan: Trial("" if plan == BF16 else "not compiled: wrong", 0.1, 1.0, 1.1))
+    tries(
+        monkeypatch, lambda plan: CompileTrial("" if plan == BF16 else "not compiled: wrong", 0.1, 1.0, 1.1)
+    )
     assert compile_finalists(search, [AUTOCAST], *within(600.0)) == [BF16]
     assert search.passed_over == {FP32_COMPILED: "not compiled: wrong"}
 
@@ -486,7 +488,7 @@ def test_who_always_compiles_takes_the_slow_too_and_never_what_is_wrong(
 def test_without_the_time_for_it_nothing_is_compiled_and_that_is_said(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = tries(monkeypatch, lambda plan: Trial("", 40.0, 1.0, 0.5))
+    asked = tries(monkeypatch, lambda plan: CompileTrial("", 40.0, 1.0, 0.5))
     assert compile_finalists(search, [AUTOCAST], *within(4.0)) == []
     assert asked == []
     assert set(search.passed_over) == {BF16, FP32_COMPILED}
@@ -500,7 +502,7 @@ def test_without_the_time_for_it_nothing_is_compiled_and_that_is_said(
 
 
 def test_the_first_may_take_what_the_final_can_spare(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = tries(monkeypatch, lambda plan: Trial("", 0.1, 1.0, 0.5))
+    asked = tries(monkeypatch, lambda plan: CompileTrial("", 0.1, 1.0, 0.5))
     now = time.monotonic()
     assert compile_finalists(search, [AUTOCAST], now + 4.0, now + 600.0) == [BF16]
     assert asked == [BF16]
@@ -612,7 +614,7 @@ def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: p
 
 
 def test_compiling_pays_after_as_many_steps_as_it_takes_to_gain_its_time(search: Search) -> None:
-    search.trials[BF16] = Trial("", 54.0, 0.170, 0.150)
+    search.trials[BF16] = CompileTrial("", 54.0, 0.170, 0.150)
     assert pays_after(search, BF16) == 2700
     times = [[[0.1695] * 3], [[0.145] * 3]]
     search.final = Final([AUTOCAST, BF16], times_s=times)  # type: ignore[arg-type]
@@ -624,7 +626,7 @@ def test_compiling_pays_after_as_many_steps_as_it_takes_to_gain_its_time(search:
     assert pays_after(search, BF16) is None
     assert said(search, BF16).endswith("and was not seen to pay.")
     assert said(search, AUTOCAST) == ""
-    search.trials[FP32_COMPILED] = Trial("not compiled: wrong", 5.0)
+    search.trials[FP32_COMPILED] = CompileTrial("not compiled: wrong", 5.0)
     assert pays_after(search, FP32_COMPILED) is None
     rows = {row.plan: row for row in evidence(search).candidates}
     assert (rows[str(BF16)].compile_s, rows[str(FP32_COMPILED)].compile_s) == (54.0, 5.0)

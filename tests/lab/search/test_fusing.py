@@ -212,7 +212,7 @@ def test_a_step_too_long_for_the_budget_is_not_timed_again() -> None:
 def test_finalists_are_fused_all_or_none(fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(final, "ROUNDS", 3)
     monkeypatch.setattr("castwise.lab.search.fastest.saves_time", lambda *_: fuses)
-    monkeypatch.setattr("castwise.lab.search.fastest.gives_back", lambda *_: False)
+    monkeypatch.setattr("castwise.lab.search.fastest.saves_page_faults", lambda *_: False)
     result = castwise.tune(
         DEEP, device="cpu", formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True
     )
@@ -230,7 +230,7 @@ def test_where_whole_steps_say_that_what_was_to_save_time_takes_more_fp32_stays_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("castwise.lab.search.fastest.saves_time", lambda *_: True)
-    monkeypatch.setattr("castwise.lab.search.fastest.gives_back", lambda *_: False)
+    monkeypatch.setattr("castwise.lab.search.fastest.saves_page_faults", lambda *_: False)
 
     def raced(_search: Search, plans: list[Plan], _until: float, beside: list[Plan]) -> final.Final:
         assert plans == [FUSED]
@@ -256,7 +256,7 @@ def test_what_fp32_gains_by_its_own_measure_is_no_choice_of_the_final(
         return True
 
     monkeypatch.setattr("castwise.lab.search.fastest.saves_time", saves)
-    monkeypatch.setattr("castwise.lab.search.fastest.gives_back", lambda *_: False)
+    monkeypatch.setattr("castwise.lab.search.fastest.saves_page_faults", lambda *_: False)
     asks = {"device": "cpu", "formats": ("fp32",), "budget_s": 20, "memory": False, "fresh": True}
     result = castwise.tune(DEEP, **asks)  # type: ignore[arg-type]
     assert str(result.plan) == str(FUSED)

@@ -20,7 +20,7 @@ from castwise.lab.search import final, keeping
 from castwise.lab.search.axes import as_raced, complexity, numerics_of
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.finalists import run_as
-from castwise.lab.search.keeping import gives_back
+from castwise.lab.search.keeping import saves_page_faults
 from castwise.lab.search.reasons import Spared
 from castwise.lab.search.search import Settings
 from castwise.lab.search.state import AUTOCAST, FP32, SearchState
@@ -66,7 +66,7 @@ WIDE = Workload("wide", Wide, sgd, batches, lambda model, batch: model(batch).sq
 def asked(job: Workload, device: torch.device = CPU) -> tuple[bool, list[str]]:
     search = SearchState(job, device, Settings(formats=("fp32", "bf16")))
     with search.home:
-        return gives_back(search, FP32), search.notes
+        return saves_page_faults(search, FP32), search.notes
 
 
 @needs_glibc
@@ -187,7 +187,7 @@ def test_what_there_is_no_time_for_is_not_tried_and_that_is_said() -> None:
     search = SearchState(WIDE, CPU, Settings(formats=("fp32", "bf16"), budget_s=60.0))
     search.start -= 50.0
     with search.home:
-        assert not gives_back(search, FP32)
+        assert not saves_page_faults(search, FP32)
     (note,) = search.undecided
     assert note == "Whether keeping freed memory saves page faults was not tried: the time was spent before."
 
@@ -226,7 +226,7 @@ def test_finalists_keep_memory_and_race_no_longer_as_they_are(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(final, "ROUNDS", 3)
-    monkeypatch.setattr("castwise.lab.search.fastest.gives_back", lambda *_: keeps)
+    monkeypatch.setattr("castwise.lab.search.fastest.saves_page_faults", lambda *_: keeps)
     result = castwise.tune(
         workload(), device="cpu", formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True
     )

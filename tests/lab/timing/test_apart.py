@@ -22,7 +22,7 @@ from castwise import Workload
 from castwise.core.plans.plan import PRESETS
 from castwise.errors import CastwiseError, WorkloadError, place
 from castwise.lab.timing import processes
-from castwise.lab.timing.apart import REST_S, Apart, _run, race_apart
+from castwise.lab.timing.apart import REST_S, SeparateRun, _run, race_apart
 from castwise.lab.timing.failures import unfit
 from castwise.lab.timing.processes import Home, not_there, portable
 from castwise.lab.timing.steps import TrainingRun
@@ -58,7 +58,7 @@ def home() -> Iterator[Home]:
 def test_a_run_takes_the_steps_that_a_run_here_takes(home: Home) -> None:
     here = TrainingRun(workload(), PRESETS["bf16-mixed"], CPU, 3)
     here.block(4)
-    apart = Apart(home, portable(workload()), PRESETS["bf16-mixed"], CPU, 3)
+    apart = SeparateRun(home, portable(workload()), PRESETS["bf16-mixed"], CPU, 3)
     apart.warm_up()
     assert apart.steps(1) > 0.0
     assert apart.steps(1) > 0.0
@@ -93,7 +93,7 @@ def test_it_has_the_threads_of_the_process_that_asks(home: Home) -> None:
     def loss(module: nn.Module, batch: Tensor) -> Tensor:
         return module(batch).square().mean() * 0.0 + torch.get_num_threads()
 
-    apart = Apart(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
+    apart = SeparateRun(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
     apart.warm_up()
     apart.close()
     assert set(apart.losses) == {torch.get_num_threads()}
@@ -125,7 +125,7 @@ def test_an_exception_that_cannot_travel_comes_in_words(home: Home) -> None:
     def model() -> nn.Module:
         raise Awkward(1, 2)
 
-    apart = Apart(home, portable(workload(model=model)), PRESETS["fp32"], CPU, 0)
+    apart = SeparateRun(home, portable(workload(model=model)), PRESETS["fp32"], CPU, 0)
     with pytest.raises(WorkloadError, match=r"^Awkward: 1 and 2 \(test_apart\.py, line \d+, in model\)$"):
         apart.warm_up()
     apart.close()
@@ -166,7 +166,7 @@ def test_a_lack_of_a_kernel_is_told_without_a_place(home: Home) -> None:
 
 
 def test_sys_exit_there_ends_nobody_here(home: Home) -> None:
-    apart = Apart(home, portable(workload(leaves_there)), PRESETS["fp32"], CPU, 0)
+    apart = SeparateRun(home, portable(workload(leaves_there)), PRESETS["fp32"], CPU, 0)
     with pytest.raises(
         WorkloadError, match=r"^SystemExit: done \(test_apart\.py, line \d+, in leaves_there\)$"
     ):
@@ -183,11 +183,11 @@ def test_a_process_that_dies_is_a_failure_in_words(home: Home) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return module(batch).sum()
 
-    apart = Apart(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
+    apart = SeparateRun(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
     with pytest.raises(CastwiseError, match="died without a word"):
         apart.warm_up()
     apart.close()
-    other = Apart(home, portable(workload()), PRESETS["fp32"], CPU, 0)
+    other = SeparateRun(home, portable(workload()), PRESETS["fp32"], CPU, 0)
     other.warm_up()
     other.close()
 
@@ -208,7 +208,7 @@ def test_no_process_outlives_a_pipe_that_closes(home: Home) -> None:
     def loss(module: nn.Module, batch: Tensor) -> Tensor:
         return module(batch).sum() * 0.0 + os.getpid()
 
-    apart = Apart(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
+    apart = SeparateRun(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
     apart.warm_up()
     apart.close()
     assert ended({int(found) for found in apart.losses})
@@ -219,7 +219,7 @@ def test_times_are_seconds_per_step_without_the_pause_before_a_block(home: Home)
         time.sleep(0.03)
         return module(batch).square().mean()
 
-    apart = Apart(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
+    apart = SeparateRun(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
     apart.warm_up()
     begin = time.monotonic()
     assert 0.03 <= apart.steps(6) < 0.1
@@ -310,7 +310,7 @@ def test_what_an_interrupt_finds_at_work_ends_at_once_with_what_it_started(
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    apart = Apart(home, portable(workload(hangs.loss, hangs)), PRESETS["fp32"], CPU, 0)
+    apart = SeparateRun(home, portable(workload(hangs.loss, hangs)), PRESETS["fp32"], CPU, 0)
     if where == "a step":
         apart.wait()
     monkeypatch.setattr(apart._process._pipe, "poll", interrupted)
@@ -329,7 +329,7 @@ def test_what_hangs_is_waited_for_once_and_ends_with_what_it_started(where: str,
     """Of four that hang each had its own wait: how long an answer may take counts from when it was asked for."""
     hangs = Hangs(tmp_path, where)
     with Home() as home:
-        other = Apart(home, portable(workload()), PRESETS["fp32"], CPU, 0)
+        other = SeparateRun(home, portable(workload()), PRESETS["fp32"], CPU, 0)
         other.warm_up()  # the home is up
         home.patience_s = 2.0
         begin = time.monotonic()
@@ -372,7 +372,7 @@ def test_who_hangs_loses_its_place_and_nobody_elses(tmp_path: Path, monkeypatch:
 def test_a_budget_without_an_end_waits_without_one() -> None:
     with Home() as home:
         home.patience_s = math.inf
-        apart = Apart(home, portable(workload()), PRESETS["fp32"], CPU, 0)
+        apart = SeparateRun(home, portable(workload()), PRESETS["fp32"], CPU, 0)
         assert apart.warm_up() > 0.0
         apart.close()
 
@@ -382,6 +382,6 @@ def test_a_home_that_is_left_before_it_is_up_leaves_nothing(tmp_path: Path) -> N
     hangs = Hangs(tmp_path, "building")
     begin = time.monotonic()
     with Home() as home:
-        Apart(home, portable(workload(hangs.loss, hangs)), PRESETS["fp32"], CPU, 0).close()
+        SeparateRun(home, portable(workload(hangs.loss, hangs)), PRESETS["fp32"], CPU, 0).close()
     assert time.monotonic() - begin < 20.0
     assert ended(told(tmp_path))

@@ -25,7 +25,7 @@ from castwise.core.session.process import put_settings, settings
 from castwise.errors import CastwiseError
 from castwise.lab.passes.isolation import undisturbed
 from castwise.lab.timing import processes, served
-from castwise.lab.timing.apart import Apart
+from castwise.lab.timing.apart import SeparateRun
 from castwise.lab.timing.memory import measure_memory
 from castwise.lab.timing.processes import Home, NotThereError, _end, delivered
 
@@ -212,7 +212,7 @@ def test_what_the_first_process_imported_is_there_when_the_next_starts() -> None
 
     with Home() as home:
         assert not started_with(home, "sklearn.manifold")
-        apart = Apart(home, processes.portable(workload(loss)), PRESETS["fp32"], CPU, 0)
+        apart = SeparateRun(home, processes.portable(workload(loss)), PRESETS["fp32"], CPU, 0)
         apart.warm_up()
         apart.close()
         assert started_with(home, "sklearn.manifold")

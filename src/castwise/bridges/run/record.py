@@ -74,7 +74,7 @@ class SameOptimizer:
         return self.kind([group for group in groups if group["params"]], **self.options)
 
 
-class Recorder:
+class ScriptRecorder:
     """Records a script until there is enough to tune; :meth:`begin` before it runs.
 
     Attributes:
@@ -247,7 +247,7 @@ def tune_script(
 def main(words: Sequence[str]) -> None:
     """What that process does."""
     pipe, terminal, settings, module, script, *arguments = words
-    told, recorder = Connection(int(pipe)), Recorder()
+    told, recorder = Connection(int(pipe)), ScriptRecorder()
     recorder.begin()
     try:
         execute(script, arguments, is_module=bool(module))

@@ -24,7 +24,7 @@ _MESH_ORDER = ("pp", "dp", "fsdp", "tp")
 
 
 @dataclass(frozen=True)
-class Place:
+class Coordinate:
     """Where a process stands in a layout: which rank of the pipeline, replica, shard of it and piece of each layer, from 0."""
 
     pp: int = 0
@@ -125,12 +125,12 @@ class Layout:
         needed = {"dp", "fsdp"} if self.shards and self.dp > 1 else set()
         return {name: size for name, size in sizes.items() if size > 1 or name in needed}
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> Coordinate:
         """Where a rank stands."""
         found = {}
         for name in reversed(_MESH_ORDER):
             rank, found[name] = divmod(rank, getattr(self, name))
-        return Place(**found)
+        return Coordinate(**found)
 
     def slice_of(self, rank: int) -> int:
         """Which slice of the batch a rank takes, from 0 to ``data_ranks - 1``."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from castwise.commands.jobs.layout import Layout, Place
+from castwise.commands.jobs.layout import Coordinate, Layout
 from castwise.core.parallel import init_process_group
 from castwise.core.ranks.group import ALONE, Ranks, running
 from castwise.errors import DeviceError, StateError
@@ -38,7 +38,7 @@ class TrainingRanks(Ranks):
         self.layout, self.device, self.mesh = layout, device, mesh
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Coordinate:
         """Where this process stands."""
         return self.layout.place(self.rank)
 

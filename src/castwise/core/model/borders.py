@@ -10,7 +10,7 @@ are not, outputs are cast to the format around, since nothing else would; the wi
 for a border that it is handed to as it is: a neighbouring region in fp32, or the end of the model. A 0-dim tensor, such
 as a loss, widens nothing that it meets and is not rounded.
 
-Where operators are not autocast and a module keeps a table wider than the plan computes (:attr:`~castwise.core.model.resolve.Place.meets`),
+Where operators are not autocast and a module keeps a table wider than the plan computes (:attr:`~castwise.core.model.resolve.ModulePlan.meets`),
 its frame has the operators that refuse a wide tensor beside a low one take both low, and casts nothing else; its children with
 low parameters have borders, inside which operators run untouched.
 """
@@ -36,7 +36,7 @@ from castwise.core.casting.frames import Frame
 from castwise.core.casting.kernels import frame_of
 from castwise.core.casting.trees import cast_floating, map_tensors
 from castwise.core.model.complaints import Site, explain_backward, explain_mismatch
-from castwise.core.model.resolve import Place, Resolution, casts_operators
+from castwise.core.model.resolve import ModulePlan, Resolution, casts_operators
 from castwise.core.model.rounding import RoundedInputs
 from castwise.core.model.stored import explain_cast, refuse_cast
 from castwise.core.plans import rules
@@ -515,12 +515,12 @@ def install(
         for compute in {place.compute for place in resolution.places.values() if place.meets}
     }
 
-    def frame(place: Place) -> Frame:
+    def frame(place: ModulePlan) -> Frame:
         return (meeting if place.meets else made)[place.compute]
 
     beside = {op: row for op, row in rows.items() if own.get(op) is not row}
 
-    def site(place: Place) -> Site:
+    def site(place: ModulePlan) -> Site:
         return Site(plan, place.compute, device_type, beside, place.meets)
 
     def outer(path: str) -> Frame:

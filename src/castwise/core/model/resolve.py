@@ -147,7 +147,7 @@ def casts_operators(plan: Plan, compute: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModulePlan:
     """What a plan makes of one module.
 
     Attributes:
@@ -183,7 +183,7 @@ class Resolution:
     """
 
     plan: Plan
-    places: Mapping[str, Place]
+    places: Mapping[str, ModulePlan]
     storage: Mapping[str, torch.dtype]
     kept: tuple[str, ...]
     mixes: bool = False
@@ -191,7 +191,7 @@ class Resolution:
     sealed: tuple[str, ...] = ()
 
     @property
-    def borders(self) -> tuple[Place, ...]:
+    def borders(self) -> tuple[ModulePlan, ...]:
         """The modules that run in a format by a region of their own, or around which tables are wider than the format."""
         return tuple(place for place in self.places.values() if place.around is not None)
 
@@ -203,7 +203,7 @@ class Resolution:
     def __str__(self) -> str:
         root = self.places[""]
         rows = [("module", "runs in", "its parameters", "border")]
-        told: dict[str, Place] = {}
+        told: dict[str, ModulePlan] = {}
         for path, place in self.places.items():
             above = self.places.get(path.rpartition(".")[0], root)
             if not path or place.around or (place.compute, place.stored) != (above.compute, above.stored):
@@ -244,7 +244,7 @@ def resolve(
     be told to be a constant follows the parameters, as in ``module.half()``: what a parametrization keeps beside its
     weight, the class weights of losses, and masks that are added to scores. All else stays. Operators take no fp32
     table beside low tensors; so a module with a table of two and more dimensions runs in fp32 where no parameters are
-    inside, and otherwise has a border of its own (:attr:`Place.meets`), as have those of its children that hold low
+    inside, and otherwise has a border of its own (:attr:`ModulePlan.meets`), as have those of its children that hold low
     parameters. So has a parametrization, other than torch's norms, whose operators may lack low kernels. A module without
     ``forward`` can have no border: what it keeps stays where it is whole numbers alone.
     What arrived low stays so, also where a float model's would be fp32, unless ``widen`` says otherwise, it is in
@@ -268,7 +268,7 @@ def resolve(
     assigned = assign(model, plan.regions)
     silent = _never_called(model)
     layers = _lower_layers(plan, device_type) if inference else {}
-    places: dict[str, Place] = {}
+    places: dict[str, ModulePlan] = {}
     owners: dict[str, Region | None] = {}
     wanted: dict[Tensor, list[torch.dtype]] = {}
     kept = []
@@ -303,7 +303,7 @@ def resolve(
         quantised = is_quantised(module)
         if quantised and explicit is None:
             stored = None
-        places[path] = Place(path, type(module).__name__, compute, stored, around)
+        places[path] = ModulePlan(path, type(module).__name__, compute, stored, around)
         dtype = FORMATS[stored].dtype if stored else None
         fused = plan.rules != "native" and any(
             isinstance(parent, nn.TransformerEncoderLayer) for parent in _parents(path, modules)
@@ -349,7 +349,7 @@ def resolve(
     )
 
 
-def _mixes(plan: Plan, modules: Mapping[str, nn.Module], places: Mapping[str, Place]) -> bool:
+def _mixes(plan: Plan, modules: Mapping[str, nn.Module], places: Mapping[str, ModulePlan]) -> bool:
     """Whether weights are stored low for more than the layers whose operator takes everything low."""
     return any(casts_operators(plan, place.compute) for place in places.values()) and any(
         places[path].stored in LOW
@@ -363,7 +363,7 @@ def _place_tables(
     plan: Plan,
     modules: Mapping[str, nn.Module],
     assigned: Mapping[str, Region],
-    places: dict[str, Place],
+    places: dict[str, ModulePlan],
     storage: dict[str, torch.dtype],
 ) -> None:
     """Find the modules with tables wider than they compute, where operators are not cast, and have them run all the same."""

@@ -1,6 +1,6 @@
 """Steps of optimizers that evaluate the loss themselves, LBFGS above all: taken back where a gradient is not finite.
 
-Two ways: :func:`step_or_restore` where castwise calls the step, and :class:`Trial` where the script does, whose step
+Two ways: :func:`step_or_restore` where castwise calls the step, and :class:`ClosureStep` where the script does, whose step
 nothing may stop on its way.
 """
 
@@ -90,7 +90,7 @@ def step_or_restore(
         return None, True
 
 
-class Trial:
+class ClosureStep:
     """A step by a closure that somebody else called, so that it goes on when an evaluation gives a gradient that is not finite.
 
     The closure is evaluated again where a smaller loss scale may help. Where nothing helped, the rest of the step sees no gradients

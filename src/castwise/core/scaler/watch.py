@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from castwise.core import _torch
 from castwise.core.scaler import gradients
-from castwise.core.scaler.closure import Trial
+from castwise.core.scaler.closure import ClosureStep
 from castwise.core.scaler.result import StepResult, read_on_host
 from castwise.core.scaler.step_guard import StepGuard, hand_over, take_back
 from castwise.core.scaler.window import Window
@@ -28,7 +28,7 @@ _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictiona
 
 _watches: weakref.WeakKeyDictionary[Optimizer, Watch] = weakref.WeakKeyDictionary()
 """By optimizer, what looks after its steps."""
-_trials: weakref.WeakValueDictionary[int, Trial] = weakref.WeakValueDictionary()
+_closure_steps: weakref.WeakValueDictionary[int, ClosureStep] = weakref.WeakValueDictionary()
 """By the id of an optimizer, the step by a closure that it makes now."""
 
 
@@ -39,19 +39,19 @@ def watch_closure(
     closure = _torch.steps.closure_of(args, kwargs)
     if optimizer in _watches or closure is None:
         return None
-    return _torch.steps.with_closure(args, kwargs, _trial(optimizer, closure).evaluate)
+    return _torch.steps.with_closure(args, kwargs, _closure_step(optimizer, closure).evaluate)
 
 
-def _trial(optimizer: Optimizer, closure: Callable[[], Any], *, keep: bool = True) -> Trial:
+def _closure_step(optimizer: Optimizer, closure: Callable[[], Any], *, keep: bool = True) -> ClosureStep:
     watch = functools.partial(_watches.get, optimizer)
-    trial = _trials[id(optimizer)] = Trial(
+    step = _closure_steps[id(optimizer)] = ClosureStep(
         optimizer,
         closure,
         lambda again: (found := watch()) is not None and found.look_at_evaluation(optimizer, again),
         again=lambda: 0 if (found := watch()) is None else found.tries,
         keep=keep and not _torch.optimizers.evaluates_once(optimizer),
     )
-    return trial
+    return step
 
 
 class Watch:
@@ -167,17 +167,17 @@ class Watch:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _torch.steps.Call | None:
         owner = self._owner(optimizer)
-        around = _trials.get(id(owner))
+        around = _closure_steps.get(id(owner))
         if id(owner) in self._stepping or (owner is not optimizer and around is not None and around.failed):
             return None
         self._unhide(optimizer)
-        _trials.pop(id(optimizer), None)
+        _closure_steps.pop(id(optimizer), None)
         closure = _torch.steps.closure_of(args, kwargs)
         if closure is None:
             self._guard(owner, optimizer)
             return None
-        trial = _trial(optimizer, closure, keep=self._evaluations.get(optimizer, 2) > 1)
-        return _torch.steps.with_closure(args, kwargs, trial.evaluate)
+        step = _closure_step(optimizer, closure, keep=self._evaluations.get(optimizer, 2) > 1)
+        return _torch.steps.with_closure(args, kwargs, step.evaluate)
 
     def look_at_evaluation(self, optimizer: Optimizer, again: bool) -> bool:
         """Whether an evaluation of a closure gave a gradient that is not finite, which is taken away then."""
@@ -276,10 +276,10 @@ class Watch:
         if id(self._owner(optimizer)) not in self._stepping:
             self._unhide(optimizer)
             take_back(optimizer)
-        trial = _trials.pop(id(optimizer), None)
-        if trial is not None:
-            trial.end()
-            self._evaluations[optimizer] = max(trial.evaluations, self._evaluations.get(optimizer, 1))
+        step = _closure_steps.pop(id(optimizer), None)
+        if step is not None:
+            step.end()
+            self._evaluations[optimizer] = max(step.evaluations, self._evaluations.get(optimizer, 1))
 
     def _unhide(self, optimizer: Optimizer) -> None:
         for parameter, grad in self._window.hidden.pop(id(optimizer), ()):

@@ -948,7 +948,7 @@ class Amp(masters.OfThisProcess):
         return f"Amp({str(self.plan)!r}, device={self.device_type!r})"
 
 
-class Inside:
+class SessionView:
     """What tools that watch a training see of a session.
 
     Args:

@@ -30,7 +30,7 @@ _lock = threading.RLock()  # a claim may be collected, and so closed, while its 
 class _Setting(NamedTuple):
     """A setting that is claimed, by those of its holders that are alive: an interrupt can keep one from giving it up."""
 
-    place: _Place
+    place: _Address
     value: str
     before: str
     holders: weakref.WeakSet[Claim]
@@ -41,7 +41,7 @@ _aside: list[dict[str, _Setting]] = []
 """What was claimed before each of the experiments that run."""
 
 
-class _Place(NamedTuple):
+class _Address(NamedTuple):
     """Where a setting is."""
 
     name: str
@@ -52,18 +52,18 @@ class _Place(NamedTuple):
         setattr(self.owner, self.attribute, value)
 
 
-def _places(device_type: str, what: str) -> Iterator[_Place]:
+def _addresses(device_type: str, what: str) -> Iterator[_Address]:
     """Where the settings are that a field of a plan puts in force on a device type."""
     if what == "host_memory":
-        yield _Place(what, HEAP, what)
+        yield _Address(what, HEAP, what)
         return
     part = "matmul" if what == "fp32_matmul" else "conv"
     if device_type == "cuda":
         if part == "matmul":
-            yield _Place("cuda.matmul", torch.backends.cuda.matmul)
+            yield _Address("cuda.matmul", torch.backends.cuda.matmul)
         else:
-            yield _Place("cudnn.conv", torch.backends.cudnn.conv)  # type: ignore[attr-defined]
-    yield _Place(f"mkldnn.{part}", getattr(torch.backends.mkldnn, part))
+            yield _Address("cudnn.conv", torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    yield _Address(f"mkldnn.{part}", getattr(torch.backends.mkldnn, part))
 
 
 def device_type_of(device: Any) -> str:
@@ -161,7 +161,7 @@ class Claim:
     def __init__(self, plan: Plan, device_type: str) -> None:
         self._plan = plan
         self._device_type = device_type
-        self._held: list[_Place] = []
+        self._held: list[_Address] = []
 
     @property
     def held(self) -> bool:
@@ -178,14 +178,14 @@ class Claim:
             for what in ("fp32_matmul", "fp32_conv", "host_memory"):
                 value = getattr(self._plan, what)
                 if value not in ("as_is", "as_given"):
-                    for place in _places(self._device_type, what):
+                    for place in _addresses(self._device_type, what):
                         self._take(place, value, what)
         except BaseException:
             self.close()
             raise
         return self
 
-    def _take(self, place: _Place, value: str, what: str) -> None:
+    def _take(self, place: _Address, value: str, what: str) -> None:
         with _lock:
             self._held.append(place)
             setting = _claimed.get(place.name)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from castwise.core import _torch
 from castwise.core.casting.trees import map_tensors, tensors_in
 from castwise.core.plans.formats import FORMATS
-from castwise.lab.inspect.trace import Place
+from castwise.lab.inspect.trace import OperatorRun
 from castwise.lab.inspect.values import Values, is_finite, is_floating, plain, values_of
 
 _CASTS = frozenset({"_to_copy", "copy_", "to", "copy"})
@@ -98,7 +98,7 @@ class Why:
 
 def explain(
     op: _torch.operators.OpOverload,
-    place: Place,
+    place: OperatorRun,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     made: Sequence[Tensor],

@@ -34,7 +34,14 @@ from castwise.core.plans.formats import FORMATS, LOW_DTYPES
 from castwise.core.plans.plan import Plan, Region, as_plan
 from castwise.core.session.process import find_device
 from castwise.errors import CastwiseError, NonFiniteError, check_count, sentence, told
-from castwise.lab.inspect.comparison import CallComparison, Comparison, Trial, relative, worst_calls, worst_of
+from castwise.lab.inspect.comparison import (
+    CallComparison,
+    Comparison,
+    TriedExemption,
+    relative,
+    worst_calls,
+    worst_of,
+)
 from castwise.lab.inspect.judging import Judge, Own, suspects
 from castwise.lab.inspect.looks import Key, Look
 from castwise.lab.inspect.runs import Run, Runs, differences, total_difference
@@ -225,15 +232,15 @@ class _Comparing:
         for index, (name, parameter) in enumerate(model.named_parameters()):
             parameter.data.copy_(_moved(parameter.data, self._eps[name.rpartition(".")[0]], index))
 
-    def _try(self, path: str, a: Look, ran_a: Run) -> Trial:
+    def _try(self, path: str, a: Look, ran_a: Run) -> TriedExemption:
         region = Region(path, compute=self._first.compute)
         plan = dataclasses.replace(self._second, regions=(*self._second.regions, region), provenance=None)
         look = Look(reference=a.kept)
         try:
             ran = self._runs.run_finite(_with_room(plan, a, ran_a), look.begin)
         except CastwiseError as error:
-            return Trial(path, str(plan), reason=sentence(error))
-        return Trial(
+            return TriedExemption(path, str(plan), reason=sentence(error))
+        return TriedExemption(
             path,
             str(plan),
             loss_error=relative(ran_a.loss, ran.loss),

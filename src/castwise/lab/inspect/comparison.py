@@ -83,7 +83,7 @@ class CallComparison:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TriedExemption:
     """The second plan with one module computing as under the first: what is left of the errors at the end.
 
     Attributes:
@@ -133,7 +133,7 @@ class Comparison(Result):
     output_error: float | None
     gradient_error: float | None
     calls: tuple[CallComparison, ...]
-    tried: tuple[Trial, ...]
+    tried: tuple[TriedExemption, ...]
     parameters: Mapping[str, float | None]
     loss_scale: float | None
     strayed: int
@@ -222,8 +222,8 @@ def worst_of(found: Sequence[Comparison]) -> Comparison:
     )
 
 
-def _worst_trial(trials: tuple[Trial, ...]) -> Trial:
-    return Trial(
+def _worst_trial(trials: tuple[TriedExemption, ...]) -> TriedExemption:
+    return TriedExemption(
         trials[0].path,
         trials[0].plan,
         _largest(trial.loss_error for trial in trials),

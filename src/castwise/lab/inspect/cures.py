@@ -11,7 +11,8 @@ from torch import nn
 from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import PRESETS, Plan, Region, with_rule
 from castwise.errors import CastwiseError, sentence
-from castwise.lab.inspect.trace import Place
+from castwise.lab.inspect.trace import OperatorRun
+from castwise.lab.passes.passes import at_scale
 
 _RESCALES = 4
 _RESCALE = 2.0**-4
@@ -26,7 +27,7 @@ _CALLED: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Trial:
+class TriedCure:
     """A plan that was tried.
 
     Attributes:
@@ -44,11 +45,11 @@ class Trial:
 
 def try_cures(
     plan: Plan,
-    place: Place | None,
+    place: OperatorRun | None,
     model: nn.Module,
     reached: Callable[[Plan], Collection[str]],
     scaled: bool,
-) -> list[Trial]:
+) -> list[TriedCure]:
     """Try plans, from the one that changes least, until one makes the pass finite and it is known what kind of cure there is.
 
     Args:
@@ -61,16 +62,16 @@ def try_cures(
     Returns:
         All that were tried, in order.
     """
-    trials: list[Trial] = []
+    trials: list[TriedCure] = []
 
     def run(what: str, candidate: Plan) -> bool:
         try:
             finite, candidate = _finite(candidate, reached)
             if finite and candidate.loss_scale != plan.loss_scale and candidate.loss_scale is not None:
                 what = f"{what}{', at ' if what else ''}a loss scale of {candidate.loss_scale.init:g}"
-            trials.append(Trial(what or "a smaller loss scale", candidate, finite))
+            trials.append(TriedCure(what or "a smaller loss scale", candidate, finite))
         except CastwiseError as error:  # a rule or region that the plan or the device does not take
-            trials.append(Trial(what, candidate, False, sentence(error)))
+            trials.append(TriedCure(what, candidate, False, sentence(error)))
         return trials[-1].finite
 
     if scaled and plan.loss_scale is not None and run("", plan):
@@ -106,19 +107,11 @@ def _finite(plan: Plan, reached: Callable[[Plan], Collection[str]]) -> tuple[boo
             return not bad, plan
         if scale.init * _RESCALE < 1.0:  # which makes gradients smaller than they are
             break
-        plan = with_scale(plan, scale.init * _RESCALE)
+        plan = at_scale(plan, scale.init * _RESCALE)
     return False, plan
 
 
-def with_scale(plan: Plan, scale: float) -> Plan:
-    """A plan whose loss scale begins at a value, whatever its floor and ceiling."""
-    assert plan.loss_scale is not None
-    return dataclasses.replace(
-        plan, loss_scale=dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None)
-    )
-
-
-def _narrow(plan: Plan, place: Place | None, model: nn.Module) -> Iterator[tuple[str, Plan]]:
+def _narrow(plan: Plan, place: OperatorRun | None, model: nn.Module) -> Iterator[tuple[str, Plan]]:
     """Plans in which one operator, or one region, from the inside out, is kept in fp32."""
     if place is None:
         return

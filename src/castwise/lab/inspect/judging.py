@@ -10,7 +10,7 @@ from typing import NamedTuple
 from castwise.lab.inspect.comparison import CallComparison, Side, Verdict
 from castwise.lab.inspect.crossings import Call
 from castwise.lab.inspect.looks import Key, Look
-from castwise.lab.inspect.runs import Apart, Run, differences
+from castwise.lab.inspect.runs import Difference, Run, differences
 
 LOSS = Call("(loss)", 0)
 """The code around the model: the loss."""
@@ -43,29 +43,29 @@ class _Mark(NamedTuple):
     """One tensor that a call makes: its name, its errors, and the eps of the format it is made in."""
 
     name: str
-    error: Apart
-    own: Apart | None
-    expected: Apart | None
+    error: Difference
+    own: Difference | None
+    expected: Difference | None
     eps: float
 
     @property
-    def rounding(self) -> Apart:
+    def rounding(self) -> Difference:
         """What rounding it once makes: in the mean, and at most."""
-        return Apart(ROUNDING * self.eps, HALF * self.eps)
+        return Difference(ROUNDING * self.eps, HALF * self.eps)
 
     @property
-    def explained(self) -> Apart:
+    def explained(self) -> Difference:
         """What is expected of its call, its own rounding included."""
-        expected = self.expected or Apart(0.0, 0.0)
-        return Apart(*map(math.hypot, expected, self.rounding))
+        expected = self.expected or Difference(0.0, 0.0)
+        return Difference(*map(math.hypot, expected, self.rounding))
 
     @property
-    def excesses(self) -> Apart:
+    def excesses(self) -> Difference:
         """How many times what is explained the own error is."""
         if self.own is None:
-            return Apart(0.0, 0.0)
+            return Difference(0.0, 0.0)
         both = zip(self.own, self.explained, strict=True)
-        return Apart(*(own / explained if math.isfinite(explained) else 0.0 for own, explained in both))
+        return Difference(*(own / explained if math.isfinite(explained) else 0.0 for own, explained in both))
 
     @property
     def excess(self) -> float:
@@ -129,7 +129,7 @@ class Judge:
     def _module(self, call: Call) -> str:
         return "" if call is LOSS else call.path
 
-    def _put(self, key: Key, error: Apart | None) -> None:
+    def _put(self, key: Key, error: Difference | None) -> None:
         """File an error under the call that made the tensor, and under the one that takes it."""
         call = key.point.call
         caller = self._a.callers.get(call) or LOSS
@@ -152,15 +152,15 @@ class Judge:
         ):  # a cast, which the border of the call does
             inside = mark._replace(name=f"cast of its {_name(key)}", eps=self._eps[call.path])
             self._made.setdefault((call, key.back), []).append(inside)
-            mark = mark._replace(own=Apart(0.0, 0.0))
+            mark = mark._replace(own=Difference(0.0, 0.0))
         self._made.setdefault((maker, key.back), []).append(mark)
         if taker is not maker:
             self._taken.setdefault((taker, key.back), []).append(error.norm)
 
     def _put_loss(self, ran_a: Run, ran_b: Run) -> None:
-        def apart(one: Run, other: Run) -> Apart:
+        def apart(one: Run, other: Run) -> Difference:
             off = abs(one.loss - other.loss) / (abs(one.loss) or 1.0)
-            return Apart(off, off) if math.isfinite(off) else Apart(math.inf, math.inf)
+            return Difference(off, off) if math.isfinite(off) else Difference(math.inf, math.inf)
 
         own = expected = None
         if self._own is not None:
@@ -172,8 +172,8 @@ class Judge:
     def _put_weights(self, ran_a: Run, ran_b: Run) -> None:
         """File the gradient of each parameter under the first call of its module, or of the nearest one above that was called."""
         free = differences(ran_b.gradients, ran_a.gradients)
-        own: dict[str, Apart | None] = {}
-        expected: dict[str, Apart | None] = {}
+        own: dict[str, Difference | None] = {}
+        expected: dict[str, Difference | None] = {}
         if self._own is not None:
             base = self._own.ran_base.gradients
             own, expected = (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from castwise.lab.inspect.crossings import Backward, Call, Forward, Point, is_plain
-from castwise.lab.inspect.runs import Apart, difference
+from castwise.lab.inspect.runs import Difference, difference
 
 
 class Key(NamedTuple):
@@ -46,7 +46,7 @@ class Look:
     keep: bool = False
     put: Callable[[Key, Tensor], Tensor | None] = lambda *_: None
     kept: dict[Key, Tensor] = field(default_factory=dict)
-    errors: dict[Key, Apart | None] = field(default_factory=dict)
+    errors: dict[Key, Difference | None] = field(default_factory=dict)
     dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
     shapes: dict[Key, torch.Size] = field(default_factory=dict)
     _hits: Counter[Point] = field(default_factory=Counter)

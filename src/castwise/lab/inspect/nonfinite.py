@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from castwise.core.plans.plan import Plan, as_plan
 from castwise.errors import PlanError
 from castwise.lab.inspect.causes import ADVICE
-from castwise.lab.inspect.cures import Trial, try_cures, with_scale
+from castwise.lab.inspect.cures import TriedCure, try_cures
 from castwise.lab.inspect.origins import Kind, Origin, OriginTrace
 from castwise.lab.inspect.passes import Pass, Passes
-from castwise.lab.inspect.trace import Place
+from castwise.lab.inspect.trace import OperatorRun
 from castwise.lab.inspect.values import Values, is_finite, is_floating
 from castwise.lab.parity.together import together
+from castwise.lab.passes.passes import at_scale
 from castwise.lab.result import Result
 from castwise.lab.timing.environment import environment
 
@@ -102,7 +103,7 @@ class FirstNonfinite(Result):
     through: tuple[str, ...] = ()
     confirmed: bool = False
     others: tuple[str, ...] = ()
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[TriedCure, ...] = ()
     advice: str = ""
     loss: str = ""
     loss_scale: float = 1.0
@@ -232,7 +233,7 @@ def first_nonfinite(
                 f"first_nonfinite(loss_scale={loss_scale!r}) with plan {chosen}: needs a positive number, and a plan with a loss "
                 "scale, such as fp16-mixed"
             )
-        return (with_scale(chosen, float(loss_scale)),)
+        return (at_scale(chosen, float(loss_scale)),)
 
     with together(model, "first_nonfinite", group=group) as ranks:
         (chosen,) = ranks.alike("first_nonfinite", ("plan",), given)
@@ -274,7 +275,7 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
         o.place for o in seen.origins if o.kind == "operator" and o.place not in reaching
     })
     kind, why = _cause(culprit)
-    trials: list[Trial] = []
+    trials: list[TriedCure] = []
     place = culprit.place
     if cures and culprit.kind in ("operator", "constant", "unseen"):
         scaled = place is not None and place.phase == "backward" and "loss" not in seen.reached
@@ -374,7 +375,7 @@ def _cause(origin: Origin) -> tuple[str, str]:
     }.get(origin.kind, "")
 
 
-def _with_trials(kind: str, why: str, trials: Sequence[Trial], scale: float) -> tuple[str, str]:
+def _with_trials(kind: str, why: str, trials: Sequence[TriedCure], scale: float) -> tuple[str, str]:
     """What the trials say of the cause beside what the operator's inputs do."""
     good = next((trial.what for trial in trials if trial.finite), "")
     if good.startswith("a loss scale"):
@@ -416,6 +417,6 @@ def _where(origin: Origin) -> str:
     return origin.name if origin.place is None else _at(origin.place)
 
 
-def _at(place: Place) -> str:
+def _at(place: OperatorRun) -> str:
     inside = place.module or ("the model" if place.inside else "the loss")
     return f"{place.operator} in {inside}" + (f" ({place.phase})" if place.phase != "forward" else "")

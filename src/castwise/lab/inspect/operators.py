@@ -24,7 +24,7 @@ from castwise.core.plans.plan import Plan, as_plan
 from castwise.core.ranks.text import named
 from castwise.errors import UnknownNameError, check_count
 from castwise.lab.inspect.passes import Passes
-from castwise.lab.inspect.trace import Phase, Place, Trace
+from castwise.lab.inspect.trace import OperatorRun, Phase, Trace
 from castwise.lab.parity.together import together
 from castwise.lab.result import Result
 from castwise.lab.timing.environment import environment
@@ -187,7 +187,7 @@ class OperatorTable(Result):
 class _Call:
     """One operator that ran."""
 
-    place: Place
+    place: OperatorRun
     format: str
     view: bool
     time_s: float = 0.0
@@ -213,7 +213,11 @@ class _Uses(Trace):
         self._cast_from: dict[Any, tuple[int, str, str]] = {}
 
     def see(
-        self, place: Place, op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        place: OperatorRun,
+        op: _torch.operators.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run an operator and note it."""
         given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]

@@ -19,7 +19,7 @@ from castwise.core import _torch
 from castwise.core.casting.trees import map_tensors, tensors_in
 from castwise.lab.inspect.causes import Why, distinct, explain
 from castwise.lab.inspect.causes import written as written_by
-from castwise.lab.inspect.trace import Place, Trace
+from castwise.lab.inspect.trace import OperatorRun, Trace
 from castwise.lab.inspect.values import has_nan, is_finite, is_floating, mend_, plain
 
 Kind = Literal["operator", "data", "parameter", "buffer", "constant", "memory", "unseen"]
@@ -60,11 +60,11 @@ class Origin:
 
     kind: Kind
     name: str = ""
-    place: Place | None = None
+    place: OperatorRun | None = None
     nan: bool = False
     given: bool = False
     why: Why | None = None
-    nan_place: Place | None = None
+    nan_place: OperatorRun | None = None
     modules: list[str] = field(default_factory=list)
 
     @property
@@ -122,7 +122,11 @@ class OriginTrace(Trace):
             self._from[memory] = (*self._from.get(memory, ()), origin)
 
     def see(
-        self, place: Place, op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        place: OperatorRun,
+        op: _torch.operators.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run an operator and look at what it made."""
         written = written_by(op, args, kwargs)
@@ -176,7 +180,7 @@ class OriginTrace(Trace):
 
     def _origins(
         self,
-        place: Place,
+        place: OperatorRun,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         written: list[Tensor],
@@ -220,7 +224,7 @@ class OriginTrace(Trace):
         self.origins.append(origin)
         return origin
 
-    def _state(self, tensor: Tensor, place: Place) -> tuple[bool, tuple[Origin, ...]]:
+    def _state(self, tensor: Tensor, place: OperatorRun) -> tuple[bool, tuple[Origin, ...]]:
         """Whether a tensor that is not finite has NaN, and its origins."""
         memory, nan = _torch.tensors.memory_of(plain_memory(tensor)), has_nan(tensor)
         found = self._from.get(memory)

@@ -7,7 +7,6 @@ What crosses the borders of its calls is looked at, or replaced, by functions th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -25,8 +24,8 @@ from castwise.core.plans.plan import Plan
 from castwise.lab.inspect.compiled import CompiledCrossings
 from castwise.lab.inspect.crossings import Backward, Call, Crossings, Forward
 from castwise.lab.parity.probes import RESCALE, RESCALES, as_real
-from castwise.lab.passes.draws import Recorder, Replayer, Tape
-from castwise.lab.passes.passes import Original, emulating, gradients_of, run_backward, under
+from castwise.lab.passes.draws import DrawRecorder, DrawReplayer, Tape
+from castwise.lab.passes.passes import Original, at_scale, emulating, gradients_of, run_backward, under
 from castwise.lab.workloads.workload import users_code
 
 
@@ -117,16 +116,14 @@ class Runs:
         Raises:
             CastwiseError: The plan does not fit the model or the device, or the loss fails.
         """
-        if scale is not None and plan.loss_scale is not None:
-            fixed = dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None)
-            plan = dataclasses.replace(plan, loss_scale=fixed)
+        plan = at_scale(plan, scale)
         model, compiled = self._original.copy(), plan.compile != "as_given"
-        draws: Recorder | Replayer | None = None
+        draws: DrawRecorder | DrawReplayer | None = None
         if self.replays and self._tape is None:
             self._tape = Tape()
-            draws = Recorder(self._tape)
+            draws = DrawRecorder(self._tape)
         elif self.replays and self._tape is not None:
-            draws = Replayer(self._tape)
+            draws = DrawReplayer(self._tape)
         self.ran += 1
         with contextlib.ExitStack() as stack:
             if compiled:
@@ -150,7 +147,7 @@ class Runs:
             used = amp.get_scale()
             gradients = gradients_of(model, used)
         kinds = {path: type(module).__name__ for path, module in model.named_modules()}
-        strayed = draws.strayed if isinstance(draws, Replayer) else 0
+        strayed = draws.strayed if isinstance(draws, DrawReplayer) else 0
         calls = watching if isinstance(watching, Crossings) else self._known
         unseen = watching.unseen if watching is not None else Counter()
         return Run(value, gradients, {} if calls is None else calls.callers, kinds, used, strayed, unseen)
@@ -181,14 +178,14 @@ def in_fp64(tensor: Tensor) -> Tensor:
     return (real.cpu() if real.device.type == "mps" else real).double()
 
 
-class Apart(NamedTuple):
+class Difference(NamedTuple):
     """How far a tensor is from another one: ||b - a|| / ||a||, and max |b - a| / max |a|."""
 
     norm: float
     most: float
 
 
-def difference(ours: Tensor, reference: Tensor) -> Apart | None:
+def difference(ours: Tensor, reference: Tensor) -> Difference | None:
     """How far a tensor is from its reference, in fp64; None where there is nothing to compare, infinite where only ours is not finite.
 
     Elements that are equal, infinite ones too, and those where the reference is not finite, differ by nothing.
@@ -202,7 +199,7 @@ def difference(ours: Tensor, reference: Tensor) -> Apart | None:
     if not a.numel() or not (size := float(a.norm())):
         return None
     norm, most = float(apart.norm()) / size, float(apart.abs().max() / a.abs().max())
-    return Apart(norm, most) if math.isfinite(norm) else Apart(math.inf, math.inf)
+    return Difference(norm, most) if math.isfinite(norm) else Difference(math.inf, math.inf)
 
 
 def total_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
@@ -218,7 +215,7 @@ def total_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]
     return math.sqrt(off / square) if math.isfinite(off) else math.inf
 
 
-def differences(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Apart | None]:
+def differences(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Difference | None]:
     """:func:`difference` of each gradient by its parameter's path; one that is missing counts as zero."""
     return {
         name: difference(ours.get(name, torch.zeros_like(gradient)), gradient)

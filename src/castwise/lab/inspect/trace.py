@@ -28,7 +28,7 @@ _NEAREST = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class OperatorRun:
     """Where an operator ran.
 
     Attributes:
@@ -63,7 +63,7 @@ def base_name(op: _torch.operators.OpOverload) -> str:
 
 
 class Trace(_torch.tensors.OperatorMode):
-    """Hands each operator and its :class:`Place` to :meth:`see`, as a context manager.
+    """Hands each operator and its :class:`OperatorRun` to :meth:`see`, as a context manager.
 
     Args:
         model: Whose modules are told apart, as calls of them begin inside the context.
@@ -75,7 +75,7 @@ class Trace(_torch.tensors.OperatorMode):
         self._paths = {module: path for path, module in model.named_modules()}
         self._running: list[tuple[str, int]] = []
         self._calls: Counter[str] = Counter()
-        self._made: dict[int, list[Place]] = {}
+        self._made: dict[int, list[OperatorRun]] = {}
         self._own: dict[CodeType, bool] = {}
         self._undo: Callable[[], None] | None = None
 
@@ -92,7 +92,11 @@ class Trace(_torch.tensors.OperatorMode):
         self._undo()
 
     def see(
-        self, place: Place, op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        place: OperatorRun,
+        op: _torch.operators.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run an operator; the mode is off meanwhile."""
         return op(*args, **kwargs)
@@ -115,7 +119,7 @@ class Trace(_torch.tensors.OperatorMode):
         finally:
             self._running.pop()
 
-    def _place(self, op: _torch.operators.OpOverload) -> Place:
+    def _place(self, op: _torch.operators.OpOverload) -> OperatorRun:
         name, node = base_name(op), _torch.autograd.running_node()
         line = self._line(sys._getframe(1), node is not None)
         phase: Phase = "forward"
@@ -129,7 +133,7 @@ class Trace(_torch.tensors.OperatorMode):
             )
             line = line or (made.line if made is not None else None)
             forward = made.operator if made is not None else ""
-            return Place(
+            return OperatorRun(
                 self.count, name, module, call, inside, phase, line, node[0] if node else "", forward
             )
         if self._running:
@@ -138,12 +142,12 @@ class Trace(_torch.tensors.OperatorMode):
             module, call, inside = (
                 (made.module, made.call, made.inside) if made is not None else ("", 0, False)
             )
-        place = Place(self.count, name, module, call, inside, phase, line)
+        place = OperatorRun(self.count, name, module, call, inside, phase, line)
         # the node of an operator is made before it runs, if there is one at all
         self._made.setdefault(_torch.autograd.sequence_number() - 1, []).append(place)
         return place
 
-    def _maker(self, name: str, number: int) -> Place | None:
+    def _maker(self, name: str, number: int) -> OperatorRun | None:
         """The forward operator that made a node; of several that ran at its number, the one that it is named for."""
         for at in range(number, number - _NEAREST, -1):
             if found := self._made.get(at):

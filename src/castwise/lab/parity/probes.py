@@ -28,8 +28,8 @@ from castwise.core.session import Amp
 from castwise.errors import NonFiniteError, WorkloadError
 from castwise.lab.parity.damage import Grams, Matrix
 from castwise.lab.parity.positions import Positions
-from castwise.lab.passes.draws import Recorder, Replayer, Tape
-from castwise.lab.passes.passes import Original, emulating, run_backward, under
+from castwise.lab.passes.draws import DrawRecorder, DrawReplayer, Tape
+from castwise.lab.passes.passes import Original, at_scale, emulating, run_backward, under
 from castwise.lab.workloads.workload import about_data, users_code
 
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
@@ -205,7 +205,7 @@ class Prober:
                 micro = Micro(batch, self._seed * 1_000_003 + self._first + len(self.micros) + 1)
                 self._set(model, micro)
                 state = {name: t.detach().clone() for name, t in state_of(model)}
-                with Recorder(micro.tape), contextlib.ExitStack() as watching:
+                with DrawRecorder(micro.tape), contextlib.ExitStack() as watching:
                     if observe:
                         watching.enter_context(observe(model))
                     if not self.micros:
@@ -271,14 +271,8 @@ class Prober:
         scale = self._scales.get(plan) or (plan.loss_scale.init if plan.loss_scale is not None else None)
         rest = list(indices)
         for attempt in range(RESCALES + 1):
-            running = plan
-            if scale is not None and plan.loss_scale is not None:
-                running = dataclasses.replace(
-                    plan,
-                    loss_scale=dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None),
-                )
             last = attempt == RESCALES or scale is None
-            rest = self._run(running, rest, jitter, probe, last)
+            rest = self._run(at_scale(plan, scale), rest, jitter, probe, last)
             if not rest or last:
                 break
             assert scale is not None
@@ -319,9 +313,9 @@ class Prober:
                 with observe(model):
                     self._replay(model, amp, self.micros[index])
 
-    def _replay(self, model: nn.Module, amp: Amp, micro: Micro) -> Replayer:
+    def _replay(self, model: nn.Module, amp: Amp, micro: Micro) -> DrawReplayer:
         """A forward and backward with the random draws of the reference; on a CPU products in fp16 as a GPU has them."""
-        replayer = Replayer(micro.tape)
+        replayer = DrawReplayer(micro.tape)
         with replayer, emulating(amp.plan, self.device):
             self._backward(model, amp, micro)
         return replayer

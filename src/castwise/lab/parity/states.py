@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from castwise.core.plans.formats import FORMATS, LOW
 from castwise.core.plans.plan import Plan
 from castwise.lab.parity.probes import REFERENCE, Prober, as_real, dithered, state_of
-from castwise.lab.passes.draws import Recorder, Replayer, Tape
+from castwise.lab.passes.draws import DrawRecorder, DrawReplayer, Tape
 from castwise.lab.passes.passes import emulating, run_backward, still, under
 
 STEPS = 8
@@ -179,9 +179,9 @@ class StateTest:
                 prober.passes += 1
                 if at == len(self._tapes):
                     self._tapes.append(Tape())
-                    draws: Recorder | Replayer = Recorder(self._tapes[at])
+                    draws: DrawRecorder | DrawReplayer = DrawRecorder(self._tapes[at])
                 else:
-                    draws = Replayer(self._tapes[at])
+                    draws = DrawReplayer(self._tapes[at])
                 with draws, emulating(plan, prober.device):
                     run_backward(amp, model, prober.loss, micro.batch, prober.call, micro.seed)
                 amp.step(optimizer)

@@ -42,7 +42,7 @@ def _is_random(op: Any, kwargs: dict[str, Any], args: tuple[Any, ...]) -> bool:
     return True
 
 
-class Recorder(_torch.tensors.OperatorMode):
+class DrawRecorder(_torch.tensors.OperatorMode):
     """Writes random draws to the end of a tape, as a context manager."""
 
     def __init__(self, tape: Tape) -> None:
@@ -57,7 +57,7 @@ class Recorder(_torch.tensors.OperatorMode):
         return out
 
 
-class Replayer(_torch.tensors.OperatorMode):
+class DrawReplayer(_torch.tensors.OperatorMode):
     """Puts the draws of another run of the same code in the place of new ones, in their order, as a context manager.
 
     Attributes:

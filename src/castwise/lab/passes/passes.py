@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -78,6 +79,14 @@ def under(
 def still(model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer of a model's trained parameters that moves nothing."""
     return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
+
+
+def at_scale(plan: Plan, scale: float | None) -> Plan:
+    """A plan whose loss scale begins at a value, whatever its floor and ceiling; without a loss scale as it is."""
+    if scale is None or plan.loss_scale is None:
+        return plan
+    policy = dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None)
+    return dataclasses.replace(plan, loss_scale=policy)
 
 
 def emulating(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:

@@ -20,11 +20,11 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.errors import CastwiseError, WorkloadError
 from castwise.lab.search.axes import as_raced, uncompiled
+from castwise.lab.search.compile_trial import CompileTrial, run_trial
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.reasons import Late, NotTried, Spared
 from castwise.lab.search.state import FP32, SearchState
-from castwise.lab.search.trial import Trial, run_trial
-from castwise.lab.timing.apart import Apart
+from castwise.lab.timing.apart import SeparateRun
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.processes import NotThereError, SilentError, not_there
 from castwise.lab.timing.served import COMPILED
@@ -113,7 +113,9 @@ def compile_finalists(
 
 def _try_elsewhere(search: SearchState, payload: bytes) -> None:
     """Train for a step in another process: after that, what a trial raises is about compiling."""
-    with contextlib.closing(Apart(search.home, payload, FP32, search.device, search.settings.seed)) as run:
+    with contextlib.closing(
+        SeparateRun(search.home, payload, FP32, search.device, search.settings.seed)
+    ) as run:
         try:
             run.warm_up(1)
         except Exception as error:
@@ -124,13 +126,13 @@ def _fastest(speeds: Mapping[Plan, float]) -> list[Plan]:
     return sorted(speeds, key=speeds.__getitem__, reverse=True)[:MOST]
 
 
-def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) -> Trial:
+def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) -> CompileTrial:
     process = search.home.start(run_trial, payload, plan.to_json(), str(search.device), search.settings.seed)
     try:
-        found: Trial = process.answer(timeout_s)
+        found: CompileTrial = process.answer(timeout_s)
         return found
     except SilentError:
-        return Trial(
+        return CompileTrial(
             NotTried(
                 f"not tried: compiling took longer than the {timeout_s:.0f} s that were left; a longer --budget would do"
             )
@@ -138,11 +140,11 @@ def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) ->
     except WorkloadError:
         raise
     except CastwiseError as error:
-        return Trial(f"does not compile: {error}")
+        return CompileTrial(f"does not compile: {error}")
     except Exception as error:  # raised there before anything was compiled
         if not cannot_run(error):
             raise
-        return Trial(unfit(error))
+        return CompileTrial(unfit(error))
     finally:
         process.close(ENDED_S)  # they write into a folder that goes
 

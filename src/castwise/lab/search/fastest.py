@@ -39,7 +39,7 @@ from castwise.lab.search.finalists import (
     with_lossless,
 )
 from castwise.lab.search.fusing import saves_time
-from castwise.lab.search.keeping import gives_back
+from castwise.lab.search.keeping import saves_page_faults
 from castwise.lab.search.pairs import in_training
 from castwise.lab.search.part_costs import lacks_units, losing_parts, measure_costs, not_faster
 from castwise.lab.search.parts import exempt
@@ -128,7 +128,7 @@ def _how(search: SearchState, plan: Plan) -> Plan:
         if saves_time(search, plan):
             plan = dataclasses.replace(plan, optimizer="fused")
     with search.stage("page faults"):
-        return dataclasses.replace(plan, host_memory="keep") if gives_back(search, plan) else plan
+        return dataclasses.replace(plan, host_memory="keep") if saves_page_faults(search, plan) else plan
 
 
 def _compiled(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> list[Plan]:

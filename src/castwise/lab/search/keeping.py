@@ -19,7 +19,7 @@ from castwise.core.heap import can_keep
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.search.state import SearchState
-from castwise.lab.timing.apart import Apart
+from castwise.lab.timing.apart import SeparateRun
 from castwise.lab.timing.processes import NotThereError
 
 STEPS, LEAST_DRAWS, DRAWS = 2, 2, 3
@@ -33,7 +33,7 @@ WORTH = 0.01
 """Share of a step that its page faults have to take for the finalists to keep memory."""
 
 
-def gives_back(search: SearchState, plan: Plan) -> bool:
+def saves_page_faults(search: SearchState, plan: Plan) -> bool:
     """Whether a plan, in a process of its own, meets page faults that cost anything and that keeping memory spares it.
 
     On ranks, whether it does on one.
@@ -85,7 +85,9 @@ def _faults(search: SearchState, payload: bytes, plans: Sequence[Plan]) -> list[
     with contextlib.ExitStack() as stack:
         runs = [
             stack.enter_context(
-                contextlib.closing(Apart(search.home, payload, plan, search.device, search.settings.seed))
+                contextlib.closing(
+                    SeparateRun(search.home, payload, plan, search.device, search.settings.seed)
+                )
             )
             for plan in plans
         ]

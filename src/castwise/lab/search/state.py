@@ -17,12 +17,12 @@ from castwise.core.plans.words import in_words
 from castwise.errors import CastwiseError, PlanError, check_count
 from castwise.lab.parity.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.lab.search.axes import check_formats, numerics_of
+from castwise.lab.search.compile_trial import CompileTrial
 from castwise.lab.search.contest import BASELINE, Contest
 from castwise.lab.search.evidence import Stage, Verification
 from castwise.lab.search.part_costs import Cost
 from castwise.lab.search.parts import Part, exempt
 from castwise.lab.search.repair import VERIFYING, NumericsSearch, Repair
-from castwise.lab.search.trial import Trial
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.memory import measure_memory
 from castwise.lab.timing.processes import Home, NotThereError, delivered
@@ -151,7 +151,7 @@ class SearchState:
     final: Final | None = None
     test: ParityTest | None = None
     numerics: NumericsSearch | None = None
-    trials: dict[Plan, Trial] = field(default_factory=dict)
+    trials: dict[Plan, CompileTrial] = field(default_factory=dict)
     findings: dict[Plan, ParityResult] = field(default_factory=dict)
     reasons: dict[Plan, str] = field(default_factory=dict)
     spared: float = 0.0

@@ -37,7 +37,7 @@ COMPILING = 2
 Kind = type[TrainingRun] | type[InferenceRun]
 
 
-class Apart:
+class SeparateRun:
     """A :class:`TrainingRun`, or inference, in a process of its own, which waits while it is not told to run.
 
     Args:
@@ -201,18 +201,18 @@ def race_apart(
     """
     out = [Timed() for _ in plans]
     with contextlib.ExitStack() as stack:
-        runs = [Apart(home, workload, plan, device, seed, kind) for plan in plans]
+        runs = [SeparateRun(home, workload, plan, device, seed, kind) for plan in plans]
         for run in runs:
             stack.callback(run.close)
 
-        def one(work: Callable[[Apart], float], run: Apart) -> list[float]:
+        def one(work: Callable[[SeparateRun], float], run: SeparateRun) -> list[float]:
             return [work(run)]
 
-        def built(run: Apart) -> float:
+        def built(run: SeparateRun) -> float:
             run.wait()
             return 0.0
 
-        def each(what: str, work: Callable[[Apart], float], order: Iterable[int]) -> dict[int, float]:
+        def each(what: str, work: Callable[[SeparateRun], float], order: Iterable[int]) -> dict[int, float]:
             found = {}
             for index in order:
                 if out[index].error is None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from castwise.core import _torch
 from castwise.core.scaler import StepResult
-from castwise.core.session.amp import Amp, Inside
+from castwise.core.session.amp import Amp, SessionView
 
 
 def follow(
@@ -38,9 +38,9 @@ def follow(
     begun = None if begin is None else weakref.WeakMethod(begin)
     skips: dict[int, int] = {}
 
-    def inside(optimizer: Optimizer) -> Inside | None:
+    def inside(optimizer: Optimizer) -> SessionView | None:
         alive = session()
-        found = None if alive is None else Inside(alive)
+        found = None if alive is None else SessionView(alive)
         return found if found is not None and found.members.holds(optimizer) else None
 
     def before(optimizer: Optimizer, *_: object) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from castwise.core import checkpoint
 from castwise.core.checkpoint.folder import candidates
 from castwise.core.ranks.pieces import is_dtensor
-from castwise.core.session.amp import Amp, Inside
+from castwise.core.session.amp import Amp, SessionView
 from castwise.errors import CheckpointError, PlanError, sentence
 from castwise.lab.watch.moments import generators, set_generators
 
@@ -76,7 +76,7 @@ class GoodStates:
         self._amp, self._model, self._inner, self._optimizers = amp, model, inner, optimizers
         self._also, self._folder = also, folder
         self._serial = max((step for step, _ in candidates(folder)), default=-1) + 1
-        self._ranks = Inside(amp).ranks
+        self._ranks = SessionView(amp).ranks
         self.all = []
 
     def add(self, step: int, cursor: int) -> None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from castwise.core.plans.formats import FORMATS
 from castwise.core.plans.text import some
-from castwise.core.session.amp import Amp, Inside
+from castwise.core.session.amp import Amp, SessionView
 from castwise.lab.watch.alarms import Alarms
 from castwise.lab.watch.records import Alarm, Sample
 from castwise.lab.watch.turns import RECENT, Turn
@@ -31,7 +31,7 @@ class Judge:
 
     def __init__(self, amp: Amp, crossed: Alarms) -> None:
         self.news: list[Alarm] = []
-        self._amp, self._session, self._crossed = amp, Inside(amp), crossed
+        self._amp, self._session, self._crossed = amp, SessionView(amp), crossed
 
     def judge(self, turn: Turn, sample: Sample) -> None:
         """Hold a sample against them."""

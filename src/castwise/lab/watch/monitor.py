@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from castwise.core import _torch
 from castwise.core.masters import OfThisProcess
 from castwise.core.scaler import StepResult
-from castwise.core.session.amp import Amp, Inside
+from castwise.core.session.amp import Amp, SessionView
 from castwise.errors import CheckpointError, NonFiniteError, PlanError, StateError, check_count
 from castwise.lab.watch.alarms import Alarms, Line, lines_of
 from castwise.lab.watch.audit import Auditor, badness, failed
@@ -117,7 +117,7 @@ class Monitor(OfThisProcess):
         self.samples: deque[Sample] = deque(maxlen=KEPT)
         self.alarms: deque[Alarm] = deque(maxlen=KEPT)
         self.audits: deque[Audit] = deque(maxlen=KEPT)
-        self._amp, self._session = amp, Inside(amp)
+        self._amp, self._session = amp, SessionView(amp)
         self._every, self._audit_every, self._on_alarm = every, audit_every, on_alarm
         self._crossed = Alarms(lines_of(lines))
         self._auditor = None if loss is None else Auditor(loss, batches, accumulate)

@@ -31,7 +31,7 @@ from castwise.core.ranks import ALONE, Ranks
 from castwise.core.ranks.pieces import is_dtensor
 from castwise.core.ranks.text import named
 from castwise.core.scaler import StepResult
-from castwise.core.session.amp import Amp, Inside
+from castwise.core.session.amp import Amp, SessionView
 from castwise.errors import CheckpointError, PlanError, StateError, check_count
 from castwise.lab.watch import step_files
 from castwise.lab.watch.following import follow
@@ -115,7 +115,7 @@ class Recorder(OfThisProcess):
     ) -> None:
         check_count("Recorder", "most", most, 1)
         self._model = check_prepared("Recorder", amp, model)
-        self._amp, self._session = amp, Inside(amp)
+        self._amp, self._session = amp, SessionView(amp)
         self._workload, self._most, self._copies = workload, most, copies
         self._folder, self._is_cut = Path(folder), any(map(is_dtensor, self._model.parameters()))
         self._counts: dict[str, int] = {}
@@ -372,7 +372,7 @@ def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
         raise StateError(
             f"{call}: this {type(inner).__name__} was not prepared by this Amp; call amp.prepare(model, optimizer) first"
         )
-    if any(map(Inside(amp).agreement.pieces.is_part, inner.parameters())):
+    if any(map(SessionView(amp).agreement.pieces.is_part, inner.parameters())):
         raise StateError(
             f"{call}: of this {type(inner).__name__} each rank holds a part, a stage of a pipeline or weights cut by hand, of which no "
             "process can make the whole; save checkpoints, and go back to those"

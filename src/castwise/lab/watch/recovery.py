@@ -25,7 +25,7 @@ from castwise.core.checkpoint.storage import local_of
 from castwise.core.files import write_whole
 from castwise.core.masters import OfThisProcess
 from castwise.core.plans.plan import Plan
-from castwise.core.session.amp import Amp, Inside
+from castwise.core.session.amp import Amp, SessionView
 from castwise.errors import CheckpointError, DivergedError, PlanError, StateError, check_count, sentence
 from castwise.lab.result import Result
 from castwise.lab.watch.diagnosis import Verdict, diagnose
@@ -33,8 +33,8 @@ from castwise.lab.watch.good_states import Good, GoodStates
 from castwise.lab.watch.moments import Moment, set_generators
 from castwise.lab.watch.passes import Loss
 from castwise.lab.watch.recorder import check_prepared
-from castwise.lab.watch.returns import Return, gave_up
 from castwise.lab.watch.rewind import Rewind
+from castwise.lab.watch.rollback import Rollback, gave_up
 from castwise.lab.watch.symptoms import Symptoms, summed
 
 _NO_MORE = object()
@@ -88,7 +88,7 @@ class Recovery(OfThisProcess, Result):
     """
 
     kind: ClassVar[str] = "recovery"
-    returns: tuple[Return, ...]
+    returns: tuple[Rollback, ...]
     """What was done so far."""
     step: int
     """Of the batch that was handed out last, by the order of the data: it goes back too."""
@@ -117,7 +117,7 @@ class Recovery(OfThisProcess, Result):
         self._amp, self._model, self._loss = amp, model, loss
         self._folder, self._every, self._attempts = Path(folder), every, attempts
         self._data = Rewind(keep_bytes)
-        self._ranks = Inside(amp).ranks
+        self._ranks = SessionView(amp).ranks
         self._accidents: dict[int, int] = {}
         """By step, how often its divergence was called an accident."""
         self._tries = 0
@@ -337,7 +337,7 @@ class Recovery(OfThisProcess, Result):
     # --- what was done ----------------------------------------------------------------------------------------
 
     def _log(self, suspect: _Suspect, verdict: Verdict, action: str) -> None:
-        one = Return(
+        one = Rollback(
             suspect.step,
             suspect.to_step,
             suspect.symptom,

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from castwise.core import _torch
-from castwise.core.session.amp import Amp, Inside
+from castwise.core.session.amp import Amp, SessionView
 from castwise.lab.watch.records import RegionSample, Sample
 from castwise.lab.watch.statistics import Number, Outputs, Update, aside, join, read, region_of, shares
 from castwise.lab.watch.turns import Turn
@@ -35,7 +35,7 @@ class Sampler:
         self.outputs = Outputs(amp.device_type)
         self.unseen: dict[str, None] = {}
         self.skipped_before = 0
-        self._amp, self._session = amp, Inside(amp)
+        self._amp, self._session = amp, SessionView(amp)
         self._blind = 0
         self._compiled: weakref.WeakSet[nn.Module] | None = None
         self._dropped: Any = WeakIdKeyDictionary()

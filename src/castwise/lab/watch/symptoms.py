@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from castwise.core.ranks import Ranks
 from castwise.core.scaler import StepResult
-from castwise.core.session.amp import Amp, Inside
+from castwise.core.session.amp import Amp, SessionView
 from castwise.errors import StateError
 from castwise.lab.watch.following import follow
 from castwise.lab.watch.losses import LossLine
@@ -54,7 +54,7 @@ class Symptoms:
         self.end = follow(amp, self._on_loss, self._on_step)
 
     def _on_loss(self, loss: Tensor, name: str) -> None:
-        Inside(self._amp).agreement.check_even("Recovery")
+        SessionView(self._amp).agreement.check_even("Recovery")
         self._losses.append((name, loss.detach().clone()))
 
     def _on_step(self, _: Sequence[Optimizer], result: StepResult) -> None:

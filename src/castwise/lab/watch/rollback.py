@@ -14,7 +14,7 @@ LOG = "recovery.jsonl"
 
 
 @dataclass(frozen=True)
-class Return:
+class Rollback:
     """One return to a good state.
 
     Attributes:
@@ -56,7 +56,7 @@ class Return:
             warnings.warn(f"Recovery: {LOG} was not written: {error}", stacklevel=5)
 
 
-def gave_up(step: int, symptom: str, returns: tuple[Return, ...], folder: Path) -> str:
+def gave_up(step: int, symptom: str, returns: tuple[Rollback, ...], folder: Path) -> str:
     """What to say where going back did not help: the returns that were tried."""
     told = "; ".join(f"step {one.step}: {one.symptom}: {one.action}" for one in returns)
     return (

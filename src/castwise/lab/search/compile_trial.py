@@ -72,7 +72,7 @@ the gradient of the whole model where the parameter's own has no signal."""
 
 
 @dataclass(frozen=True)
-class Trial:
+class CompileTrial:
     """What a trial found.
 
     Attributes:
@@ -89,14 +89,14 @@ class Trial:
     difference: float = 0.0
 
 
-def run_trial(_pipe: Connection, workload: bytes, line: str, device: str, seed: int) -> Trial:
+def run_trial(_pipe: Connection, workload: bytes, line: str, device: str, seed: int) -> CompileTrial:
     """Try a plan that compiles; what :class:`castwise.lab.timing.processes.Home` starts."""
     plan = Plan.from_json(line)
     belong_to(plan)
     return try_compiled(received(workload), plan, torch.device(device), seed)
 
 
-def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int) -> Trial:
+def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int) -> CompileTrial:
     """Compile a plan, and compare its gradients and its steps with those of the same plan as it is.
 
     Changes settings of the process that compiling follows: it should hold nothing else.
@@ -112,14 +112,14 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
             compiled = TrainingRun(workload, plan, device, seed)
             worst, where = _difference(eager, compiled, workload, plan, data, device)
         if compiled.compilations == 0:
-            return Trial("not compiled: torch.compile finds nothing in it that it can compile")
+            return CompileTrial("not compiled: torch.compile finds nothing in it that it can compile")
         if math.isnan(worst):
-            return Trial(
+            return CompileTrial(
                 "not compiled: its gradients at its first loss scale are not finite, so that nothing tells whether they are right",
                 compiled.compile_s,
             )
         if worst > 1.0:
-            return Trial(
+            return CompileTrial(
                 f"not compiled: the gradient of {where} differs from the same plan's uncompiled by {math.sqrt(worst):.1f} times what "
                 "its format leaves open",
                 compiled.compile_s, difference=worst,
@@ -133,18 +133,20 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
             compiled.block(1)
             counts.append(compiled.compilations)
         if counts[-1] > counts[-1 - SETTLED]:
-            return Trial(
+            return CompileTrial(
                 "not compiled: it is compiled anew at every step", compiled.compile_s, difference=worst
             )
         eager.block(2)
         eager_s, step_s = _times([eager, compiled], device)
     except Exception as error:
         if _torch.dynamo.gave_up(error):
-            return Trial(
+            return CompileTrial(
                 "not compiled: it is compiled anew without end, for batches that differ in shape or the like"
             )
-        return Trial(f"does not compile: {sentence(getattr(error, 'inner_exception', error), whole=False)}")
-    return Trial("", compiled.compile_s, eager_s, step_s, worst)
+        return CompileTrial(
+            f"does not compile: {sentence(getattr(error, 'inner_exception', error), whole=False)}"
+        )
+    return CompileTrial("", compiled.compile_s, eager_s, step_s, worst)
 
 
 @contextlib.contextmanager
