@@ -71,10 +71,10 @@ def headline(record: Record) -> str:
     ]
     if not born:
         if any(call["forward"]["own"] is None for call in record["calls"][1:]) and _all(record, "own", None):
-            return f"{b} against {a}: where an error is born could not be told."
+            return f"{b} against {a}: where errors arise could not be determined."
         if not any(_number(call[d]["error"]) for call in record["calls"] for d in _DIRECTIONS):
             return f"{b} and {a} agree to the last bit."
-        return f"Under {b} no error is born that rounding does not explain: against {a} there is rounding, and what comes of it."
+        return f"Under {b} rounding explains every difference from fp32: against {a} there is rounding, and what comes of it."
     first, direction = max(
         born, key=lambda pair: max(_number(pair[0][d]["excess"]) for d in _DIRECTIONS)
     )  # of both directions of one call forward

@@ -51,7 +51,7 @@ def headline(record: Record) -> str:
         )
     if same:
         said.append(
-            f"Served by {words.listed(same)} every token has the very probability that it has under {train}."
+            f"Served by {words.listed(same)} every token has exactly the probability that it has under {train}."
         )
     return " ".join(said)
 

@@ -404,7 +404,7 @@ def verification_sentence(record: Record) -> str:
     if found is None:
         return ""
     said = {
-        "not worse": "The plan is not worse than fp32 by the margin that was set before",
+        "not worse": "The plan is not worse than fp32 by more than the margin that was set beforehand",
         "worse": "The plan is worse than fp32",
         "not shown": "The runs do not show that the plan is not worse than fp32",
     }.get(found["verdict"], found["verdict"])

@@ -105,7 +105,7 @@ def test_what_is_no_collection_of_batches_is_refused(given: Any, kind: str) -> N
 
 @pytest.mark.parametrize("empty", [[], (), lambda _seed: iter(())])
 def test_no_batch_at_all_is_an_error_and_no_endless_loop(empty: Any) -> None:
-    text = "parity: batches gave no batch at all; give at least one, better 16 or more"
+    text = "parity: batches is empty; give at least one batch, better 16 or more"
     with pytest.raises(WorkloadError, match=f"^{re.escape(text)}$"):
         _first(empty, 1)
 

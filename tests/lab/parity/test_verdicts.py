@@ -270,7 +270,7 @@ def test_a_loss_that_differs_from_itself_is_said_to() -> None:
     assert found.verdict == "undecided"
     assert not found
     assert re.fullmatch(
-        r"the loss is not deterministic: repeated, it differs from itself by \S+ of an update, and the plan from fp32 by \S+",
+        r"the loss is not deterministic: computed twice, it differs by \S+ of an update, and the plan from fp32 by \S+",
         found.reason,
     )
 
@@ -302,7 +302,7 @@ def test_without_an_optimizer_parameters_stored_low_are_undecided() -> None:
     found = castwise.parity(Framed(nn.GELU()), _loss, _batches, "bf16-true")
     assert found.verdict == "undecided"
     assert found.reason.endswith(
-        "; but parameters are stored low without masters, and without optimizer= nothing tells how many updates rounding "
+        "; but parameters are stored low without masters: give optimizer= to measure how many updates rounding "
         "drops"
     )
 
@@ -473,7 +473,7 @@ def test_batches_that_are_used_up() -> None:
 def test_no_batches() -> None:
     _refused(
         WorkloadError,
-        "parity: batches gave no batch at all; give at least one, better 16 or more",
+        "parity: batches is empty; give at least one batch, better 16 or more",
         batches=[],
     )
 

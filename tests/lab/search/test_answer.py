@@ -90,10 +90,10 @@ def test_what_was_measured_by_itself_is_said_where_whole_steps_do_not_show_it() 
     assert search.final is not None
     search.spared = 0.04
     assert answer(search).startswith(
-        "Stay in fp32, switch to the fused AdamW: as fast, as far as can be told ("
+        "Stay in fp32, switch to the fused AdamW: equally fast within the error ("
     )
     search.final.choice = {fused}
-    said = "Stay in fp32, switch to the fused AdamW: 4 % less of a step, measured by itself; whole steps are as fast, as far as can be"
+    said = "Stay in fp32, switch to the fused AdamW: timed alone it saves 4 % of a step; whole steps are equally fast within the error"
     assert answer(search).startswith(said)
     shown = searched(fused, {FP32: 0.12, fused: 0.1})
     assert shown.final is not None
@@ -113,7 +113,7 @@ def test_what_the_race_decided_is_said_in_a_sentence_of_its_own() -> None:
     known.final.behind = search.final.behind = {(FP32, AUTOCAST): 1.63}
     assert said not in why(known)
     search.final.times_s[1][0] = [0.2] * 4
-    assert re.search(r"as far as can be told \(0\.\d+-[\d.]+\)\.", answer(search))
+    assert re.search(r"within the error \(0\.\d+-[\d.]+\)\.", answer(search))
     assert why(search)[0] == said
 
 
@@ -141,9 +141,7 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     slow.contest.entries[LEAN] = Entry(LEAN, reason="out of memory")
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
     unmeasured = searched(FP32, {FP32: 0.1}, goal="memory")
-    assert answer(unmeasured).endswith(
-        ": the peak memory of no other plan was measured; a longer --budget would do."
-    )
+    assert answer(unmeasured).endswith(": no other plan's peak memory was measured; use a longer --budget.")
     unknown = searched(FP32, {FP32: 0.1, AUTOCAST: 0.1})
     assert unknown.final is not None
     unknown.findings[AUTOCAST] = SOUND
@@ -162,7 +160,7 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
 
 
 def test_an_interval_without_ends_is_no_speed() -> None:
-    """A final of one round said "as fast, as far as can be told (0.00-inf)"."""
+    """A final of one round said "equally fast within the error (0.00-inf)"."""
     search = searched(LEAN, {FP32: 0.1, LEAN: 0.1, AUTOCAST: 0.1})
     assert search.final is not None
     search.final.times_s = [[one[0][:1]] for one in search.final.times_s]
@@ -240,4 +238,4 @@ def test_every_plan_has_its_standing() -> None:
         "bf16-mixed": "chosen", "fp32": "baseline", "bf16-mixed+optimizer=fused": "tie",
         "bf16-master": "rejected", str(LEAN): "not tried",
     }  # fmt: skip
-    assert rows["bf16-mixed"].reason == "the simplest of those that are as fast as can be told"
+    assert rows["bf16-mixed"].reason == "the simplest of those that are as fast within the error"

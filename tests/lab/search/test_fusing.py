@@ -61,7 +61,7 @@ def test_an_optimizer_that_gains_by_its_fused_kernel_is_fused_and_its_times_are_
     assert saves
     (note,) = search.notes
     assert note.startswith("AdamW takes ")
-    assert "% less of the whole, so that the final compared plans with optimizer=fused" in note
+    assert "% of a step, so the final compared plans with optimizer=fused" in note
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_what_there_is_no_time_for_is_not_tried_and_that_is_said() -> None:
     with search.home:
         assert not saves_page_faults(search, FP32)
     (note,) = search.undecided
-    assert note == "Whether keeping freed memory saves page faults was not tried: the time was spent before."
+    assert note == "Whether keeping freed memory saves page faults was not tried: the time ran out."
 
 
 def test_keeping_changes_no_numerics_and_is_nearly_free() -> None:

@@ -76,7 +76,7 @@ def test_doubt_has_to_be_worth_something(search: SearchState, rival: Plan) -> No
     """What is sound, or computes in fp32, is as fast in the race."""
     assert not clear(search, {FP32: 0.002, LIKE_FP32: 0.001, rival: 0.00102}, [FP32, rival], [LIKE_FP32])
     assert search.reasons == {
-        LIKE_FP32: "damage 0.11; training runs, which could decide, were spared: in the race it was not 3 % faster than "
+        LIKE_FP32: "damage 0.11; training runs were not spent on it, since in the race it was not 3 % faster than "
         + in_words(rival)
     }
     assert not runs(search)

@@ -33,14 +33,14 @@ def copied(folder: Path, scratch: Path) -> Path:
     if sum(_sizes(here)) > LARGEST_BYTES:
         raise CastwiseError(
             f"castwise try: the working folder holds more than {LARGEST_BYTES >> 30} GiB, which is not copied for each plan; run "
-            "it from a folder with less in it, or with --in-place, where every plan's run writes what the script writes"
+            "it from a smaller folder, or with --in-place, where the run of each plan overwrites the script's files"
         )
     try:
         _copy(here, folder, here, folder, scratch)
     except OSError as error:
         raise CastwiseError(
-            f"castwise try: the working folder cannot be copied into {str(scratch)!r}: {error.strerror}. Name a folder with room "
-            "by the environment variable TMPDIR, or use --in-place, where every plan's run writes what the script writes"
+            f"castwise try: the working folder cannot be copied into {str(scratch)!r}: {error.strerror}. Set the environment variable "
+            "TMPDIR to a folder with enough space, or use --in-place, where the run of each plan overwrites the script's files"
         ) from error
     return folder
 

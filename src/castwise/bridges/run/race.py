@@ -278,7 +278,7 @@ def _check_first(child: _Child, script: str, in_place: bool) -> None:
             ". It ran in a copy of the working folder: what lies beside that is named by its whole path, or is found with --in-place"
         )  # fmt: skip
         raise CastwiseError(
-            f"castwise try {script!r}: under {child.name} {took}; its last words: {last}{lacks}. Run it by castwise run --plan "
+            f"castwise try {script!r}: under {child.name} {took}. Its last output: {last}{lacks}. Run it by castwise run --plan "
             f"{child.name} to see all that it says"
         )
 

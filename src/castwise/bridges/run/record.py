@@ -236,7 +236,7 @@ def tune_script(
             process.wait()
             log.seek(0)
             last = last_words(log.read().decode(errors="replace").splitlines())
-            found = f"castwise try {script!r}: it failed; its last words: {last}"
+            found = f"castwise try {script!r}: it failed. Its last output: {last}"
         finally:
             end(process, 0)
     if isinstance(found, str):

@@ -180,7 +180,7 @@ def _cures(
                     f"{plan.compute} can compute it; {search}",
                 ]
     tried = min(trials, len(kinds))
-    return [f"No kind of module alone cures it, of {tried} that were tried in fp32. Try: {search}"]
+    return [f"None of the {tried} kinds of modules that were tried in fp32 cures it alone. Try: {search}"]
 
 
 def _kinds(model: Any) -> list[tuple[str, str]]:

@@ -71,7 +71,7 @@ def bench(
     starts: Annotated[
         int,
         typer.Option(
-            help="How often every plan is started to be timed, in a process of its own; 0: all are timed once, in one process."
+            help="How many times each plan is started, each time in a new process; 0 times all plans once, in one process."
         ),
     ] = 5,
     device: Device = None,
@@ -128,7 +128,7 @@ def tune(
     ] = 0,
     verify_seeds: Annotated[int, typer.Option(help="How many pairs of these runs.")] = 8,
     warmup_steps: Annotated[
-        int, typer.Option(help="fp32 steps after which the numerics are looked at once more; 0 for not.")
+        int, typer.Option(help="Check the numerics again after this many fp32 steps; 0 for no second check.")
     ] = 0,
     accumulate: Annotated[int, typer.Option(help="Microbatches accumulated per update.")] = 1,
     world_size: Annotated[
@@ -194,7 +194,7 @@ def train(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="What the processes that torchrun has started share out: dp2, fsdp2, tp2, pp2, products such as dp2xtp2.",
+            help="How torchrun's processes divide the work: dp2, fsdp2, tp2, pp2, products such as dp2xtp2.",
             show_default="dp over all of them",
         ),
     ] = None,
@@ -335,7 +335,7 @@ def replay(
     device: Device = None,
     rank: Annotated[
         int | None,
-        typer.Option(help="Of a step that several ranks made, the part of this one.", show_default="all"),
+        typer.Option(help="Whose part of a step to replay, where several ranks made it.", show_default="all"),
     ] = None,
     find: Annotated[bool, typer.Option(help="Look for the operator that began what is not finite.")] = True,
     out: Annotated[Path | None, path_option("Folder for the record of it.", "none is written")] = None,

@@ -24,7 +24,7 @@ def as_path(given: str) -> Path:
         given.encode()
     except UnicodeEncodeError:
         raise typer.BadParameter(
-            f"{given!r} holds bytes that are not text, so no record could name it; rename it, or give another path"
+            f"{given!r} is not valid text, so a record cannot store it; rename it, or give another path"
         ) from None
     return Path(given)
 

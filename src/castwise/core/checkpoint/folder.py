@@ -253,7 +253,7 @@ class Draft:
         hold(self.folder, f"save(step={self.step})")
         if self.path.exists() and not _is_ours(self.path):
             raise CheckpointError(
-                f"save(step={self.step}): {self.path} exists and has no manifest of castwise's, so it is not replaced; move it "
+                f"save(step={self.step}): {self.path} exists and has no castwise manifest, so it is not replaced; move it "
                 "away, or save into another folder"
             )
         for path in list(self.folder.iterdir()):

@@ -117,7 +117,7 @@ def save(
     later = ranks.first(lambda: draft.begin(values))
     if later is not None and ranks.rank == 0:
         warnings.warn(
-            f"save(step={step}): {later} is of a later step and stays the newest; delete it if the training was taken back",
+            f"save(step={step}): {later} is of a later step and stays the newest; delete it if training went back to an earlier step",
             stacklevel=2,
         )
     about = {
@@ -175,7 +175,7 @@ def finish(draft: Draft, stage: storage.Stage, about: dict[str, Any], keep: int 
         ranks.first(draft.abandon)  # all ranks are here, or none
         raise draft.not_written(str(error)) from error
     for task, trouble in (
-        (draft.confirm, "the disk has not confirmed its name, which a loss of power may undo"),
+        (draft.confirm, "the disk has not confirmed the rename, which a power failure may undo"),
         (lambda: draft.prune(keep), "an earlier checkpoint could not be deleted"),
     ):
         try:

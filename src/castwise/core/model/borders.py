@@ -259,7 +259,7 @@ def _refuse_export(kind: str) -> None:
         StateError: Always.
     """
     raise StateError(
-        f"torch.export of a prepared {kind}: a graph that is exported holds no casts of operators, so that it would fail at its first "
+        f"torch.export of a prepared {kind}: an exported graph would lack the plan's casts of operators, and fail at its first "
         "call. Export the model after amp.close(), which leaves it in fp32, or prepare it by a plan that casts no operators, such as "
         "'bf16-true' or 'fp32'."
     )

@@ -291,7 +291,7 @@ class Agreement:
     def _unknown(places: Sequence[int]) -> StateError:
         return StateError(
             f"step: {named(sorted({*places}))} had no backward since the last step, and gradients that no other rank has, so that "
-            "nobody can tell whether the loss scale is in them. Let each rank call amp.backward(loss), of a loss times 0 where it has "
+            "it is unknown whether the loss scale is in them. Let each rank call amp.backward(loss), of a loss times 0 where it has "
             "no batch, or clear the gradients; where they are set or summed by hand, call amp.unscale_(optimizer) on all ranks before"
         )
 

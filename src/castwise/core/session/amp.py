@@ -86,8 +86,8 @@ class Amp(masters.OfThisProcess):
             where their gradients can differ. By default all ranks; ``castwise.ranks.ALONE`` is this process by itself.
         nonfinite: What becomes of a step whose gradients hold an infinity or a NaN, under every plan. ``"skip"``: it is
             passed over, and counted. ``"raise"``: it is an error before anything has changed, at once under a plan
-            without a loss scale, and under one with a scale when no smaller one is left to try. ``"allow"``: nobody
-            looks; not for plans with a loss scale, which finds its size by skipping.
+            without a loss scale, and under one with a scale when no smaller one is left to try. ``"allow"``: gradients
+            are not checked; not for plans with a loss scale, which finds its size by skipping.
         patience: Skipped steps in a row before an error names the parameters; under a dynamic loss scale those count
             that its floor ends.
 
@@ -680,8 +680,8 @@ class Amp(masters.OfThisProcess):
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise PlanError(
-                    f"step({shown(optimizer)}): a {type(optimizer).__name__} is not an optimizer. Allowed: the optimizers that were prepared, "
-                    "one after the other; the largest norm has a name: amp.step(optimizer, max_norm=1.0)"
+                    f"step({shown(optimizer)}): a {type(optimizer).__name__} is not an optimizer. Allowed: prepared optimizers, each as an "
+                    "argument of its own; give the norm to clip to by name: amp.step(optimizer, max_norm=1.0)"
                 )
             if not self._members.holds(optimizer):
                 raise StateError(

@@ -267,7 +267,7 @@ def _tell_beside(watched: _Watched, name: str) -> None:
     model = watched.model()
     kind, dtype = type(model).__name__, str(watched.dtype).removeprefix("torch.")
     said = (
-        f"part of the loss was computed from {name} beside the call of the prepared {kind}, so that the operators there were not cast "
+        f"part of the loss was computed from {name} outside a call of the prepared {kind}, so that the operators there were not cast "
         f"to {dtype} as the plan {watched.plan} says"
     )
     if watched.say is not None:

@@ -257,7 +257,7 @@ def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
         if _torch.dynamo.ran_compiled(model)
         else "is cut into shards, whose groups are by the formats that parameters are stored in"
         if low and any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-        else "is in DistributedDataParallel, which keeps parameters of the format that it has met"
+        else "is in DistributedDataParallel, which was built for the format that parameters have now"
         if low and wrappers.ddp_around(model) is not None
         else ""
     )
@@ -282,7 +282,7 @@ def check_late(found: Inventory, resolution: Resolution) -> None:
     if late:
         dtype = str(found.low[late[0]].dtype).removeprefix("torch.")
         raise StateError(
-            f"prepare: {some(late, 3)} of this {found.kind} came or were unfrozen after it was prepared, and are stored in "
+            f"prepare: {some(late, 3)} of this {found.kind} were added or unfrozen after it was prepared, and are stored in "
             f"{dtype}: the plan {resolution.plan} keeps parameters in fp32, and their updates would be rounded away. Store them in fp32 "
             "first (.float()), or amp.close() and prepare model and optimizers with widen=True."
         )

@@ -53,25 +53,25 @@ _DOMAINS = frozenset({
 })
 
 ADVICE: Mapping[str, str] = {
-    "overflow": "keep what leads up to it small: scale before the product, subtract the maximum before exp, take a mean for a sum",
+    "overflow": "keep its inputs small: scale before the product, subtract the maximum before exp, take a mean instead of a sum",
     "exp of a large value": "subtract the largest input before exp, or use torch.logsumexp, softmax or log_softmax, which do so",
     "0/0": "add an epsilon that the format holds to the denominator; where torch.where picks the other branch, put a safe value "
     "into the denominator before dividing, since backward divides in both branches",
     "division by zero": "add an epsilon that the format holds to the denominator, or clamp it away from zero",
     "log of zero": "clamp the argument away from zero before log, or work with log_softmax and logsigmoid",
     "log of a negative value": "see why the argument is negative: a difference that should be positive loses its sign in rounding",
-    "outside of the domain": "clamp the argument into the operator's domain, a little inside of its ends",
-    "inf - inf": "the infinities were meant, and meet here: keep one value in each row unmasked, or fill with the format's smallest "
+    "outside of the domain": "clamp the argument to slightly inside the operator's domain",
+    "inf - inf": "the infinities are masks that meet here: keep one value in each row unmasked, or fill with the format's smallest "
     "finite value in place of -inf",
     "0 * inf": "an infinity that was meant is multiplied by zero: choose by torch.where or masked_fill in place of a product",
     "a row of nothing but -inf": "every value of a row is masked: keep one unmasked, or fill with torch.finfo(dtype).min",
-    "nothing to reduce": "a selection came out empty: leave its term out where there is nothing in it",
+    "nothing to reduce": "a selection is empty: leave its term out of the loss then",
     "data": "clean the data, or leave the batch out",
-    "parameter": "the weights are spoilt already: go back to a checkpoint, and look at the step before",
-    "buffer": "the buffer was spoilt before this pass: go back to a checkpoint, or see where it is written",
-    "constant": "the program writes this value down itself; see that nothing but a masked position sees it",
-    "memory": "memory is read that nobody has written to: use zeros in the place of empty, or write all of it",
-    "unseen": "it was made where torch shows no operators: in NumPy, in an extension, or before the loss was called",
+    "parameter": "the weights are not finite already: go back to a checkpoint, and inspect the step before",
+    "buffer": "the buffer was not finite before this pass: go back to a checkpoint, or inspect the code that writes it",
+    "constant": "the program sets this value itself; make sure that only masked positions use it",
+    "memory": "memory is read that was never written: use zeros instead of empty, or write all of it",
+    "unseen": "it was computed where torch records no operators: in NumPy, in an extension, or before the loss was called",
     "unknown": "look at the inputs of the operator",
 }  # fmt: skip
 """What to do where no format cures it, by the kind of cause."""
@@ -218,7 +218,7 @@ def _kind(
             )
         if name in _POWERS or name in _PRODUCTS:
             return "0 * inf", "a zero meets an infinity in a product"
-        return "inf - inf", "infinities of both signs meet, or one is taken off another"
+        return "inf - inf", "infinities of opposite sign are added, or one is subtracted from another"
     if first is None:
         return "unknown", "the operator has no floating input"
     if name in _EXPONENTIALS:

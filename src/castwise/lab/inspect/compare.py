@@ -223,7 +223,7 @@ class _Comparing:
             )
         except Exception as error:  # of the user's code, which may not bear other values than its own
             self._notes.append(
-                f"Calls could not be given the first plan's values, so that no own errors are known: {told(error)}"
+                f"Calls could not be given the first plan's values, so the error that each call adds is not known: {told(error)}"
             )
             return None
         return Own(own, expected, ran_base, ran_own, ran_expected)

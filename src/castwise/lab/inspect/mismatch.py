@@ -163,7 +163,7 @@ def mismatch(
             sums = [functools.reduce(operator.iadd, of_plan) for of_plan in zip(*every, strict=True)]
             if not sums[0].count:
                 raise WorkloadError(
-                    "mismatch: batches gave no token to compare; give at least one batch of two tokens"
+                    "mismatch: the batches have no tokens to compare; give at least one batch of two tokens"
                 )
             return Mismatch(
                 workload=type(ranks.model).__name__,

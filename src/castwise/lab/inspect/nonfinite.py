@@ -369,8 +369,8 @@ def _cause(origin: Origin) -> tuple[str, str]:
         what = "NaN" if origin.nan else "infinities"
         return origin.kind, f"{origin.name} holds {what} before the pass"
     return origin.kind if origin.kind in ADVICE else "unknown", {
-        "constant": "the program writes the value down itself, as a number or a tensor made in Python",
-        "memory": "memory is read that nobody has written to",
+        "constant": "the program sets the value itself, as a number or a tensor made in Python",
+        "memory": "memory is read that was never written",
         "unseen": "it was there when an operator was first given it",
     }.get(origin.kind, "")
 

@@ -103,7 +103,7 @@ def _reason(tensor: TensorForecast, cast: Cast) -> str:
         return f"{share} of the {tensor.kind} overflow{scale}, the largest is {tensor.largest:.2g}"
     if cast.underflow > LOST:
         what = f"{amounts.percent(cast.flush)} of the {tensor.kind} become 0{scale}"
-        return f"{what}, and of a result {amounts.percent(cast.underflow)} of the square is lost"
+        return f"{what}, and a result loses {amounts.percent(cast.underflow)} of its squared norm"
     return ""
 
 

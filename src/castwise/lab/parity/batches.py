@@ -94,7 +94,7 @@ def _again(make: Callable[[int], Any], call: str, seed: int) -> Iterator[Any]:
             got = True
             yield batch
         if not got:
-            raise WorkloadError(f"{call}: batches gave no batch at all; give at least one, better 16 or more")
+            raise WorkloadError(f"{call}: batches is empty; give at least one batch, better 16 or more")
 
 
 def _iterator(make: Callable[[int], Any], seed: int, call: str) -> Iterator[Any]:

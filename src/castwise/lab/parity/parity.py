@@ -376,7 +376,7 @@ class ParityTest:
         own = max(self.floor, self.repeat)
         if own > min(COMPARABLE * damage.value, FAIL):  # above FAIL fp32 is no reference at all
             what = (
-                "the loss is not deterministic: repeated, it differs from itself"
+                "the loss is not deterministic: computed twice, it differs"
                 if self.repeat >= self.floor
                 else "fp32 itself, rounding differently, differs from itself"
             )
@@ -495,7 +495,7 @@ def _with_updates(result: ParityResult, lost: float | None, passes: int) -> Pari
         if lost is None:
             verdict = "undecided"
             reason += (
-                "; but parameters are stored low without masters, and without optimizer= nothing tells how many updates "
+                "; but parameters are stored low without masters: give optimizer= to measure how many updates "
                 "rounding drops"
             )
         elif lost > LOST:

@@ -71,8 +71,8 @@ class Looking(Ranks):
                     f"{named(ranks)}: {_shown(every[ranks[0]][at])}" for ranks in [*told.values()][:5]
                 )
                 raise PlanError(
-                    f"{call}: ranks were given different {name} ({said}), and make one report; give every rank the same, or "
-                    "have each look by itself at the module inside of its wrapper"
+                    f"{call}: the ranks of one call were given different {name} ({said}). Give every rank the same, or "
+                    "call it on each rank by itself with the module inside the wrapper"
                 )
         return every[self.rank]
 

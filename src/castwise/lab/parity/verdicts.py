@@ -72,7 +72,7 @@ def compare(
             )
         return (
             "pass",
-            f"{value} is below {below:g} with its interval: not to be told from the noise of the data",
+            f"{value} is below {below:g} with its interval: not distinguishable from the noise of the data",
             False,
         )
     value, below, above = _worst(lines, [e.value / below for e, below, _, _ in lines])
@@ -80,7 +80,7 @@ def compare(
         return "fail", f"{value} is above {above:g}", True
     if all(e.value < line for e, line, _, _ in lines):
         value, below, _ = _worst(lines, [e.high / line for e, line, _, _ in lines])
-        what = f"is below {below:g}, its interval is not after {seen} microbatches; more of them would decide"
+        what = f"is below {below:g}, but its interval reaches above after {seen} microbatches; more of them would decide"
     elif any(e.value > line for e, _, line, _ in lines):
         what = f"is above {above:g}, and its interval reaches below {below:g} after {seen} microbatches; more of them would decide"
     else:

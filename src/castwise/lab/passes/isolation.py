@@ -54,7 +54,7 @@ def _refuse_lazy(model: torch.nn.Module, call: str) -> None:
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise WorkloadError(
-            f"{call}: {lazy[0]} has no shape yet, since the model is lazy; run it once on a batch and give it then"
+            f"{call}: {lazy[0]} has no shape yet, since the model is lazy; run it once on a batch first"
         )
 
 

@@ -103,7 +103,7 @@ def _speed_words(ratio: stats.Ratio | None) -> str:
         return "at a speed that is not known, since its times differ too much"
     interval = f"({ratio.low:.2f}-{ratio.high:.2f})"
     if round(ratio.low, 2) <= 1.0 <= round(ratio.high, 2):  # as it is printed
-        return f"as fast, as far as can be told {interval}"
+        return f"equally fast within the error {interval}"
     return f"{ratio.value:.2f} times as fast {interval}"
 
 
@@ -115,7 +115,7 @@ def _over_fp32(search: Search) -> str:
         return said
     if run_with(FP32, search.chosen) != search.chosen:  # what sets it apart is more than that
         return said
-    return f"{100.0 * search.spared:.0f} % less of a step, measured by itself; whole steps are {said}"
+    return f"timed alone it saves {100.0 * search.spared:.0f} % of a step; whole steps are {said}"
 
 
 def _memory_words(search: Search) -> str:
@@ -176,7 +176,7 @@ def _why_fp32(search: Search) -> str:
     others = _timed(search)
     sound = [plan for plan in others if not search.reasons.get(plan)]
     if not others and search.settings.goal == "memory" and not search.peaks.keys() - {FP32}:
-        return "the peak memory of no other plan was measured; a longer --budget would do"
+        return "no other plan's peak memory was measured; use a longer --budget"
     if not others:
         return (
             "all else that was tried is slower"
@@ -219,10 +219,10 @@ def why_chosen(search: Search) -> str:
             else "nothing else was timed to the end"
         )
     if _by_race(search):
-        return "ahead in the race, and as fast as can be told in the final"
+        return "faster in the race; in the final no difference could be measured"
     if tied(search):
         among = search.final.to_choose if search.final is not None else ""
-        return f"the simplest of those{among} that are as fast as can be told"
+        return f"the simplest of those{among} that are as fast within the error"
     ratios = [speed(search, search.chosen, plan) for plan in _timed(search) if _is_sound(search, plan)]
     slower = all(ratio is not None and ratio.low > 1.0 for ratio in ratios)
     return "the fastest sound plan" if slower else "no sound plan is known to be faster"
@@ -253,7 +253,7 @@ def _soundness(search: Search) -> str:
         return "It computes in fp32 throughout, so there is nothing to lose."
     if verified is not None and verified.verdict != "pass" and trained is not None:
         return (
-            f"Its gradients left it in doubt ({verified.reason}; damage is the relative error of an update), so training decided: "
+            f"Its gradients did not settle it ({verified.reason}; damage is the relative error of an update), so training runs did: "
             f"{in_training(trained)}."
         )
     if verified is not None and verified.verdict == "pass":
@@ -265,7 +265,7 @@ def _ties(search: Search) -> str:
     count = len(tied(search))
     if not count:
         return ""
-    return f"{count} other plan{'s tie' if count > 1 else ' ties'} with it as far as can be told, and it is the simplest of them."
+    return f"{count} other plan{'s are' if count > 1 else ' is'} as fast within the error; this one is the simplest."
 
 
 def _why_not_low(search: Search) -> str:

@@ -134,7 +134,7 @@ def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) ->
     except SilentError:
         return CompileTrial(
             NotTried(
-                f"not tried: compiling took longer than the {timeout_s:.0f} s that were left; a longer --budget would do"
+                f"not tried: compiling took longer than the {timeout_s:.0f} s that were left; use a longer --budget"
             )
         )
     except WorkloadError:

@@ -38,7 +38,7 @@ def find_exemptions(search: SearchState) -> None:
     search.notes.append(
         f"No set of regions made {low} pass; the plan is fp32."
         if result.verdict == "fail"
-        else f"Of the sets of regions that were tried none was shown to be sound in {low}, nor the last to be unsound: {result.reason}. "
+        else f"No set of regions that was tried is shown to be sound in {low}, and the last is not shown to be unsound: {result.reason}. "
         "The plan is fp32."
     )
     search.settle(FP32, None)

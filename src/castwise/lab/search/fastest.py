@@ -212,7 +212,7 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
         for plan in new:
             if (share := low_share(search, plan)) < BY_NAME:
                 search.passed_over[search.scaled(plan)] = (
-                    f"fp32 but for a name: {share:.0%} of the time would be in {name}"
+                    f"nearly everything would still run in fp32 ({share:.0%} of the time in {name})"
                 )
             else:
                 out.append(plan)

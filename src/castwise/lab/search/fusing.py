@@ -46,9 +46,7 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
     needs_s = 2 * (WARMUP + LEAST_ROUNDS) * step_s
     if ranks.at("the time left").same(needs_s > min(MOST_SHARE * budget_s, left_s)):
         search.passed_over[fused] = LATE
-        search.undecided.append(
-            "Whether the fused optimizer saves time was not tried: the time was spent before."
-        )
+        search.undecided.append("Whether the fused optimizer saves time was not tried: the time ran out.")
         return False
     begin = ranks.now()
     given_s, fused_s = contest.updates(
@@ -80,7 +78,7 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
         return False
     search.spared += likely
     search.notes.append(
-        f"{took[:1].upper()}{took[1:]}: {100.0 * likely:.0f} % less of the whole, so that the final compared plans with "
+        f"{took[:1].upper()}{took[1:]}: {100.0 * likely:.0f} % of a step, so the final compared plans with "
         "optimizer=fused."
     )
     return True

@@ -42,7 +42,7 @@ def saves_page_faults(search: SearchState, plan: Plan) -> bool:
         return False
     if search.left_s() < LEFT * search.settings.budget_s:
         search.undecided.append(
-            "Whether keeping freed memory saves page faults was not tried: the time was spent before."
+            "Whether keeping freed memory saves page faults was not tried: the time ran out."
         )
         return False
     search.tell(f"page faults of {in_words(plan)}")

@@ -114,7 +114,7 @@ class Search(SearchState):
             self.notes += arrival_notes(self)
         if missed := formats_not_reached(self):
             self.undecided.append(
-                f"{' and '.join(missed)} {'was' if len(missed) == 1 else 'were'} not tried: the time was spent before. A longer "
+                f"{' and '.join(missed)} {'was' if len(missed) == 1 else 'were'} not tried: the time ran out. A longer "
                 f"--budget would tell whether {'it is' if len(missed) == 1 else 'they are'} faster."
             )
         self.complete = not missed

@@ -27,7 +27,7 @@ from castwise.lab.search.state import FP32, MICROBATCHES, SearchState
 from castwise.lab.timing.failures import cannot_run, unfit
 
 BY_NAME = 0.1
-"""A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
+"""A plan that runs less than this share of the model's time low is nearly all fp32, and no candidate."""
 TRAINING_SHARE = 0.35
 """Training runs may take this share of the budget; half of it where finalists are compiled after them."""
 _TRAINING = "training runs"
@@ -90,7 +90,7 @@ def find_sound(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> 
             search.kept = {}
         elif (share := low_share(search, repaired)) < BY_NAME:
             search.reasons[plan] += (
-                f"; repaired it is fp32 but for a name: {share:.0%} of the time is in {plan.compute}"
+                f"; after repair nearly everything runs in fp32 ({share:.0%} of the time in {plan.compute})"
             )
             search.kept = {}
         elif repaired in search.findings and search.findings[repaired].verdict == "pass":
@@ -117,7 +117,7 @@ def cleared(
     for plans in each.values():
         rival = contest.order([*sound, *out])[0]
         if not contest.times_as_fast(plans[0], over=rival) > MARGIN:
-            more = f"; training runs, which could decide, were spared: in the race it was not 3 % faster than {in_words(rival)}"
+            more = f"; training runs were not spent on it, since in the race it was not 3 % faster than {in_words(rival)}"
         elif (found := training_runs(search, plans[0], after_s)) is None:
             more = ""
         elif found.verdict == "not worse":

@@ -123,7 +123,7 @@ class Lockstep(Ranks):
                     return _Gone(f"rank {at} ended it: {said['words']}")
         except RuntimeError:  # the store has gone with the rank that kept it
             pass
-        return _Gone(f"another rank has gone without a word ({first_line(error)})")
+        return _Gone(f"another rank ended without an error ({first_line(error)})")
 
     def leave(self, error: BaseException) -> None:
         """Say why this rank leaves before the end."""

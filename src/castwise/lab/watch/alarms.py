@@ -42,7 +42,7 @@ class Line:
             raise PlanError(f"{self!r}: raise_at and clear_at are finite numbers")
         if self.raise_at == self.clear_at:
             raise PlanError(
-                f"{self!r}: raise_at and clear_at are equal, so that nobody knows which side is good; put clear_at on the good side"
+                f"{self!r}: raise_at and clear_at are equal, so it is unclear which side is good; put clear_at on the good side"
             )
         if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
             raise PlanError(f"{self!r}: patience is a whole number >= 1")
@@ -103,7 +103,7 @@ _SAYS = {
         "compute='fp32'), or use a bf16 plan"
     ),
     "underflow": (
-        "rounding of small gradients behind {where} adds up to {value:.2g} of their square. Use a larger loss scale, or keep it in "
+        "rounding loses {value:.2g} of the squared norm of the gradients behind {where}. Use a larger loss scale, or keep it in "
         "fp32, Region({region!r}, compute='fp32')"
     ),
     "update_ratio": "{where} moves by {value:.2g} of its own size in one step. Lower the learning rate, clip, or warm up",
@@ -112,7 +112,7 @@ _SAYS = {
         "rounding drops {value:.0%} of the updates: parameters are stored low without masters. Use a plan with masters, such as "
         "'bf16-master'"
     ),
-    "audit": "held against fp32 the plan's gradients fail now: {detail}. Tune again from these weights, or use an fp32 plan",
+    "audit": "compared with fp32 the plan's gradients now fail: {detail}. Tune again from these weights, or use an fp32 plan",
 }
 
 

@@ -243,8 +243,8 @@ class Recorder(OfThisProcess):
         step.why = kind, f"{type(error).__name__}: {error}"
         if step.begun and step.weights is None:
             warnings.warn(
-                f"Recorder: the step that ended in an error ({type(error).__name__}) was not written: its optimizer has begun, so that the "
-                "weights that it began with are gone; Recorder(..., copies=True) keeps them",
+                f"Recorder: the step that ended in an error ({type(error).__name__}) was not written: its optimizer had begun to update "
+                "the weights that the step started from; Recorder(..., copies=True) keeps them",
                 stacklevel=3,
             )
         elif self._is_cut and self._session.ranks.size > 1:
@@ -374,7 +374,7 @@ def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
         )
     if any(map(SessionView(amp).agreement.pieces.is_part, inner.parameters())):
         raise StateError(
-            f"{call}: of this {type(inner).__name__} each rank holds a part, a stage of a pipeline or weights cut by hand, of which no "
-            "process can make the whole; save checkpoints, and go back to those"
+            f"{call}: each rank holds a part of this {type(inner).__name__}, a stage of a pipeline or weights that were sharded by hand, and "
+            "no process can assemble the whole; save checkpoints, and go back to those"
         )
     return inner

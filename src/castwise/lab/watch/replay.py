@@ -305,7 +305,7 @@ def replay(
         records = [one for one in records if one.rank == rank]
         if not records:
             raise PlanError(
-                f"replay(rank={rank!r}): {str(record.path)!r} is of {record.world_size} ranks, and not of that one"
+                f"replay(rank={rank!r}): {str(record.path)!r} was written by {record.world_size} ranks, numbered from 0"
             )
     if (model is None) != (loss is None):
         raise StateError("replay: give model and loss both, or neither and a workload")

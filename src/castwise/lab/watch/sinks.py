@@ -194,8 +194,8 @@ class Sinks:
             if name not in self._failed:
                 self._failed.add(name)
                 warnings.warn(
-                    f"Monitor: {_WHAT[name]} failed ({type(error).__name__}: {error}); training goes on, and so does the monitor, but "
-                    "what is lost there is lost",
+                    f"Monitor: {_WHAT[name]} failed ({type(error).__name__}: {error}); training and the monitor go on, but "
+                    "without what was to be written there",
                     stacklevel=2,
                 )
 

@@ -95,7 +95,7 @@ class Symptoms:
         value, skipped, known = total / self._ranks.size, skips > 0, not silent
         if not known and not self._heard:
             raise StateError(
-                "Recovery: a step was made, and no loss was seen, without which nobody knows whether it has diverged. Call "
+                "Recovery: a step was made, and no loss was seen, so whether it has diverged is unknown. Call "
                 "amp.backward(loss), or amp.scale(loss).backward(), in the place of loss.backward()"
             )
         self._heard, self._made = True, not skipped

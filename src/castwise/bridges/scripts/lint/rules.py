@@ -90,8 +90,8 @@ def scaler_with_bf16(script: Script) -> Iterator[Said]:
             yield Said(
                 script.line(call),
                 "scaler-with-bf16",
-                "bf16 has the range of fp32, so a loss scale saves nothing; it costs a look at all gradients and, while it is "
-                "sought, skipped steps",
+                "bf16 has fp32's range, so a loss scale gains nothing; it costs a check of all gradients and, until a scale is "
+                "found, skipped steps",
                 "leave the GradScaler out: loss.backward(), optimizer.step()",
             )
 

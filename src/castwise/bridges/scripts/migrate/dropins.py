@@ -167,7 +167,7 @@ class _DropIns:
                 self.edits.say(
                     node,
                     "left",
-                    f"nothing that the drop-in of {library} has is used here, so this import stays",
+                    f"this file uses nothing that the drop-in of {library} replaces, so the import stays",
                 )
                 return
             if self._moves(node, library):

@@ -102,7 +102,7 @@ def _with_others(result: FileResult, others: Mapping[str, bytes]) -> FileResult:
     names = [name for name, raw in others.items() if re.search(rb"\bapex\b|colossalai", raw)]
     if not names or all(finding.kind != "kept" for finding in result.findings):
         return result
-    said = f"the drop-in shares nothing with the library, which {', '.join(sorted(names))} may use too: migrate the folder"
+    said = f"the drop-in and the library share no state, and {', '.join(sorted(names))} may use the library too: migrate the whole folder"
     return dataclasses.replace(result, findings=(Finding(1, "left", said), *result.findings))
 
 

@@ -137,16 +137,14 @@ def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], s
                 and value.args
                 and view.code(value.args[0].value) == model.name
             ):
-                raise Undecided(
-                    item.node, f"{model.name!r} becomes something else after its optimizer was made"
-                )
+                raise Undecided(item.node, f"{model.name!r} is reassigned after its optimizer was made")
         elif wrapped:
             raise Undecided(
                 item.node,
-                f"{model.name!r} is wrapped before its optimizer is made, and amp.prepare goes before wrapping",
+                f"{model.name!r} is wrapped before its optimizer is made, but amp.prepare must come before wrapping",
             )
         elif view.suite(item.node) is not suite:
-            raise Undecided(item.node, f"{model.name!r} is made in another block than its optimizer")
+            raise Undecided(item.node, f"{model.name!r} is made in a different block from its optimizer")
 
 
 def wraps(view: View, value: cst.BaseExpression) -> bool:

@@ -71,7 +71,8 @@ class Session:
         self._look_at_scaler()
         if _UNSEEN.search(self.view.module.code):
             raise Undecided(
-                self.made, "the script reaches variables by name as text, or sets the format of autocast"
+                self.made,
+                "the script accesses variables by strings (globals, setattr), or sets autocast's dtype for the whole process",
             )
         for use in references(self.view, self.scaler):
             self._look_at_use(use)
@@ -153,7 +154,7 @@ class Session:
             if number is None:
                 raise Undecided(value, f"{name} is not a number written out")
             if name == "init_scale" and number < _FLOOR:
-                raise Undecided(value, "the scale begins below 2**-14, where that of a session ends")
+                raise Undecided(value, "the scale begins below 2**-14, the smallest of a session")
             items.append(
                 f"+loss_scale.{_SCALE_FIELDS[name]}={str(number).replace('e+', 'e').removesuffix('.0')}"
             )
@@ -185,7 +186,7 @@ class Session:
             ):
                 raise Undecided(
                     call,
-                    f"{name.value}.scale(...) is used for something else than .backward(); amp.scale and amp.grad do that",
+                    f"{name.value}.scale(...) is used for something other than .backward(); amp.scale and amp.grad do that",
                 )
             self._note(Event("backward", backward))
         elif what in ("step", "unscale_"):

@@ -188,7 +188,7 @@ class CastwisePrecision(Precision):
         whole = isinstance(module, LightningModule) and self._paths is None
         if whole and getattr(module, "_compiler_ctx", None) is not None:
             raise StateError(
-                f"CastwisePrecision: this {kind} is compiled already, its steps included, and a plan comes before compiling. Give "
+                f"CastwisePrecision: this {kind} is compiled already, its training step too, and a plan must be applied before compiling. Give "
                 "the Trainer the module itself, and compile by CastwisePrecision('...+compile=default', model='...')"
             )
         if whole and self.plan.compile != "as_given":

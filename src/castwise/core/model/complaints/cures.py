@@ -174,7 +174,7 @@ class Complaint:
             return f"{head} {sentence(list(dict.fromkeys(cures)), line, self._late)}"
         if self._late or not is_mismatch(self._text):
             return ""
-        return f"{head} No rule for it and no other dtype of what it is given makes this call run."
+        return f"{head} No rule for it and no other dtype of its inputs makes this call run."
 
     def _has_weights(self, calls: list[Call]) -> bool:
         mine = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}

@@ -115,7 +115,7 @@ def sentence(cures: list[str], line: str, late: bool) -> str:
     options = [*cures, *([line] if line else [])]
     tried = "which was tried on this call" if len(options) == 1 else "each of which was tried on this call"
     none = (
-        "No change of the plan that there was time to try cures it:"
+        "None of the changes of the plan that were tried in time cures it:"
         if late
         else "No rule of a plan cures it:"
     )
