@@ -91,11 +91,11 @@ WORDS: dict[str, tuple[list[str], str]] = {
     "bench without plans": (["bench", "sine", "--plans", ","], "--plans ',' names no plan"),
     "a long seed": (["train", "sine", "--seed", "99999999999999999999"], "is not a seed"),
     "a seed below zero": (["tune", "sine", "--seed", "-1"], "is not a seed"),
-    "bytes as a path": (["train", "sine", "--out", "\udcff/o"], "holds bytes that are not text"),
+    "bytes as a path": (["train", "sine", "--out", "\udcff/o"], "is not valid text"),
     "a layout": (["train", "sine", "--layout", "x"], "layout 'x': it names no part. Allowed: single, dp2"),
     "no layout": (["train", "sine", "--layout", ""], "layout '': it names no part. Allowed: single, dp2"),
     "a module": (["bench", ".:x"], "'.' is no name of a module"),
-    "bytes as a file": (["bench", "\udcff.py:x"], "holds bytes that are not text"),
+    "bytes as a file": (["bench", "\udcff.py:x"], "is not valid text"),
 }
 
 

@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[CastwiseError], str]] = {
     "missing": ({"loss": None}, WorkloadError, "tune(): loss is missing; give model=, loss=, batches= and optimizer="),
     "both": ({"workload": "digits"}, WorkloadError, "tune(workload, model=...): give a workload or its parts, not both"),
     "iterator": ({"batches": iter(data())}, WorkloadError, "tune: batches is an iterator (list_iterator), which can be"),
-    "empty": ({"batches": []}, WorkloadError, "tune: batches gave no batch at all; give at least one"),
+    "empty": ({"batches": []}, WorkloadError, "tune: batches is empty; give at least one batch"),
     "detached": (
         {"loss": lambda m, b: loss(m, b).detach()}, WorkloadError, "returned a tensor without a graph, so the loss is not",
     ),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Plan, Workload
-from castwise.lab.search import compiling, decision, final, trial
+from castwise.lab.search import compile_trial, compiling, decision, final
 from castwise.lab.search.compile_trial import CompileTrial, _gradients, _moved, try_compiled
 from castwise.lab.search.compiling import MOST, compile_finalists, own_cache, pays_after, said
 from castwise.lab.search.contest import Contest, Entry
@@ -45,7 +45,7 @@ needs_backend = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs are traced and run by torch's kernels, which takes a tenth of a second where Inductor takes many."""
-    monkeypatch.setattr(trial, "BLOCK_S", 0.01)
+    monkeypatch.setattr(compile_trial, "BLOCK_S", 0.01)
     limit = torch._dynamo.config.fail_on_recompile_limit_hit
     if hasattr(torch.compiler, "set_default_backend"):
         torch.compiler.set_default_backend("aot_eager")
@@ -301,7 +301,7 @@ def test_gradients_that_alone_are_wrong_are_seen(model: type[Net], plan: Plan, o
 def test_what_flips_in_few_draws_is_drawn_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried(OnTheEdge, FP32_COMPILED).reason == ""
     assert "the gradient of other differs" in tried(lambda: OnTheEdge(2.0**-20), FP32_COMPILED).reason
-    monkeypatch.setattr(trial, "DRAWS", 0)
+    monkeypatch.setattr(compile_trial, "DRAWS", 0)
     assert "the gradient of other differs" in tried(OnTheEdge, FP32_COMPILED).reason
 
 
@@ -387,7 +387,7 @@ def test_a_batch_whose_gradients_are_at_the_edge_hides_no_fault_in_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = 0
-    gradients = trial._gradients
+    gradients = compile_trial._gradients
 
     def edge(*args: Any) -> dict[str, Tensor]:
         nonlocal calls
@@ -397,7 +397,7 @@ def test_a_batch_whose_gradients_are_at_the_edge_hides_no_fault_in_the_others(
             found["a.weight"] = found["a.weight"] * math.inf
         return found
 
-    monkeypatch.setattr(trial, "_gradients", edge)
+    monkeypatch.setattr(compile_trial, "_gradients", edge)
     assert "the gradient of a.weight differs" in tried(WrongBelow, BF16).reason
 
 

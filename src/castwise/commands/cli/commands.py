@@ -241,7 +241,7 @@ def doctor(
     lint: Annotated[
         Path | None,
         path_option(
-            "Instead, say what a script, or those of a folder, have silently wrong about precision; exit code 1 where there is "
+            "Instead, list the precision problems of a script, or of those in a folder; exit code 1 where there is "
             "something.",
             False,
         ),

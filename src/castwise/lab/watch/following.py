@@ -21,8 +21,7 @@ def follow(
 ) -> Callable[[], None]:
     """As :meth:`castwise.Amp.listen`, and steps that do not come from :meth:`castwise.Amp.step` are told too.
 
-    The host waits at such a step for whether it was skipped. Nothing of this keeps the owner of the methods alive, who may hold the
-    session's model, nor the session.
+    The host waits at such a step for whether it was skipped. Holds only weak references.
 
     Args:
         amp: The session.

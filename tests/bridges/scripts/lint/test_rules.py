@@ -210,7 +210,7 @@ def test_the_command(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["doctor", "--lint", str(script)])
     assert ran.exit_code == 1
     assert "scaler-with-bf16" in ran.output
-    assert "1 line is" in ran.output
+    assert "1 precision problem" in ran.output
     script.write_text(HEAD + LOOP)
     ran = CliRunner().invoke(app, ["doctor", "--lint", str(script), "--json"])
     assert ran.exit_code == 0

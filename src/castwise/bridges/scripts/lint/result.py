@@ -47,9 +47,8 @@ class Lint:
         """How much was found, in a sentence."""
         files = f"{self.looked_at} file{'s' * (self.looked_at != 1)}"
         count = len(self.findings)
-        found = "Nothing is" if not count else "1 line is" if count == 1 else f"{count} lines are"
         unread = f"; {len(self.problems)} could not be read" if self.problems else ""
-        return f"{found} silently wrong about precision in {files}, as far as reading tells{unread}."
+        return f"{count or 'No'} precision problem{'s' * (count != 1)} in {files}{unread}."
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
