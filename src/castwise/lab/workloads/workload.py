@@ -160,7 +160,7 @@ def find_workload(spec: str) -> Workload:
         raise WorkloadError(_not_found(spec, name))
     if not is_encodable(spec):
         raise WorkloadError(
-            f"workload {spec!r}: the name holds bytes that are not text here; rename the file"
+            f"workload {spec!r}: the name is not valid text here; rename the file"
         )
     is_file = where.endswith(".py") or "/" in where or "\\" in where
     if not is_file and not all(part.isidentifier() for part in where.split(".")):
