@@ -135,7 +135,7 @@ def test_an_error_on_one_rank_is_found_on_all_with_its_rank(two: World) -> None:
         assert "rank" in columns(compare_report, one)
         assert one.output_error == max(side.output_error or 0.0 for side in sides)
         assert one.tried[0].path == "layers.5.second"
-        assert "born in layers.5.second, forward on rank 1: given" in compare_report.headline(one.to_dict())
+        assert "arises in layers.5.second, forward on rank 1: given" in compare_report.headline(one.to_dict())
         assert "2 ranks together" in words.where(one.to_dict())
         assert (one.ranks, one.passes) == (2, sum(side.passes for side in sides))
 
@@ -337,4 +337,4 @@ def test_what_one_rank_is_given_otherwise_is_told_on_all(two: World) -> None:
     assert one == other
     assert all(text.startswith("RankError: on rank 1: ") for text in one[:9])
     assert all(text.startswith("PlanError: ") and " ranks were given different " in text for text in one[9:])
-    assert "different plan_b (rank 0: bf16-mixed; rank 1: fp16-mixed), and make one report" in one[10]
+    assert "different plan_b (rank 0: bf16-mixed; rank 1: fp16-mixed). Give every rank the same" in one[10]

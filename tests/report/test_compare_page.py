@@ -37,7 +37,7 @@ def test_the_table_says_where_the_error_is_born(found: Comparison) -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(found.table())
     said = console.export_text()
-    assert "an error is born in layers.2.second, backward" in " ".join(said.split())
+    assert "an error arises in layers.2.second, backward" in " ".join(said.split())
     assert max(map(len, said.splitlines())) <= 80
     assert "+regions.layers.2.second=fp32" in "".join(said.split())
 

@@ -61,7 +61,7 @@ def values(record: Record) -> dict[str, Any]:
 
 
 def headline(record: Record) -> str:
-    """Where an error is born, in a sentence or two."""
+    """Where an error arises, in a sentence or two."""
     a, b = record["plan_a"], record["plan_b"]
     born = [
         (call, direction)
@@ -85,7 +85,7 @@ def headline(record: Record) -> str:
         else f"differs by {_error(side['own'])}, {side['excess']:.3g} times what rounding to {first['format']} explains"
     )
     where = f" on rank {side['rank']}" if side.get("rank") is not None else ""
-    said = f"Under {b} an error is born in {label(first)}, {direction}{where}: given what {a} has there, its {side['where']} {differs}."
+    said = f"Under {b} an error arises in {label(first)}, {direction}{where}: given what {a} has there, its {side['where']} {differs}."
     others = [label(call) for call, _ in born if call is not first]
     others = list(dict.fromkeys(others))
     if others:

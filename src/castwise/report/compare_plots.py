@@ -133,7 +133,7 @@ def _backward(record: Record) -> Figure | None:
 
 _CAPTION = (
     "A dot is what a call adds by itself, the dashed line what rounding to its format explains there. Red dots are far above it: "
-    "there an error is born. Where the line of the error stays above the dots it passes through."
+    "there an error arises. Where the line of the error stays above the dots it passes through."
 )
 PICTURES = {
     "forward": Picture(_forward, "error of each call, forward", _CAPTION),

@@ -77,7 +77,7 @@ class Layout:
         colossalai.launch(
             config(mode, parallel=parallel, **zero, **more), 0, 1, "localhost", 0, verbose=False
         )
-        self.run = Run("fp32", Options())  # for the record of what was cut by hand
+        self.run = Run("fp32", Options())  # for the record of what was sharded by hand
         model = build() if pipeline == 1 else stage(gpc.get_local_rank(ParallelMode.PIPELINE), 2)
         if "hand" in self.parts:
             cut_by_hand(model, self.run, gpc.get_group(ParallelMode.TENSOR))

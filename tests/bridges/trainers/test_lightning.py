@@ -1038,7 +1038,7 @@ def test_a_module_that_was_compiled_whole_is_refused() -> None:
     model = torch.compile(Net(), backend="eager")
     refuses(
         StateError,
-        "Net is compiled already, its steps included",
+        "Net is compiled already, its training step too",
         lambda: trainer_for(CastwisePrecision("bf16-mixed")).fit(model, loader(batches())),
     )
 

@@ -562,9 +562,7 @@ def test_another_programs_folder_is_neither_loaded_nor_replaced_nor_deleted(
     (tmp_path / "step-latest").mkdir()
     with pytest.warns(UserWarning, match="passed over step-00000003"):
         assert checkpoint.newest(tmp_path).step == 2
-    with pytest.raises(
-        CheckpointError, match="no manifest of castwise's, so it is not replaced; move it away"
-    ):
+    with pytest.raises(CheckpointError, match="no castwise manifest, so it is not replaced; move it away"):
         saved.save(tmp_path, 3)
     saved.save(tmp_path, 4, keep=1)
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000009", "step-latest"]

@@ -440,7 +440,7 @@ def trained_beside(plan: str, beside: Callable[[Any, torch.Tensor], torch.Tensor
         warnings.simplefilter("always")
         amp.backward(model(x).mean() + beside(model, x).float().mean())
     amp.close()
-    return [str(one.message) for one in said if "beside the call" in str(one.message)]
+    return [str(one.message) for one in said if "outside a call" in str(one.message)]
 
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])

@@ -549,7 +549,7 @@ def test_an_interrupt_half_way_leaves_no_trace(error: type[BaseException], at: i
             "optimizer must be a function",
         ),
         ({"optimizer": torch.optim.LBFGS}, WorkloadError, "LBFGS.step\\(\\) needs a closure"),
-        ({"batches": []}, WorkloadError, "no batch at all"),
+        ({"batches": []}, WorkloadError, "batches is empty"),
         ({"batches": [(torch.zeros(0, 8), torch.zeros(0, 4))]}, NonFiniteError, "not finite in fp32"),
     ],
 )

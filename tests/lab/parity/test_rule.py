@@ -38,7 +38,8 @@ def test_an_interval_that_reaches_over_the_line_is_undecided_and_more_would_deci
     verdict, reason, more = compare(LOW, reaching, 32) if adam else compare(reaching, LOW, 32)
     assert (verdict, more) == ("undecided", True)
     assert (
-        f"is below {line:g}, its interval is not after 32 microbatches; more of them would decide" in reason
+        f"is below {line:g}, but its interval ends above it after 32 microbatches; more of them would decide"
+        in reason
     )
     assert ("in the units of Adam's steps" in reason) == adam
 

@@ -143,7 +143,7 @@ def test_sound_models_pass(name: str, plan: str) -> None:
     assert found.verdict == "pass", found.reason
     assert found.strayed == 0
     assert re.fullmatch(
-        r"damage \S+ \(the relative error of an update; 95 % interval \S+ to \S+\)( in the units of Adam's steps)? is below 0\.0[13] with its interval: not to be told from "
+        r"damage \S+ \(the relative error of an update; 95 % interval \S+ to \S+\)( in the units of Adam's steps)? is below 0\.0[13] with its interval: not distinguishable from "
         "the noise of the data",
         found.reason,
     )

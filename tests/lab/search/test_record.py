@@ -51,9 +51,9 @@ def test_a_plan_that_training_decided_on_is_shown_as_fresh_batches_found_it() ->
     )
     assert chosen.parity.reason == f"damage 0.3; {said}"
     assert any(
-        line.endswith(f"relative error of an update), so training decided: {said}.") for line in why(search)
+        line.endswith(f"relative error of an update), so training runs did: {said}.") for line in why(search)
     )
-    assert any("in doubt (damage 0.3; " in line for line in why(search))
+    assert any("did not settle it (damage 0.3; " in line for line in why(search))
 
 
 def test_a_plan_that_training_cleared_and_that_was_not_taken_is_a_tie_with_what_training_said() -> None:

@@ -526,7 +526,7 @@ def test_what_a_logger_raises_is_a_warning_once() -> None:
         raise Stop("no network")
 
     monitor = Monitor(amp, every=1, log=log)
-    with pytest.warns(UserWarning, match="log= failed .Stop: no network.; training goes on"):
+    with pytest.warns(UserWarning, match="log= failed .Stop: no network.; training and the monitor go on"):
         train(amp, net, made, 3)
     assert len(monitor.samples) == 3
 
@@ -737,7 +737,7 @@ def test_the_report_as_table_json_and_page(tmp_path: Path) -> None:
         "Gradient norm",
         "Loss scale",
         'class="sortable"',
-        "not to be told from",
+        "not distinguishable from",
         "was cleared",
     ):
         assert part in page

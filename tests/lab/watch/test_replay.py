@@ -629,7 +629,7 @@ def test_an_error_behind_the_optimizers_step_is_no_record_of_weights_that_have_m
             train()
         assert replay(tmp_path, Net(), loss).exact
     else:
-        with pytest.warns(UserWarning, match="its optimizer has begun"), pytest.raises(ZeroDivisionError):
+        with pytest.warns(UserWarning, match="its optimizer had begun"), pytest.raises(ZeroDivisionError):
             train()
         assert not recorder.records
 

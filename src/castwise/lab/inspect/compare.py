@@ -1,4 +1,4 @@
-"""``compare``: where two plans part, forward and backward, call by call; where an error is born, and where it passes through.
+"""``compare``: where two plans part, forward and backward, call by call; where an error arises, and where it passes through.
 
 Five passes over one batch, at the same weights and random draws:
 
@@ -66,7 +66,7 @@ def compare(
     seed: int = 0,
     tries: int = TRIES,
 ) -> Comparison:
-    """Compare two plans on one batch, forward and backward, call by call: where is an error born, where does it pass through?
+    """Compare two plans on one batch, forward and backward, call by call: where does an error arise, where does it pass through?
 
     Calls are aligned by module path and number, so casts and operators that one side has more do not matter. Everything runs on
     copies: the model, its gradients, random numbers and process-wide settings are as before when it returns, fails or is interrupted.

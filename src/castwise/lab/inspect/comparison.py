@@ -68,7 +68,7 @@ class CallComparison:
 
     @property
     def born(self) -> bool:
-        """Whether an error is born here, in either direction."""
+        """Whether an error arises here, in either direction."""
         return "born" in (self.forward.verdict, self.backward.verdict)
 
     @property
@@ -115,7 +115,7 @@ class Comparison(Result):
         output_error: Of the model's outputs; None where it has none that can be compared.
         gradient_error: Of all parameters' gradients together; None where nothing is trained.
         calls: In the order in which they began; the code of the loss first.
-        tried: Modules in which an error is born or largest, given the first plan's format.
+        tried: Modules in which an error arises or is largest, given the first plan's format.
         parameters: By path, the relative error of each gradient.
         loss_scale: That the second plan's gradients were taken with; None without one.
         strayed: Random draws that could not be replayed.
@@ -144,7 +144,7 @@ class Comparison(Result):
 
     @property
     def birthplaces(self) -> tuple[CallComparison, ...]:
-        """The calls in which an error is born that rounding to the format does not explain, the furthest above it first."""
+        """The calls in which an error arises that rounding to the format does not explain, the furthest above it first."""
         return tuple(sorted((c for c in self.calls if c.born), key=lambda c: -c.excess))
 
     @property

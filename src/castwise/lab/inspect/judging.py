@@ -1,4 +1,4 @@
-"""From what crossed in the passes of a comparison to what each call did: where an error is born, and where it passes through."""
+"""From what crossed in the passes of a comparison to what each call did: where an error arises, and where it passes through."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def _name(key: Key) -> str:
 
 
 def suspects(calls: Sequence[CallComparison], count: int) -> Iterator[CallComparison]:
-    """Modules to try in another format: where an error is born, else those with the largest own errors; each once."""
+    """Modules to try in another format: where an error arises, else those with the largest own errors; each once."""
     seen: set[str] = set()
     born = sorted((call for call in calls if call.born), key=lambda call: -call.excess)
     for call in born or sorted(calls, key=lambda call: -call.own):

@@ -71,7 +71,7 @@ class Looking(Ranks):
                     f"{named(ranks)}: {_shown(every[ranks[0]][at])}" for ranks in [*told.values()][:5]
                 )
                 raise PlanError(
-                    f"{call}: the ranks of one call were given different {name} ({said}). Give every rank the same, or "
+                    f"{call}: ranks were given different {name} ({said}). Give every rank the same, or "
                     "call it on each rank by itself with the module inside the wrapper"
                 )
         return every[self.rank]

@@ -80,7 +80,7 @@ def compare(
         return "fail", f"{value} is above {above:g}", True
     if all(e.value < line for e, line, _, _ in lines):
         value, below, _ = _worst(lines, [e.high / line for e, line, _, _ in lines])
-        what = f"is below {below:g}, but its interval reaches above after {seen} microbatches; more of them would decide"
+        what = f"is below {below:g}, but its interval ends above it after {seen} microbatches; more of them would decide"
     elif any(e.value > line for e, _, line, _ in lines):
         what = f"is above {above:g}, and its interval reaches below {below:g} after {seen} microbatches; more of them would decide"
     else:

@@ -159,9 +159,7 @@ def find_workload(spec: str) -> Workload:
     if not colon or not where or not attribute:
         raise WorkloadError(_not_found(spec, name))
     if not is_encodable(spec):
-        raise WorkloadError(
-            f"workload {spec!r}: the name is not valid text here; rename the file"
-        )
+        raise WorkloadError(f"workload {spec!r}: the name is not valid text here; rename the file")
     is_file = where.endswith(".py") or "/" in where or "\\" in where
     if not is_file and not all(part.isidentifier() for part in where.split(".")):
         raise WorkloadError(

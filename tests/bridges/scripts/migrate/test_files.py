@@ -253,7 +253,7 @@ def test_one_script_of_a_program_that_uses_apex_elsewhere(tmp_path: Path) -> Non
     (tmp_path / "model.py").write_text("import torch\n")
     (result,) = migrate(tmp_path / "train.py").files
     assert [finding.kind for finding in result.findings] == ["left", "kept"]
-    assert "which scaler.py may use too: migrate the folder" in result.findings[0].text
+    assert "scaler.py may use the library too: migrate the whole folder" in result.findings[0].text
     assert all(len(file.findings) == 1 for file in migrate(tmp_path).files)
 
 
@@ -263,7 +263,7 @@ def test_a_script_is_told_of_what_it_imports_from_below(tmp_path: Path) -> None:
     (tmp_path / "tools" / "scalers.py").write_text("from .base import Base\n")
     (tmp_path / "tools" / "base.py").write_text(BEFORE)
     (result,) = migrate(tmp_path / "train.py").files
-    assert f"which {Path('tools/base.py')} may use too" in result.findings[0].text
+    assert f"{Path('tools/base.py')} may use the library too" in result.findings[0].text
 
 
 def test_all_files_are_written_or_none(tmp_path: Path) -> None:
