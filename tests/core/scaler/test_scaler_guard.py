@@ -401,6 +401,39 @@ def test_an_evaluation_that_is_not_finite_takes_the_step_back(
     assert not same(run.everything(), before)
 
 
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master"])
+@pytest.mark.parametrize("maker", REPEATED)
+@pytest.mark.parametrize("options", [{"nonfinite": "raise"}, {"patience": 1}])
+def test_an_evaluation_that_is_an_error_changes_nothing(plan: str, maker: str, options: Any) -> None:
+    run, calls = Run(castwise.Plan.parse(plan), REPEATED[maker], **options), 0
+    before = run.everything()
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        run.backward(NAN if calls == 2 else 1.0)
+        return torch.ones(())
+
+    with pytest.raises(NonFiniteError):
+        run.optimizer.step(closure)
+    run.model(X)
+    assert same(run.everything(), before)
+
+
+@pytest.mark.parametrize("maker", REPEATED)
+def test_allowed_gradients_may_be_unscaled_in_a_closure(maker: str) -> None:
+    run = Run("fp32", REPEATED[maker], nonfinite="allow")
+
+    def closure() -> torch.Tensor:
+        run.backward()
+        run.amp.unscale_(run.optimizer)
+        return torch.ones(())
+
+    before = run.everything()
+    run.optimizer.step(closure)
+    assert not same(run.everything(), before)
+
+
 @pytest.mark.parametrize("maker", REPEATED)
 @pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
 def test_an_evaluation_that_overflows_is_made_again_at_a_smaller_scale(plan: str, maker: str) -> None:

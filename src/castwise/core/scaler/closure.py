@@ -129,7 +129,12 @@ class ClosureStep:
         while not self.failed:
             loss = self._closure()
             again = tries < self._again() and _is_finite(loss)
-            bad = self._look(again)
+            try:
+                bad = self._look(again)
+            except BaseException:  # it is an error, before anything has changed
+                self.failed = True
+                self.end()
+                raise
             if self.evaluations == 1 or not bad:
                 self._loss = loss
             if not bad:

@@ -181,7 +181,10 @@ class Watch:
 
     def look_at_evaluation(self, optimizer: Optimizer, again: bool) -> bool:
         """Whether an evaluation of a closure gave a gradient that is not finite, which is taken away then."""
-        return bool(self._guard(self._owner(optimizer), optimizer, again=again))
+        self._window.tries = False
+        bad = bool(self._guard(self._owner(optimizer), optimizer, again=again))
+        self._window.tries = bad and again
+        return bad
 
     @property
     def tries(self) -> int:

@@ -107,6 +107,8 @@ class Window:
         self.summed: list[Optimizer] = []
         """Optimizers that are being unscaled, of whose gradients this rank only supposes that they hold the scale of others."""
         self.skips = 0
+        self.tries = False
+        """Whether a closure is evaluated again, so that what it clears is no step that was skipped."""
         """Steps that the host knows to have been skipped."""
         self._unread: torch.Tensor | None = None
 
@@ -559,6 +561,8 @@ class Window:
         if id(optimizer) not in self._by_hand:
             return
         known, ends = self._by_hand.pop(id(optimizer))
+        if not self.scaler.works:
+            return
         if ends is not None and all(end() is None for end in ends):  # others lie there, or none
             self.scaler.optimizer_states[id(optimizer)]["found_inf_per_device"] = {}
         if self.scales:
@@ -589,7 +593,7 @@ class Window:
     def count(self, result: StepResult) -> None:
         """Take note of a step, for :attr:`skipped_steps`; if it was skipped, put back the buffers that it poisoned."""
         if result.known:
-            self.skips += result.skipped
+            self.skips += result.skipped and not self.tries
             if result.skipped:
                 result.note_restored(self.buffers.put_back())
         else:
