@@ -500,3 +500,34 @@ def test_a_model_that_is_called_inside_steps_alone_trains_by_a_plan_with_a_loss_
     want, got = (float(run.said("out")) for run in (plain, scaled))
     assert got == pytest.approx(want, abs=0.005)
     assert "trains under fp16-mixed" in scaled.said("err")
+
+
+BY_GRAD = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+x = torch.randn(16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+def closure():
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):
+        p.grad = gradient
+    return loss.detach()
+for _ in range(20):
+    if sys.argv[1] == "closure":
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+print(float(closure()))
+"""
+
+
+@pytest.mark.parametrize("way", ["closure", "step"])
+def test_a_script_whose_gradients_all_come_from_grad_trains(way: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BY_GRAD)
+    plain = Forked(main, ["run", "--plan", "fp32", "train.py", way], tmp_path, tmp_path / "plain")
+    mixed = Forked(main, ["run", "--plan", "fp16-mixed", "train.py", way], tmp_path, tmp_path / "mixed")
+    assert (plain.wait(60), mixed.wait(60)) == (0, 0), mixed.said("err")
+    assert float(mixed.said("out")) == pytest.approx(float(plain.said("out")), rel=0.01)

@@ -182,6 +182,14 @@ def _filled(model: nn.Module) -> list[Tensor]:
     return [torch.empty_like(p, requires_grad=False).copy_(p.detach()) for p in model.parameters()]
 
 
+def _teacher(model: nn.Module) -> list[Tensor]:
+    """A model of its own, which says that it is trained."""
+    teacher = copy.deepcopy(model).cpu()
+    averages = [nn.Parameter(p.detach().clone()) for p in teacher.parameters()]
+    assert all(average.requires_grad for average in averages)
+    return list(averages)
+
+
 @torch.no_grad()
 def _by_new_data(averages: list[Tensor], model: nn.Module) -> None:
     for average, parameter in zip(averages, model.parameters(), strict=True):
@@ -234,6 +242,7 @@ def _by_new_lerp(averages: list[Tensor], model: nn.Module) -> None:
         (_copied_state, _by_lerp),
         (_cast_copy, _by_lerp),
         (_filled, _by_lerp),
+        (_teacher, _by_lerp),
         (_cloned_data, _by_new_ones),
         (_cloned_data, _by_new_clones),
         (_copied_state, _by_new_lerp),

@@ -932,3 +932,42 @@ def test_training_by_functional_calls() -> None:
     run.amp.backward(torch.func.functional_call(run.model, weights, (batch(NAN),)).sum())
     assert run.amp.step(run.optimizer).restored
     assert same(held(run.model), good)
+
+
+class WrittenParameters(nn.Module):
+    """Keeps averages of what it sees in parameters that it writes, as a well-known VectorQuantizerEMA does."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.encode, self.kind = nn.Linear(4, 4), kind
+        self.code = nn.Embedding(6, 4)
+        self.code.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.encode(x)
+        with torch.no_grad():
+            new = self.code.weight.lerp(z.float().mean(0).expand(6, 4), 0.1)
+            if self.kind == "in place":
+                self.code.weight.copy_(new)
+            elif self.kind == "data":
+                self.code.weight.data = new
+            else:
+                self.code.weight = nn.Parameter(new)
+        return z + self.code.weight.mean(0).detach()
+
+
+@pytest.mark.parametrize("kind", ["in place", "data", "replaced"])
+@pytest.mark.parametrize("direct", [False, True])
+def test_statistics_in_parameters_are_told(kind: str, direct: bool) -> None:
+    model = WrittenParameters(kind)
+    optimizer = torch.optim.SGD(model.encode.parameters(), 0.1)
+    amp = castwise.Amp("fp32", device="cpu")
+    amp.prepare(model, optimizer)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for factor in (1.0, float("nan"), float("nan")):
+            optimizer.zero_grad()
+            amp.backward(model(torch.ones(3, 4) * factor).square().mean())
+            optimizer.step() if direct else amp.step(optimizer)
+    assert [("code.weight. Parameters are not put back" in str(w.message)) for w in said] == [True]
+    assert amp.skipped_steps == 2

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import castwise
 from castwise.core.plans.plan import PRESETS
 from castwise.core.scaler import StepGuard
-from castwise.errors import LossScaleError, NonFiniteError, PlanError
+from castwise.errors import LossScaleError, NonFiniteError, PlanError, StateError
 from tests.core.scaler.test_scaler_steps import another_ranks_flag
 from tests.soak import each_value, pairs
 
@@ -418,6 +418,77 @@ def test_an_evaluation_that_is_an_error_changes_nothing(plan: str, maker: str, o
         run.optimizer.step(closure)
     run.model(X)
     assert same(run.everything(), before)
+
+
+def scaled(init: float) -> castwise.Plan:
+    policy = castwise.LossScale(init=init)
+    return dataclasses.replace(castwise.Plan.parse("fp16-mixed"), loss_scale=policy)
+
+
+@pytest.mark.parametrize("maker", REPEATED)
+def test_a_step_that_no_scale_helps_lowers_it_once(maker: str) -> None:
+    run = Run(scaled(1024.0), REPEATED[maker])
+
+    def closure() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        loss = run.model(X).pow(2).mean()
+        run.amp.backward(loss + 0.0 * (run.model[0].weight.sum() * 0.0).sqrt())  # NaN alone in the gradients
+        run.amp.unscale_(run.optimizer)
+        return loss
+
+    run.optimizer.step(closure)
+    run.backward()
+    assert (run.amp.skipped_steps, run.amp.scaler.get_scale()) == (1, 512.0)
+
+
+@pytest.mark.parametrize("maker", [*REPEATED, "adam"])
+def test_gradients_from_before_a_closure_are_stepped_or_skipped_whole(maker: str) -> None:
+    """Two microbatches of which the closure runs the second: what it adds to is not made again."""
+    makers = {**REPEATED, "adam": lambda p: torch.optim.Adam(p, 0.01)}
+    run = Run(scaled(2.0**24), makers[maker])
+    before = run.everything()
+
+    def closure() -> torch.Tensor:
+        run.amp.backward(run.model(X).pow(2).mean())
+        run.amp.unscale_(run.optimizer)
+        return torch.ones(())
+
+    run.amp.backward(run.model(X).pow(2).mean())
+    run.optimizer.step(closure)
+    assert run.amp.skipped_steps == 1
+    assert same(run.everything(), before)
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-master", "fp16-mixed"])
+@pytest.mark.parametrize("first", ["bad", "converged"])
+def test_a_step_that_evaluated_once_is_no_reason_to_keep_nothing(plan: str, first: str) -> None:
+    run = Run(castwise.Plan.parse(plan), REPEATED["lbfgs"])
+    factors = [NAN if first == "bad" else 0.0, 1.0, 1.0, NAN]
+
+    def closure() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        loss = run.model(X).pow(2).mean() * (factors.pop(0) if factors else 1.0)
+        run.amp.backward(loss)
+        run.amp.unscale_(run.optimizer)
+        return loss
+
+    run.optimizer.step(closure)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    run.optimizer.step(closure)
+    assert run.amp.skipped_steps == (2 if first == "bad" else 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+def test_the_very_gradients_in_another_model_are_not_stepped_on() -> None:
+    run, other = Run("fp16-mixed"), net()
+    shared = torch.optim.SGD(other.parameters(), 0.1)
+    run.backward()
+    for theirs, ours in zip(other.parameters(), run.model.parameters(), strict=True):
+        theirs._grad = ours.grad
+    with pytest.raises(StateError, match=r"amp\.unscale_ of that one first"):
+        shared.step()
+    run.amp.unscale_(run.optimizer)
+    shared.step()
 
 
 @pytest.mark.parametrize("maker", REPEATED)

@@ -38,6 +38,7 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import some
 from castwise.core.scaler import add_up, gradients, inside, set_aside, watch_closure
 from castwise.core.session import Amp, bypass
+from castwise.core.session.amp import SessionView
 from castwise.errors import CastwiseError, sentence
 
 _PATIENCE = 1 << 31
@@ -391,7 +392,14 @@ class Follower:
             self._grad_scale, self._seeks = float(scale), 0
         elif sought:
             self._seeks += 1
-        return tuple(None if grad is None else grad / scale for grad in found)
+        true = tuple(None if grad is None else grad / scale for grad in found)
+        inputs = args[2]
+        if not self._held().isdisjoint(map(id, inputs)):  # which the script may step on
+            window = SessionView(amp).window
+            window.open(amp.scaler.current.name, idle=True)
+            window.differentiated = True
+            window.note_returned(inputs, true)
+        return true
 
     def _session_of(self, outputs: Any) -> Amp | None:
         for output in outputs:

@@ -106,8 +106,8 @@ def search(step: int, parameters: Sequence[Tensor]) -> None:
         if parameter.dim() > 1 and not hasattr(parameter, "device_mesh") and parameter not in _told:
             alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
     tensors = [(thing, _address(thing)) for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    # what is trained is not an average, of another model neither
-    known = {address for tensor, address in tensors if tensor.requires_grad}
+    # what is trained is not an average, of another model neither; a teacher may say that it is, and has no gradient
+    known = {address for tensor, address in tensors if tensor.requires_grad and _is_trained(tensor)}
     known |= {tensor.data_ptr() for clone in _clones if (tensor := clone.memory.tensor()) is not None}
     before = _near if step - 1 in _SEARCHED else []
     found: list[_Near] = []
@@ -126,6 +126,12 @@ def search(step: int, parameters: Sequence[Tensor]) -> None:
             if any(known.source() is source and known.is_followed_by(values, weights) for known in before):
                 _made_anew.append(tensor)
     _near[:] = found
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    from castwise.core.masters.parameter import master_of  # which watches clones by this module
+
+    return not tensor.is_leaf or tensor.grad is not None or master_of(tensor) is not None
 
 
 def _address(tensor: Tensor) -> int:

@@ -319,7 +319,7 @@ class KeptBuffers:
         return found
 
     def _tell(self) -> None:
-        """Warn of buffers that hold a NaN and of which there is no copy."""
+        """Warn of buffers that hold a NaN and of which there is no copy, and of parameters that are used as buffers."""
         model = self._model()
         kept = {name for group in self._groups for name in group.names}
         lost = []
@@ -338,6 +338,23 @@ class KeptBuffers:
                 f"A step was skipped because something was not finite, and these buffers of {self.kind} hold a NaN that cannot be "
                 f"taken back: {some(lost)}. No earlier values of them are kept, since they were made in this window or had not "
                 "been seen to change. Load them from a checkpoint, or set them anew.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        written = [
+            name
+            for name, parameter in (() if model is None else model.named_parameters())
+            if parameter.grad is None
+            and name not in self._told
+            and is_kept(value := parameter.detach())
+            and has_nan(value)
+        ]
+        self._told.update(written)
+        if written:
+            warnings.warn(
+                f"A step was skipped because something was not finite, and these parameters of {self.kind}, which have no gradient, hold "
+                f"a NaN: {some(written)}. Parameters are not put back. Keep what a forward writes in buffers, which are, and load these "
+                "from a checkpoint, or set them anew.",
                 RuntimeWarning,
                 stacklevel=2,
             )

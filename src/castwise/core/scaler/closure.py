@@ -7,12 +7,16 @@ nothing may stop on its way.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from castwise.core.casting.trees import tensors_in
+from castwise.core.scaler.gradients import stored
 
 
 class _NonFiniteEvaluation(Exception):
@@ -103,6 +107,7 @@ class ClosureStep:
             says whether the closure is evaluated again.
         again: Called at each evaluation: how often the closure may be evaluated anew, at a smaller scale each time.
         keep: Whether the step may evaluate more than once, so that it may have updated something before it fails.
+        restored: Called when that was taken back.
     """
 
     def __init__(
@@ -113,42 +118,49 @@ class ClosureStep:
         *,
         again: Callable[[], int],
         keep: bool,
+        restored: Callable[[], object],
     ) -> None:
-        self._closure, self._look, self._again = closure, look, again
+        self._closure, self._look, self._again, self._restored = closure, look, again, restored
         self._snapshot = Snapshot(optimizer) if keep else None
+        self._params = stored(optimizer)
         self._loss: Any = None
+        self._has_loss = False
         self.failed = False
         """Whether the rest of the step sees no gradients."""
-        self.evaluations = 0
-        """How often the optimizer asked."""
 
     def evaluate(self) -> Any:
         """What the optimizer calls for the closure."""
-        self.evaluations += 1
         tries = 0
         while not self.failed:
+            before = {id(p): weakref.ref(p.grad) for p in self._params if p.grad is not None}
             loss = self._closure()
-            again = tries < self._again() and _is_finite(loss)
+            again = tries < self._again() and not self._adds_to(before) and _is_finite(loss)
             try:
                 bad = self._look(again)
             except BaseException:  # it is an error, before anything has changed
                 self.failed = True
                 self.end()
                 raise
-            if self.evaluations == 1 or not bad:
-                self._loss = loss
+            if not (bad and self._has_loss):
+                self._loss, self._has_loss = loss, True
             if not bad:
                 break
             self.failed, tries = not again, tries + 1
         return self._loss  # the last that was sound: a line search takes its numbers for what they are
 
+    def _adds_to(self, before: Mapping[int, weakref.ref[torch.Tensor]]) -> bool:
+        """Whether gradients that lay there have been added to, which another evaluation would not make again."""
+        return any(id(p) in before and p.grad is not None and before[id(p)]() is p.grad for p in self._params)
+
     def end(self) -> None:
         """The step has ended: put everything back if it failed."""
         if self.failed and self._snapshot is not None:
             self._snapshot.restore()
+            self._restored()
 
 
 def _is_finite(loss: Any) -> bool:
-    if isinstance(loss, torch.Tensor):
-        return bool(loss.detach().isfinite().all())
-    return isinstance(loss, float) and math.isfinite(loss)
+    """Whether a loss is, or each of several; what a closure that returns none computed is not known."""
+    if isinstance(loss, float):
+        return math.isfinite(loss)
+    return all(bool(one.detach().isfinite().all()) for one in tensors_in(loss))

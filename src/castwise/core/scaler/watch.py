@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -42,14 +43,17 @@ def watch_closure(
     return _torch.steps.with_closure(args, kwargs, _closure_step(optimizer, closure).evaluate)
 
 
-def _closure_step(optimizer: Optimizer, closure: Callable[[], Any], *, keep: bool = True) -> ClosureStep:
-    watch = functools.partial(_watches.get, optimizer)
+def _closure_step(optimizer: Optimizer, closure: Callable[[], Any]) -> ClosureStep:
+    watch, keep = functools.partial(_watches.get, optimizer), not _torch.optimizers.evaluates_once(optimizer)
     step = _closure_steps[id(optimizer)] = ClosureStep(
         optimizer,
         closure,
-        lambda again: (found := watch()) is not None and found.look_at_evaluation(optimizer, again),
-        again=lambda: 0 if (found := watch()) is None else found.tries,
-        keep=keep and not _torch.optimizers.evaluates_once(optimizer),
+        lambda again: (
+            (found := watch()) is not None and found.look_at_evaluation(optimizer, again=again, zeros=keep)
+        ),
+        again=lambda: found.tries if keep and (found := watch()) is not None else 0,
+        keep=keep,
+        restored=lambda: None if (found := watch()) is None else found.sync(optimizer),
     )
     return step
 
@@ -65,8 +69,8 @@ class Watch:
     def __init__(self, window: Window) -> None:
         self._window = window
         self._stepping = window.stepping
-        self._evaluations: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """How often an optimizer evaluated its closure in one step, at most."""
+        self._tried: weakref.WeakKeyDictionary[Optimizer, torch.Tensor] = weakref.WeakKeyDictionary()
+        """By optimizer, the loss scale before its closure was evaluated anew."""
         self._around: dict[int, weakref.ref[Optimizer]] = {}
         """By optimizer inside another one that was prepared, that other one."""
 
@@ -137,7 +141,8 @@ class Watch:
                 raise StateError(
                     f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, which came from amp.backward, and "
                     "this optimizer was not prepared, so that its update would be too large by the scale. Call "
-                    "amp.prepare(model, optimizer) with it before training, then amp.step(optimizer)"
+                    "amp.prepare(model, optimizer) with it before training, then amp.step(optimizer); or, where another optimizer's gradients "
+                    "are handed to it, amp.unscale_ of that one first"
                 )
 
         log(self._window.let_go)
@@ -176,25 +181,44 @@ class Watch:
         if closure is None:
             self._guard(owner, optimizer)
             return None
-        step = _closure_step(optimizer, closure, keep=self._evaluations.get(optimizer, 2) > 1)
-        return _torch.steps.with_closure(args, kwargs, step.evaluate)
+        return _torch.steps.with_closure(args, kwargs, _closure_step(optimizer, closure).evaluate)
 
-    def look_at_evaluation(self, optimizer: Optimizer, again: bool) -> bool:
-        """Whether an evaluation of a closure gave a gradient that is not finite, which is taken away then."""
-        self._window.tries = False
-        bad = bool(self._guard(self._owner(optimizer), optimizer, again=again))
-        self._window.tries = bad and again
+    def look_at_evaluation(self, optimizer: Optimizer, *, again: bool, zeros: bool) -> bool:
+        """Whether an evaluation of a closure gave a gradient that is not finite, which is taken away then.
+
+        Args:
+            optimizer: Whose step it is.
+            again: The closure is evaluated anew in that case, at half the scale.
+            zeros: Else the rest of the step gets gradients of zero, since it goes on with what lies there.
+        """
+        window, tried = self._window, self._tried.pop(optimizer, None)
+        window.tries = False
+        if again and tried is None:
+            tried = window.scaler.scale_tensor().clone()
+        bad = bool(self._guard(self._owner(optimizer), optimizer, again=again, zeros=zeros))
+        window.tries = bad and again
+        if window.tries and tried is not None:
+            self._tried[optimizer] = tried
+        elif bad and tried is not None:  # no scale helps, so that it falls once, as after any step
+            window.scaler.scale_tensor().copy_(tried)
         return bad
+
+    def sync(self, optimizer: Optimizer) -> None:
+        """Bring the model up to date with an optimizer's masters."""
+        self._window.sync(optimizer)
 
     @property
     def tries(self) -> int:
         """How often a closure is evaluated anew."""
         return _AGAIN if self._window.scales else 0
 
-    def _guard(self, optimizer: Optimizer, by: Optimizer, *, again: bool = False) -> bool | None:
+    def _guard(
+        self, optimizer: Optimizer, by: Optimizer, *, again: bool = False, zeros: bool = False
+    ) -> bool | None:
         """Look at the gradients of a prepared optimizer that steps ``by`` itself, or by one inside it.
 
-        ``again``: they are computed anew where they are not finite, so that nothing is skipped yet.
+        ``again``: they are computed anew where they are not finite, so that nothing is skipped yet. ``zeros``: else zeros take their
+        place.
 
         Returns:
             Whether one is not finite, so that they were taken away; None where the device knows it.
@@ -272,21 +296,21 @@ class Watch:
             window.hidden[id(by)] = [(parameter, parameter.grad) for parameter in params]
             window.settled = False
             for parameter in params:
-                parameter.grad = None
+                parameter.grad = torch.zeros_like(parameter.grad) if zeros else None
         return bad
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if id(self._owner(optimizer)) not in self._stepping:
-            self._unhide(optimizer)
-            take_back(optimizer)
         step = _closure_steps.pop(id(optimizer), None)
-        if step is not None:
+        failed = step is not None and step.failed
+        if id(self._owner(optimizer)) not in self._stepping:
+            self._unhide(optimizer, whole=failed)
+            take_back(optimizer)
+        if step is not None and failed:
             step.end()
-            self._evaluations[optimizer] = max(step.evaluations, self._evaluations.get(optimizer, 1))
 
-    def _unhide(self, optimizer: Optimizer) -> None:
+    def _unhide(self, optimizer: Optimizer, *, whole: bool = False) -> None:
         for parameter, grad in self._window.hidden.pop(id(optimizer), ()):
-            if parameter.grad is None:
+            if whole or parameter.grad is None:
                 parameter.grad = grad
 
 

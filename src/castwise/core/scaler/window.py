@@ -107,6 +107,8 @@ class Window:
         self.summed: list[Optimizer] = []
         """Optimizers that are being unscaled, of whose gradients this rank only supposes that they hold the scale of others."""
         self.skips = 0
+        self.sync: Callable[[Optimizer], object] = lambda _: None
+        """Called with an optimizer whose step has been taken back: brings the model up to date with its masters."""
         self.tries = False
         """Whether a closure is evaluated again, so that what it clears is no step that was skipped."""
         """Steps that the host knows to have been skipped."""
@@ -616,7 +618,11 @@ class Window:
         owned = {id(parameter) for some in held for parameter in some.owned()}
         if self._runs():
             owned.update(id(parameter) for parameter in self._strays() if parameter.grad is not None)
-        return any(id(parameter) in owned for parameter in gradients.stored(optimizer))
+        # another model's parameters may have been given the very gradients
+        lent = {id(p.grad) for some in held for p in some.owned()}
+        return any(
+            id(p) in owned or (p.grad is not None and id(p.grad) in lent) for p in gradients.stored(optimizer)
+        )
 
     def let_go(self, optimizer: Optimizer | None = None) -> None:
         """Bring gradients that hold the scale to a scale of one: an optimizer's, or those of no optimizer here."""

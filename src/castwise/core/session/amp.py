@@ -137,6 +137,7 @@ class Amp(masters.OfThisProcess):
         self.scaler.admit = functools.partial(give_late_masters, plan)
         # what lives in a session does not hold it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays, self._buffers)
+        self._window.sync = masters.copy_to_model
         self._window.ranks_differ, self._agreement.window = self._agreement.can_differ, self._window
         self._watch = Watch(self._window)
         self._claim = process.Claim(plan, self.device_type)
