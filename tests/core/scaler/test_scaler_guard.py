@@ -441,6 +441,25 @@ def test_a_step_that_no_scale_helps_lowers_it_once(maker: str) -> None:
     assert (run.amp.skipped_steps, run.amp.scaler.get_scale()) == (1, 512.0)
 
 
+@pytest.mark.parametrize("maker", REPEATED)
+def test_gradients_that_a_closure_clears_of_another_optimizer_are_no_skipped_steps(maker: str) -> None:
+    run = Run(scaled(2.0**20), REPEATED[maker])
+    parameter, other = run.another()
+
+    def closure() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        other.zero_grad()
+        loss = run.model(X).pow(2).mean() * parameter.prod()
+        run.amp.backward(loss)
+        run.amp.unscale_(run.optimizer)
+        run.amp.unscale_(other)
+        return loss
+
+    run.optimizer.step(closure)
+    assert run.amp.scaler.get_scale() < 2.0**20
+    assert run.amp.skipped_steps == 0
+
+
 @pytest.mark.parametrize("maker", [*REPEATED, "adam"])
 def test_gradients_from_before_a_closure_are_stepped_or_skipped_whole(maker: str) -> None:
     """Two microbatches of which the closure runs the second: what it adds to is not made again."""

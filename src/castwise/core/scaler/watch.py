@@ -181,6 +181,7 @@ class Watch:
         if closure is None:
             self._guard(owner, optimizer)
             return None
+        self._window.evaluates = True
         return _torch.steps.with_closure(args, kwargs, _closure_step(optimizer, closure).evaluate)
 
     def look_at_evaluation(self, optimizer: Optimizer, *, again: bool, zeros: bool) -> bool:
@@ -192,12 +193,10 @@ class Watch:
             zeros: Else the rest of the step gets gradients of zero, since it goes on with what lies there.
         """
         window, tried = self._window, self._tried.pop(optimizer, None)
-        window.tries = False
         if again and tried is None:
             tried = window.scaler.scale_tensor().clone()
         bad = bool(self._guard(self._owner(optimizer), optimizer, again=again, zeros=zeros))
-        window.tries = bad and again
-        if window.tries and tried is not None:
+        if bad and again and tried is not None:
             self._tried[optimizer] = tried
         elif bad and tried is not None:  # no scale helps, so that it falls once, as after any step
             window.scaler.scale_tensor().copy_(tried)
@@ -302,6 +301,8 @@ class Watch:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = _closure_steps.pop(id(optimizer), None)
         failed = step is not None and step.failed
+        if step is not None:
+            self._window.evaluates = False
         if id(self._owner(optimizer)) not in self._stepping:
             self._unhide(optimizer, whole=failed)
             take_back(optimizer)

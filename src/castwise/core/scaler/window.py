@@ -109,8 +109,8 @@ class Window:
         self.skips = 0
         self.sync: Callable[[Optimizer], object] = lambda _: None
         """Called with an optimizer whose step has been taken back: brings the model up to date with its masters."""
-        self.tries = False
-        """Whether a closure is evaluated again, so that what it clears is no step that was skipped."""
+        self.evaluates = False
+        """Whether an optimizer steps by a closure, so that other gradients that are cleared in it are no skipped steps."""
         """Steps that the host knows to have been skipped."""
         self._unread: torch.Tensor | None = None
 
@@ -176,7 +176,7 @@ class Window:
             bad = read_on_host(flags.values())
             if bad is not False:
                 found[key] = flags
-                self.count(StepResult(list(flags.values()), send=False))
+                self.count(StepResult(list(flags.values()), send=False), skips=not self.evaluates)
                 if bad and isinstance(self.scaler, StepGuard):
                     self.scaler.note_given_up(optimizer)
         return found
@@ -207,7 +207,7 @@ class Window:
         found: dict[str, torch.Tensor] = {}
         for name, flag in returned.values():
             if read_on_host((flag,)) is not False:
-                self.count(StepResult([flag], send=False))
+                self.count(StepResult([flag], send=False), skips=not self.evaluates)
                 found[name] = torch.maximum(found[name], flag) if name in found else flag
         return found
 
@@ -592,10 +592,13 @@ class Window:
 
         return evaluate
 
-    def count(self, result: StepResult) -> None:
-        """Take note of a step, for :attr:`skipped_steps`; if it was skipped, put back the buffers that it poisoned."""
+    def count(self, result: StepResult, *, skips: bool = True) -> None:
+        """Take note of a step, for :attr:`skipped_steps`; if it was skipped, put back the buffers that it poisoned.
+
+        ``skips``: not of gradients that were cleared within another step.
+        """
         if result.known:
-            self.skips += result.skipped and not self.tries
+            self.skips += result.skipped and skips
             if result.skipped:
                 result.note_restored(self.buffers.put_back())
         else:
