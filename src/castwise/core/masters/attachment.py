@@ -438,7 +438,7 @@ class Attachment:
             self._loads.join(optimizer, self._pairs.pull, last=True)
         self._pairs.look()
         self._steps += 1
-        search(self._steps, self._pairs.stored)
+        search(self._steps, self._pairs.stored, master_of)
         look_at_copies()
         closure = _torch.steps.closure_of(args, kwargs)
         return None if closure is None else _torch.steps.with_closure(args, kwargs, self._wrap(closure))

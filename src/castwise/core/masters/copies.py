@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -95,8 +95,11 @@ def watch_clone(clone: Tensor, source: Tensor) -> None:
     _clones.append(_Clone(memory, TensorWeakRef(source), memory.version))
 
 
-def search(step: int, parameters: Sequence[Tensor]) -> None:
-    """Before some steps: watch what lies near to one of these parameters with masters, as low as it and in memory of its own."""
+def search(step: int, parameters: Sequence[Tensor], master_of: Callable[[Tensor], object]) -> None:
+    """Before some steps: watch what lies near to one of these parameters with masters, as low as it and in memory of its own.
+
+    ``master_of`` gives the master of a parameter, of another model too, or None.
+    """
     if step not in _SEARCHED:
         return
     alike: dict[Any, list[Tensor]] = {}
@@ -107,7 +110,11 @@ def search(step: int, parameters: Sequence[Tensor]) -> None:
             alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
     tensors = [(thing, _address(thing)) for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     # what is trained is not an average, of another model neither; a teacher may say that it is, and has no gradient
-    known = {address for tensor, address in tensors if tensor.requires_grad and _is_trained(tensor)}
+    known = {
+        address
+        for tensor, address in tensors
+        if tensor.requires_grad and (_is_trained(tensor) or master_of(tensor) is not None)
+    }
     known |= {tensor.data_ptr() for clone in _clones if (tensor := clone.memory.tensor()) is not None}
     before = _near if step - 1 in _SEARCHED else []
     found: list[_Near] = []
@@ -129,9 +136,7 @@ def search(step: int, parameters: Sequence[Tensor]) -> None:
 
 
 def _is_trained(tensor: Tensor) -> bool:
-    from castwise.core.masters.parameter import master_of  # which watches clones by this module
-
-    return not tensor.is_leaf or tensor.grad is not None or master_of(tensor) is not None
+    return not tensor.is_leaf or tensor.grad is not None
 
 
 def _address(tensor: Tensor) -> int:
