@@ -18,6 +18,7 @@ from castwise.core.plans.plan import PRESETS
 from castwise.core.scaler import StepGuard
 from castwise.errors import LossScaleError, NonFiniteError, PlanError, StateError
 from tests.core.scaler.test_scaler_steps import another_ranks_flag
+from tests.lifecycle.life import SkipsInit
 from tests.soak import each_value, pairs
 
 INF, NAN = float("inf"), float("nan")
@@ -51,6 +52,13 @@ class Run:
     def backward(self, factor: float = 1.0) -> None:
         self.optimizer.zero_grad()
         self.amp.backward(self.model(X).pow(2).mean() * factor)
+
+    def closure(self, factor: float) -> Callable[[], torch.Tensor]:
+        def evaluate() -> torch.Tensor:
+            self.backward(factor)
+            return torch.ones(())
+
+        return evaluate
 
     def everything(self) -> list[Any]:
         state = self.optimizer.state_dict()["state"]
@@ -442,6 +450,32 @@ def test_a_step_that_no_scale_helps_lowers_it_once(maker: str) -> None:
 
 
 @pytest.mark.parametrize("maker", REPEATED)
+def test_a_closure_that_raises_while_it_is_evaluated_again_leaves_nothing_behind(maker: str) -> None:
+    run, calls = Run(scaled(2.0**24), REPEATED[maker]), 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyError("a batch")
+        run.optimizer.zero_grad()
+        loss = run.model(X).pow(2).mean()
+        run.amp.backward(loss)
+        run.amp.unscale_(run.optimizer)
+        return loss
+
+    with pytest.raises(KeyError):
+        run.optimizer.step(closure)
+    run.backward(INF)  # given up by a rule of the user's own, which is counted again
+    run.amp.clip_grad_norm_(run.optimizer, 1.0)
+    run.backward()
+    assert run.amp.skipped_steps == 1
+    calls = 2
+    run.optimizer.step(closure)
+    assert run.amp.scaler.get_scale() < 2.0**23
+
+
+@pytest.mark.parametrize("maker", REPEATED)
 def test_gradients_that_a_closure_clears_of_another_optimizer_are_no_skipped_steps(maker: str) -> None:
     run = Run(scaled(2.0**20), REPEATED[maker])
     parameter, other = run.another()
@@ -550,45 +584,24 @@ def test_an_evaluation_that_overflows_is_made_again_at_a_smaller_scale(plan: str
 def test_a_framework_that_steps_by_a_closure_is_guarded(plan: str, keyword: bool) -> None:
     run = Run(plan)
 
-    def closure(factor: float) -> Callable[[], torch.Tensor]:
-        def evaluate() -> torch.Tensor:
-            run.backward(factor)
-            return torch.ones(())
-
-        return evaluate
-
     for factor in (1.0, NAN, 1.0):
         before = run.everything()
         if keyword:
-            run.optimizer.step(closure=closure(factor))
+            run.optimizer.step(closure=run.closure(factor))
         else:
-            run.optimizer.step(closure(factor))
+            run.optimizer.step(run.closure(factor))
         assert same(run.everything(), before) is (factor != 1.0)
     assert run.amp.skipped_steps == 1
 
 
-class Outside(torch.optim.Optimizer):
+class Outside(SkipsInit):
     """Around another optimizer, and without hooks of its own, as Lookahead, TRAC and Schedule-Free's wrapper are."""
 
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        self.base = base
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.base.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.base.step(closure)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.base.zero_grad(set_to_none)
+        self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> Any:
-        return self.base.state_dict()
+        return self.inner.state_dict()
 
 
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed"])
@@ -596,19 +609,12 @@ class Outside(torch.optim.Optimizer):
 def test_steps_inside_an_optimizer_without_hooks_are_guarded(plan: str, way: str) -> None:
     run = Run(plan, lambda p: Outside(torch.optim.SGD(p, 0.01, momentum=0.9)))
 
-    def closure(factor: float) -> Callable[[], torch.Tensor]:
-        def evaluate() -> torch.Tensor:
-            run.backward(factor)
-            return torch.ones(())
-
-        return evaluate
-
     for factor in (1.0, NAN, 1.0):
         before = run.everything()
         if way == "closure":
-            run.optimizer.step(closure(factor))
+            run.optimizer.step(run.closure(factor))
         else:
-            closure(factor)()
+            run.closure(factor)()
             run.amp.step(run.optimizer) if way == "amp" else run.optimizer.step()
         assert same(run.everything(), before) is (factor != 1.0)
     assert run.amp.skipped_steps == 1

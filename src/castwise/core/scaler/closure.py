@@ -6,11 +6,13 @@ nothing may stop on its way.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -94,6 +96,31 @@ def step_or_restore(
         return None, True
 
 
+class Guard(Protocol):
+    """What looks after steps that somebody else calls."""
+
+    tries: int
+    """How often a closure may be evaluated anew, at half the loss scale each time."""
+
+    def scale(self) -> torch.Tensor:
+        """A copy of the loss scale, 0-dim."""
+
+    def put_back_scale(self, scale: torch.Tensor) -> None:
+        """Have that loss scale again."""
+
+    def evaluating(self) -> AbstractContextManager[object]:
+        """While a closure runs: gradients of others that it clears are no skipped steps."""
+
+    def look_at_evaluation(self, optimizer: Optimizer, *, again: bool, zeros: bool) -> bool:
+        """Whether a gradient is not finite; if so all are taken away, or zeros take their place.
+
+        ``again``: the closure is evaluated once more in that case.
+        """
+
+    def sync(self, optimizer: Optimizer) -> None:
+        """Bring the model up to date with an optimizer's masters."""
+
+
 class ClosureStep:
     """A step by a closure that somebody else called, so that it goes on when an evaluation gives a gradient that is not finite.
 
@@ -103,50 +130,54 @@ class ClosureStep:
     Args:
         optimizer: Whose step it is, before the step.
         closure: What it evaluates.
-        look: Called after each evaluation: whether a gradient is not finite. If so it has taken the gradients away; the argument
-            says whether the closure is evaluated again.
-        again: Called at each evaluation: how often the closure may be evaluated anew, at a smaller scale each time.
+        guard: Gives who looks after the optimizer; None until it is prepared, as the closure itself may have it.
         keep: Whether the step may evaluate more than once, so that it may have updated something before it fails.
-        restored: Called when that was taken back.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
-        look: Callable[[bool], bool],
+        guard: Callable[[], Guard | None],
         *,
-        again: Callable[[], int],
         keep: bool,
-        restored: Callable[[], object],
     ) -> None:
-        self._closure, self._look, self._again, self._restored = closure, look, again, restored
+        self._optimizer, self._closure, self._guard, self._keep = optimizer, closure, guard, keep
         self._snapshot = Snapshot(optimizer) if keep else None
         self._params = stored(optimizer)
         self._loss: Any = None
-        self._has_loss = False
+        """The last that was sound, or else the first: a line search takes its numbers for what they are."""
         self.failed = False
         """Whether the rest of the step sees no gradients."""
 
     def evaluate(self) -> Any:
         """What the optimizer calls for the closure."""
-        tries = 0
+        tries, scale = 0, None
         while not self.failed:
-            before = {id(p): weakref.ref(p.grad) for p in self._params if p.grad is not None}
-            loss = self._closure()
-            again = tries < self._again() and not self._adds_to(before) and _is_finite(loss)
+            guard = self._guard()
+            before = {id(p): weakref.ref(p.grad) for p in self._params if self._keep and p.grad is not None}
+            with contextlib.nullcontext() if guard is None else guard.evaluating():
+                loss = self._closure()
+            self._loss = loss if self._loss is None else self._loss
+            guard = self._guard()
+            if guard is None:
+                return loss
+            again = self._keep and tries < guard.tries and not self._adds_to(before) and _is_finite(loss)
+            if again and scale is None:
+                scale = guard.scale()
             try:
-                bad = self._look(again)
+                bad = guard.look_at_evaluation(self._optimizer, again=again, zeros=self._keep)
             except BaseException:  # it is an error, before anything has changed
                 self.failed = True
                 self.end()
                 raise
-            if not (bad and self._has_loss):
-                self._loss, self._has_loss = loss, True
             if not bad:
-                break
+                self._loss = loss
+                return loss
             self.failed, tries = not again, tries + 1
-        return self._loss  # the last that was sound: a line search takes its numbers for what they are
+            if self.failed and scale is not None:  # none helps, so that it falls once, as after any step
+                guard.put_back_scale(scale)
+        return self._loss
 
     def _adds_to(self, before: Mapping[int, weakref.ref[torch.Tensor]]) -> bool:
         """Whether gradients that lay there have been added to, which another evaluation would not make again."""
@@ -156,7 +187,8 @@ class ClosureStep:
         """The step has ended: put everything back if it failed."""
         if self.failed and self._snapshot is not None:
             self._snapshot.restore()
-            self._restored()
+            if (guard := self._guard()) is not None:
+                guard.sync(self._optimizer)
 
 
 def _is_finite(loss: Any) -> bool:

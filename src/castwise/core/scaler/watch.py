@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,16 +45,11 @@ def watch_closure(
 
 
 def _closure_step(optimizer: Optimizer, closure: Callable[[], Any]) -> ClosureStep:
-    watch, keep = functools.partial(_watches.get, optimizer), not _torch.optimizers.evaluates_once(optimizer)
     step = _closure_steps[id(optimizer)] = ClosureStep(
         optimizer,
         closure,
-        lambda again: (
-            (found := watch()) is not None and found.look_at_evaluation(optimizer, again=again, zeros=keep)
-        ),
-        again=lambda: found.tries if keep and (found := watch()) is not None else 0,
-        keep=keep,
-        restored=lambda: None if (found := watch()) is None else found.sync(optimizer),
+        functools.partial(_watches.get, optimizer),
+        keep=not _torch.optimizers.evaluates_once(optimizer),
     )
     return step
 
@@ -68,9 +64,8 @@ class Watch:
 
     def __init__(self, window: Window) -> None:
         self._window = window
+        self.tries = _AGAIN if window.scales else 0
         self._stepping = window.stepping
-        self._tried: weakref.WeakKeyDictionary[Optimizer, torch.Tensor] = weakref.WeakKeyDictionary()
-        """By optimizer, the loss scale before its closure was evaluated anew."""
         self._around: dict[int, weakref.ref[Optimizer]] = {}
         """By optimizer inside another one that was prepared, that other one."""
 
@@ -181,35 +176,34 @@ class Watch:
         if closure is None:
             self._guard(owner, optimizer)
             return None
-        self._window.evaluates = True
         return _torch.steps.with_closure(args, kwargs, _closure_step(optimizer, closure).evaluate)
 
-    def look_at_evaluation(self, optimizer: Optimizer, *, again: bool, zeros: bool) -> bool:
-        """Whether an evaluation of a closure gave a gradient that is not finite, which is taken away then.
+    # --- for closures: see Guard ------------------------------------------------------------------------------
 
-        Args:
-            optimizer: Whose step it is.
-            again: The closure is evaluated anew in that case, at half the scale.
-            zeros: Else the rest of the step gets gradients of zero, since it goes on with what lies there.
-        """
-        window, tried = self._window, self._tried.pop(optimizer, None)
-        if again and tried is None:
-            tried = window.scaler.scale_tensor().clone()
-        bad = bool(self._guard(self._owner(optimizer), optimizer, again=again, zeros=zeros))
-        if bad and again and tried is not None:
-            self._tried[optimizer] = tried
-        elif bad and tried is not None:  # no scale helps, so that it falls once, as after any step
-            window.scaler.scale_tensor().copy_(tried)
-        return bad
+    def look_at_evaluation(self, optimizer: Optimizer, *, again: bool, zeros: bool) -> bool:
+        """As :class:`castwise.core.scaler.closure.Guard` has it."""
+        return bool(self._guard(self._owner(optimizer), optimizer, again=again, zeros=zeros))
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """As :class:`castwise.core.scaler.closure.Guard` has it."""
+        before, self._window.evaluates = self._window.evaluates, True
+        try:
+            yield
+        finally:
+            self._window.evaluates = before
+
+    def scale(self) -> torch.Tensor:
+        """As :class:`castwise.core.scaler.closure.Guard` has it."""
+        return self._window.scaler.scale_tensor().clone()
+
+    def put_back_scale(self, scale: torch.Tensor) -> None:
+        """As :class:`castwise.core.scaler.closure.Guard` has it."""
+        self._window.scaler.scale_tensor().copy_(scale)
 
     def sync(self, optimizer: Optimizer) -> None:
-        """Bring the model up to date with an optimizer's masters."""
+        """As :class:`castwise.core.scaler.closure.Guard` has it."""
         self._window.sync(optimizer)
-
-    @property
-    def tries(self) -> int:
-        """How often a closure is evaluated anew."""
-        return _AGAIN if self._window.scales else 0
 
     def _guard(
         self, optimizer: Optimizer, by: Optimizer, *, again: bool = False, zeros: bool = False
@@ -301,8 +295,6 @@ class Watch:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = _closure_steps.pop(id(optimizer), None)
         failed = step is not None and step.failed
-        if step is not None:
-            self._window.evaluates = False
         if id(self._owner(optimizer)) not in self._stepping:
             self._unhide(optimizer, whole=failed)
             take_back(optimizer)
