@@ -39,7 +39,7 @@ def mlp(device: torch.device) -> Job:
 def gpt(device: torch.device) -> Job:
     """The built-in 4-layer GPT."""
     torch.manual_seed(0)
-    job = find_workload("gpt")
+    job = find_workload("gpt?lr=1e-4")
     model = job.model().to(device)
     optimizer = job.optimizer(model.parameters())
     batches: Iterator[Any] = iter(job.batches(0))

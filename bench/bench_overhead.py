@@ -135,7 +135,7 @@ def main() -> None:
             ("torch.amp by hand, again", hand),
             (f"castwise {name}-mixed", partial(by_castwise, f"{name}-mixed", device)),
         ]
-    gpt = find_workload("gpt")
+    gpt = find_workload("gpt?lr=1e-4")
     for model, make in (("MLP", by_castwise), ("GPT", partial(training_by_castwise, gpt))):
         allow, skip = (partial(make, "bf16-mixed", device, nonfinite=way) for way in ("allow", "skip"))
         groups[f"bf16, guard on the {model}"] = [

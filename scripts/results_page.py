@@ -357,7 +357,62 @@ def forecasts() -> str:
     return f"{markdown(lines)}\n{planted}\n{backed('forecast-cpu')}"
 
 
+def gpu_jobs() -> str:
+    """The jobs that were tuned on a GPU."""
+    lines = [
+        [
+            "training job",
+            "what castwise chose",
+            "against fp32",
+            "against one-line autocast",
+            "against the best of the hand grid",
+        ]
+    ]
+    for row in jobs("tune-cuda"):
+        ratios = (told(row[key]) for key in ("over_fp32", "over_autocast", "over_best_of_grid"))
+        lines.append([f"`{row['workload']}`", chosen(row), *ratios])
+    return markdown(lines) + backed("tune-cuda")
+
+
+def gpu_sine() -> str:
+    """Speed and memory of the job of the ROCm measurements on a GPU."""
+    rows = [row for row in measured("sine-cuda") if row["loop"] != "fp32"]
+    lines = [
+        ["`sine` of 512 x 512 against fp32", "training", "inference", "peak memory of training, of inference"]
+    ]
+    for loop in dict.fromkeys(row["loop"] for row in rows):
+        of = {row["what"]: row for row in rows if row["loop"] == loop}
+        speeds = [told([row["speedup"], row["low"], row["high"]]) for row in of.values()]
+        less = [f"{-row['less_memory']:+.1%}" for row in of.values() if "less_memory" in row]
+        lines.append([loop.removeprefix("castwise "), *speeds, ", ".join(less)])
+    return markdown(lines) + backed("sine-cuda")
+
+
+def gpu_loops() -> str:
+    """Time of a step on a GPU beside the loop by hand."""
+    lines = [["time of a step against the loop by hand", "ratio"]]
+    for name, what in (
+        ("overhead", "small MLP"),
+        ("master", "GPT of width 384, fused AdamW"),
+        ("compat", ""),
+    ):
+        for row in measured(f"{name}-cuda"):
+            ours = row.get("loop", "").startswith((
+                "castwise bf16",
+                "castwise fp16",
+                "apex",
+                "torch.amp by hand, again",
+            ))
+            if ours and "guard" not in row.get("format", ""):
+                job = what or f"{row['job']}, {row['format']}"
+                lines.append([f"{job}: {row['loop']}", told([row["ratio"], row["low"], row["high"]])])
+    return markdown(lines) + backed("overhead-cuda", "master-cuda", "compat-cuda")
+
+
 TABLES = {
+    "gpu_jobs": gpu_jobs,
+    "gpu_sine": gpu_sine,
+    "gpu_loops": gpu_loops,
     "forecasts": forecasts,
     "peers": peers,
     "peers_short": peers_short,

@@ -5,9 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
 from castwise import Plan
@@ -46,6 +51,39 @@ def test_torch_spelling_gives_torch_results(dtype: torch.dtype) -> None:
     for a, b in zip(got, want, strict=True):
         assert a.dtype is b.dtype
         assert torch.equal(a, b)
+
+
+class Formats(TorchDispatchMode):
+    """What ``_log_softmax`` is called on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._log_softmax.default:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("device", "autocast"),
+    [
+        ("cpu", partial(castwise.autocast, "bf16-mixed+rules=cuda", device_type="cpu")),
+        pytest.param("cuda", partial(torch.autocast, "cuda", torch.bfloat16), marks=pytest.mark.gpu),
+        pytest.param("cuda", partial(castwise.autocast, "bf16-mixed", device_type="cuda"), marks=pytest.mark.gpu),
+    ],
+    ids=["its prediction", "torch", "castwise"],
+)  # fmt: skip
+def test_cross_entropy_on_a_gpu_rounds_its_log_softmax_to_the_format_of_the_logits(
+    device: str, autocast: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Log-softmax is on the fp32 list, but cross_entropy names the dtype of its input, which the list does not replace."""
+    logits, classes = X.to(device, torch.bfloat16), torch.arange(4, device=device)
+    with Formats() as found, autocast():
+        torch.nn.functional.cross_entropy(logits, classes)
+        torch.nn.functional.log_softmax(logits, 0)
+    assert found.dtypes == [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize(

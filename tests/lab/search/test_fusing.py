@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +106,35 @@ def test_what_is_saved_counts_where_it_is_known_to_be_a_hundredth_of_the_step(
     found, search = asked(DEEP, raced)
     assert found == saves
     assert (FUSED in search.passed_over) == (not saves and bool(given_s))
+
+
+@pytest.mark.parametrize(
+    ("gain", "saves", "at_least", "at_most"), [(0.5, True, 8, 8), (0.1, True, 16, 64), (0.0, False, 16, 128)]
+)
+def test_rounds_go_on_until_they_decide(
+    gain: float, saves: bool, at_least: int, at_most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU whose steps took 14 ms, give or take 4, eight rounds did not see that fused steps took 12."""
+    noise = random.Random(0)
+    laps = Lap(), Lap()
+
+    def updates(*given: Any) -> tuple[Lap, Lap]:
+        *_, rounds, _least, _until, _last, enough = given
+        for _ in range(rounds):
+            for lap, step_s in zip(laps, (1.0, 1.0 - gain), strict=True):
+                lap.times_s.append(step_s * noise.uniform(0.8, 1.2))
+            if enough(*laps):
+                break
+        return laps
+
+    monkeypatch.setattr(Contest, "updates", updates)
+
+    def raced(search: Search) -> None:
+        assert search.contest is not None
+        search.contest.entries[FP32].times_s[:] = [1.0] * 8
+
+    assert asked(DEEP, raced)[0] == saves
+    assert at_least <= len(laps[0].times_s) <= at_most
 
 
 def test_a_part_that_took_longer_than_a_step_did_before_saves_no_more_than_all(

@@ -232,7 +232,14 @@ class Contest:
         self._say(f"{len(racing)} plans", rounds, rounds)
 
     def updates(
-        self, one: Plan, other: Plan, rounds: int, least: int, until: float, last: float
+        self,
+        one: Plan,
+        other: Plan,
+        rounds: int,
+        least: int,
+        until: float,
+        last: float,
+        enough: Callable[[Lap, Lap], bool] = lambda _one, _other: False,
     ) -> tuple[Lap, Lap]:
         """Interleaved rounds of two plans in which the optimizer's part of each step is timed for itself.
 
@@ -241,10 +248,11 @@ class Contest:
         Args:
             one: A plan.
             other: Another.
-            rounds: How many rounds there are.
+            rounds: How many rounds there are at most.
             least: How many of them there are though ``until`` is over.
             until: Clock time after which no further one begins.
             last: Clock time after which none of the least begins either, but the first.
+            enough: Asked after each round, of what both took, whether no other is needed; on ranks all say the same.
 
         Returns:
             Of each the median seconds of those parts, by round; none where one of the two cannot run.
@@ -277,6 +285,8 @@ class Contest:
                 lap.times_s += (
                     [statistics.median(parts)] if self._device.type == "cpu" else found[name].times_s
                 )
+            if enough(*laps):
+                break
         self._close(other)
         return laps
 

@@ -16,9 +16,10 @@ from castwise.core.plans.words import in_words
 from castwise.core.session.fused import can_fuse, is_fused
 from castwise.lab.search.contest import LATE
 from castwise.lab.search.state import SearchState
-from castwise.lab.timing.timing import WARMUP, speedup
+from castwise.lab.timing.timing import WARMUP, Lap, speedup
 
-ROUNDS, LEAST_ROUNDS = 8, 4
+LEAST_ROUNDS, ROUNDS, MOST_ROUNDS = 4, 8, 128
+"""Rounds are run until they decide: that is looked at after ``ROUNDS``, and after twice as many each time."""
 SHARE, MOST_SHARE = 0.1, 0.2
 """Shares of the budget: after the one there are only the least rounds, and none where these would take more than the other."""
 WORTH = 0.01
@@ -49,22 +50,31 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
         search.undecided.append("Whether the fused optimizer saves time was not tried: the time ran out.")
         return False
     begin = ranks.now()
+
+    def decided(given_s: Lap, fused_s: Lap) -> bool:
+        rounds = len(given_s.times_s)
+        if rounds < ROUNDS or rounds & (rounds - 1):
+            return False
+        least, _, most = _saved(given_s, fused_s, step_s) or (0.0, 0.0, 0.0)
+        return ranks.at("the rounds of two optimizers").same(least >= WORTH or most < WORTH)
+
     given_s, fused_s = contest.updates(
-        plan, fused, ROUNDS, LEAST_ROUNDS, begin + SHARE * budget_s, begin + MOST_SHARE * budget_s
+        plan,
+        fused,
+        MOST_ROUNDS,
+        LEAST_ROUNDS,
+        begin + SHARE * budget_s,
+        begin + MOST_SHARE * budget_s,
+        decided,
     )
     entry.reason = standing  # it ran before: memory that two do not find here is no reason against it
-    ratio = speedup(given_s, fused_s)
-    if ratio is None:  # it cannot run
+    saved = _saved(given_s, fused_s, step_s)
+    if saved is None:  # it cannot run
         return False
-    part_s = statistics.median(given_s.seconds)
-    step_s = max(step_s, part_s)  # of another moment
-    least, likely, part_s, then_s = ranks.at("the fused optimizer").worst(
-        lambda: (
-            part_s * (1.0 - (1.0 / ratio.low if ratio.low else math.inf)) / step_s,
-            part_s * (1.0 - 1.0 / ratio.value) / step_s, part_s, part_s / ratio.value,
-        ),
-        lambda found: -found[0],
-    )  # fmt: skip
+    part_s, then_s = statistics.median(given_s.seconds), statistics.median(fused_s.seconds)
+    (least, likely, _), part_s, then_s = ranks.at("the fused optimizer").worst(
+        lambda: (saved, part_s, then_s), lambda found: -found[0][0]
+    )
     name = type(optimizer).__name__
     took = (
         f"{name} takes {1e3 * part_s:.3g} ms of a step of {in_words(plan)}, and fused {1e3 * then_s:.3g} ms"
@@ -82,3 +92,14 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
         "optimizer=fused."
     )
     return True
+
+
+def _saved(given_s: Lap, fused_s: Lap, step_s: float) -> tuple[float, float, float] | None:
+    """The share of a step that the fused kernel saves at least, likely and at most; None where it cannot run."""
+    ratio = speedup(given_s, fused_s)
+    if ratio is None:
+        return None
+    part_s = statistics.median(given_s.seconds)
+    share = part_s / max(step_s, part_s)  # the step was timed at another moment
+    least, likely, most = (1.0 - (1.0 / r if r else math.inf) for r in (ratio.low, ratio.value, ratio.high))
+    return share * least, share * likely, share * most
