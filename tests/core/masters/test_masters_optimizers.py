@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from castwise.core.masters import Master, attach
 from tests.soak import each_value, every
@@ -314,3 +316,42 @@ def test_compiled_model_trains_like_the_eager_one() -> None:
         results.append([m.detach().clone() for m in attachment.masters])
     for eager, other in zip(*results, strict=True):
         torch.testing.assert_close(other, eager, rtol=0, atol=0)
+
+
+class Operators(TorchDispatchMode):
+    """The names of those that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad]
+)
+def test_masters_are_updated_in_lists_where_parameters_are(
+    kind: Any, graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, where that is the default, each master was updated by itself: 44 % more time for a step of a small GPT."""
+    home = sys.modules["torch.optim.optimizer"]
+    monkeypatch.setattr(home, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    counts = []
+    for low in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = kind(model.parameters(), 1e-3)
+        if low:
+            former = lower(model, torch.bfloat16, nn.BatchNorm1d)
+            attach(optimizer, model, originals=former)
+        model(torch.randn(4, 8)).sum().backward(create_graph=graph)
+        with Operators() as seen:
+            optimizer.step()
+        lists = [name for name in seen.names if name.startswith("_foreach_")]
+        counts.append(lists[: lists.index("_foreach_copy_")] if low else lists)
+    assert counts[0] == counts[1] != []

@@ -10,11 +10,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _foreach_supported_types
 
 from castwise.core._torch.hooks import around_function
 
 _MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 """torch sets the latter at a step."""
+
+
+def treat_as(made: type, kind: type) -> None:
+    """Let optimizers update parameters of class ``made`` as those of ``kind``: on lists of them, where a GPU's do so by default.
+
+    torch looks up the class itself, so that parameters of a subclass are updated one by one, an operator for each line.
+    """
+    if kind in _foreach_supported_types and made not in _foreach_supported_types:
+        _foreach_supported_types.append(made)  # type: ignore[arg-type]
 
 
 def takes_flag(optimizer: torch.optim.Optimizer) -> bool:

@@ -289,7 +289,9 @@ class _DifferentiatedByStored:
 
 @functools.cache
 def _class_of(name: str, base: type, kind: type) -> type:
-    return type(f"{name}{kind.__name__}", (base, kind), {})
+    made = type(f"{name}{kind.__name__}", (base, kind), {})
+    _torch.optimizers.treat_as(made, kind)
+    return made
 
 
 def master_of(parameter: Tensor) -> nn.Parameter | None:
