@@ -280,5 +280,5 @@ def _why_not_low(search: Search) -> str:
         )
         return f"One-line torch.autocast in bf16{fast} {keeps} the gradients: {reason}."
     if ratio is None and fate is not None:
-        return f"One-line torch.autocast in bf16 was passed over: {fate.reason.removeprefix('not faster: ')}."
+        return f"One-line torch.autocast in bf16 was passed over: {fate.reason}."
     return ""

@@ -244,7 +244,7 @@ def _without(
     """The plans that compute in another format, or are the one to keep; of the rest it is noted why they are gone."""
     gone = [plan for plan in plans if plan.compute == low and plan != but]
     for plan in gone:
-        search.decide(search.scaled(plan), Fate("worse", f"not faster: {why}"))
+        search.decide(search.scaled(plan), Fate("worse", why))
     return [plan for plan in plans if plan not in gone]
 
 
