@@ -54,8 +54,8 @@ def test_a_page_can_be_drawn_of_a_speed_without_an_interval() -> None:
 
 def test_a_plan_that_was_not_timed_has_no_row_among_the_speeds() -> None:
     untimed = [make_candidate(f"fp32+ops.exp{i}=fp32", None, parity=make_damage(0.0)) for i in range(2)]
-    why = "not faster: timed module by module it is no faster than fp32"
-    passed = make_candidate("fp16-mixed", None, "not tried", reason=why)
+    why = "timed module by module it is no faster than fp32"
+    passed = make_candidate("fp16-mixed", None, "rejected", reason=why)
     record = make_record(make_evidence(candidates=(*make_evidence().candidates, *untimed, passed)))
     speeds, *others = (part for part in tune.lines(record) if isinstance(part, Grid))
     assert speeds.title == "Speed"

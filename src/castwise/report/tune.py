@@ -173,8 +173,7 @@ def _why(row: Record) -> Any:
     why = row["reason"] or (row["parity"] or row)["reason"]
     if row["status"] == "sound" and row["time"] is None:
         return why or "there was no time for it in the final"
-    # what was passed over was not seen to be slower: that is why it was not tried
-    return why.removeprefix("not faster: ") if row["status"] == "not tried" else why
+    return why
 
 
 def _columns(record: Record) -> Columns:

@@ -14,8 +14,8 @@ from castwise.lab.parity.parity import ParityResult
 from castwise.lab.search.answer import advice, answer, tied, why
 from castwise.lab.search.contest import LATE, Contest, Entry
 from castwise.lab.search.decision import Decision
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
-from castwise.lab.search.reasons import NotTried
 from castwise.lab.search.record import evidence
 from castwise.lab.search.search import Search, Settings
 from castwise.lab.search.state import AUTOCAST, FP32
@@ -124,21 +124,20 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     slow = searched(FP32, {FP32: 0.1})
     slow.contest = Contest(slow.workload, slow.device)
     slow.contest.entries[AUTOCAST] = Entry(
-        AUTOCAST, reason="not faster: its first steps took 39 times as long", hopeless=True
+        AUTOCAST, left=Fate("worse", "not faster: its first steps took 39 times as long")
     )
     assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
     del slow.contest.entries[AUTOCAST]
-    slow.passed_over[AUTOCAST] = (
-        "not faster: timed module by module it is no faster than fp32"  # dropped before the race
-    )
+    dropped = "timed module by module it is no faster than fp32"
+    slow.decide(AUTOCAST, Fate("worse", dropped))  # before the race
     assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
-    slow.contest.entries[AUTOCAST] = Entry(AUTOCAST, reason=LATE)
+    slow.contest.entries[AUTOCAST] = Entry(AUTOCAST, left=LATE)
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
     del slow.contest.entries[AUTOCAST]
-    slow.passed_over[LEAN] = LATE
+    slow.decide(LEAN, LATE)
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
-    del slow.passed_over[LEAN]
-    slow.contest.entries[LEAN] = Entry(LEAN, reason="out of memory")
+    del slow.fates[LEAN]
+    slow.contest.entries[LEAN] = Entry(LEAN, left=Fate("failed", "out of memory"))
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
     unmeasured = searched(FP32, {FP32: 0.1}, goal="memory")
     assert answer(unmeasured).endswith(": no other plan's peak memory was measured; use a longer --budget.")
@@ -150,7 +149,7 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     slower = searched(FP32, {FP32: 0.1, AUTOCAST: 0.2})
     assert evidence(slower).candidates[0].reason == "the fastest sound plan"
     assert answer(slower) == "Stay in fp32 as it is: no sound plan is known to be faster."
-    slower.reasons[AUTOCAST] = "damage 0.3 is above 0.1"
+    slower.refuse(AUTOCAST, "damage 0.3 is above 0.1")
     assert (
         answer(slower)
         == "Stay in fp32 as it is: nothing else that was timed was shown to keep the gradients."
@@ -180,14 +179,18 @@ def test_what_seems_faster_and_is_not_sure_enough_is_said_to_be_that() -> None:
     assert answer(search).endswith(
         "no sound plan is known surely enough to be faster, and this one is the simplest."
     )
-    said = search.final.reason(LEAN, FP32)
-    assert said == "faster, but not as surely as a choice asks (97%), than the chosen plan, which is simpler"
+    fate = search.final.fate(LEAN, FP32)
+    assert fate is not None
+    assert (
+        fate.reason
+        == "faster, but not as surely as a choice asks (97%), than the chosen plan, which is simpler"
+    )
 
 
 def test_what_is_undecided_is_not_said_to_lose_the_gradients() -> None:
     search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.05})
     search.findings[AUTOCAST] = dataclasses.replace(SOUND, verdict="undecided")
-    search.reasons[AUTOCAST] = "more of them would decide"
+    search.refuse(AUTOCAST, "more of them would decide")
     assert "was not shown to keep the gradients: more of them would decide" in why(search)[-1]
 
 
@@ -222,7 +225,7 @@ def test_a_plan_whose_numerics_were_not_found_sound_ties_with_nothing() -> None:
 
 def test_unsound_autocast_is_the_reason_to_stay_in_fp32() -> None:
     search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.05})
-    search.reasons[AUTOCAST] = "damage 0.3 is above 0.1"
+    search.refuse(AUTOCAST, "damage 0.3 is above 0.1")
     assert re.search(
         r"autocast in bf16 would be 2\.00 times as fast \([^)]*\), but it does not keep the gradients: damage 0\.3",
         why(search)[-1],
@@ -232,7 +235,7 @@ def test_unsound_autocast_is_the_reason_to_stay_in_fp32() -> None:
 def test_every_plan_has_its_standing() -> None:
     other, tie = Plan.parse("bf16-master"), Plan.parse("bf16-mixed+optimizer=fused")
     search = searched(AUTOCAST, {FP32: 0.2, AUTOCAST: 0.1, other: 0.15, tie: 0.1})
-    search.passed_over[LEAN] = NotTried("not tried: no time")
+    search.decide(LEAN, Fate("late", "not tried: no time"))
     rows = {c.plan: c for c in evidence(search).candidates}
     assert {plan: row.status for plan, row in rows.items()} == {
         "bf16-mixed": "chosen", "fp32": "baseline", "bf16-mixed+optimizer=fused": "tie",

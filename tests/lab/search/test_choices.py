@@ -50,6 +50,7 @@ from castwise.lab.search.part_costs import (
     not_faster,
 )
 from castwise.lab.search.parts import Part, find_parts
+from castwise.lab.search.state import SearchState
 from castwise.lab.timing.ranks import BY_ITSELF
 from tests.soak import every
 
@@ -72,6 +73,17 @@ class Fragile(nn.Module):
         if x.dtype is torch.bfloat16:
             raise NotImplementedError("no kernel for bf16")
         return x * 2
+
+
+def left_for(contest: Contest, plan: Plan) -> str:
+    """Why a plan left the race."""
+    left = contest.entries[plan].left
+    return "" if left is None else left.reason
+
+
+def noted(search: SearchState) -> dict[Plan, str]:
+    """Why plans are not the answer, by what was noted of them."""
+    return {plan: fate.reason for plan, fate in search.fates.items()}
 
 
 def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -367,11 +379,11 @@ def test_what_is_slow_or_cannot_run_leaves_with_its_reason() -> None:
     with Contest(workload(SlowWhenLow), CPU) as contest:
         left = contest.halve([low, kept], keep=2)
         assert low not in left
-        assert contest.entries[low].reason.startswith("not faster: ")
+        assert left_for(contest, low).startswith("not faster: ")
         assert BASELINE in left
     with Contest(workload(Fragile), CPU) as contest:
         contest.halve([low])
-        assert contest.entries[low].reason == "not supported by this device: no kernel for bf16"
+        assert left_for(contest, low) == "not supported by this device: no kernel for bf16"
         assert contest.entries[BASELINE].rounds > 0
 
 
@@ -421,7 +433,7 @@ def test_nobody_joins_a_race_after_its_deadline() -> None:
     low = Plan.preset("bf16-mixed")
     with Contest(workload(), CPU, deadline=time.monotonic() - 1.0) as contest:
         assert contest.halve([low]) == [BASELINE]
-        assert contest.entries[low].reason == "not tried: the time was spent"
+        assert left_for(contest, low) == "not tried: the time was spent"
     with Contest(workload(), CPU, deadline=time.monotonic() - 1.0) as contest:
         contest.run([low], 3)  # what has been found sound is timed in any case
         assert contest.entries[low].rounds == 1
@@ -602,7 +614,7 @@ def test_one_line_autocast_is_raced_where_the_device_has_units_for_it(
     autocast = Plan.preset("bf16-mixed")
     out = fastest._by_costs(found, [BASELINE, autocast, Plan.preset("bf16-master")])
     assert set(out) == ({BASELINE, autocast} if shown else {BASELINE})
-    assert (autocast in found.passed_over) != shown
+    assert (autocast in found.fates) != shown
 
 
 def test_autocast_that_is_raced_to_be_shown_has_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from castwise.lab.search import compile_trial, compiling, decision, final
 from castwise.lab.search.compile_trial import CompileTrial, _gradients, _moved, try_compiled
 from castwise.lab.search.compiling import MOST, compile_finalists, own_cache, pays_after, said
 from castwise.lab.search.contest import Contest, Entry
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.record import evidence
 from castwise.lab.search.search import Search, Settings
@@ -463,8 +464,8 @@ def test_the_fastest_come_first_and_the_best_go_on(search: Search, monkeypatch: 
     made = compile_finalists(search, [AUTOCAST, *OTHERS], *within(600.0))
     assert asked == [compiled(plan) for plan in (AUTOCAST, *OTHERS, FP32)]
     assert made == [compiled(OTHERS[0]), compiled(OTHERS[1])]
-    assert search.passed_over[compiled(AUTOCAST)] == "not faster compiled: takes 1.10 times as long"
-    assert search.passed_over[compiled(FP32)] == f"not in the final: {MOST} others were faster when compiled"
+    assert search.fates[compiled(AUTOCAST)].reason == "not faster compiled: takes 1.10 times as long"
+    assert search.fates[compiled(FP32)].reason == f"not in the final: {MOST} others were faster when compiled"
 
 
 def test_plans_are_compiled_as_they_keep_memory(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +483,7 @@ def test_who_always_compiles_takes_the_slow_too_and_never_what_is_wrong(
         monkeypatch, lambda plan: CompileTrial("" if plan == BF16 else "not compiled: wrong", 0.1, 1.0, 1.1)
     )
     assert compile_finalists(search, [AUTOCAST], *within(600.0)) == [BF16]
-    assert search.passed_over == {FP32_COMPILED: "not compiled: wrong"}
+    assert search.fates == {FP32_COMPILED: Fate("failed", "not compiled: wrong")}
 
 
 def test_without_the_time_for_it_nothing_is_compiled_and_that_is_said(
@@ -491,9 +492,9 @@ def test_without_the_time_for_it_nothing_is_compiled_and_that_is_said(
     asked = tries(monkeypatch, lambda plan: CompileTrial("", 40.0, 1.0, 0.5))
     assert compile_finalists(search, [AUTOCAST], *within(4.0)) == []
     assert asked == []
-    assert set(search.passed_over) == {BF16, FP32_COMPILED}
-    assert search.passed_over[BF16].startswith("not tried: ")
-    assert search.passed_over[BF16].endswith(
+    assert set(search.fates) == {BF16, FP32_COMPILED}
+    assert search.fates[BF16].reason.startswith("not tried: ")
+    assert search.fates[BF16].reason.endswith(
         " s of the budget are left to compile it in; a longer --budget would do"
     )
     # what the final will take to compile the first again is kept for it
@@ -506,7 +507,7 @@ def test_the_first_may_take_what_the_final_can_spare(search: Search, monkeypatch
     now = time.monotonic()
     assert compile_finalists(search, [AUTOCAST], now + 4.0, now + 600.0) == [BF16]
     assert asked == [BF16]
-    assert search.passed_over[FP32_COMPILED].startswith("not tried: ")
+    assert search.fates[FP32_COMPILED].reason.startswith("not tried: ")
 
 
 def _traced() -> nn.Module:
@@ -523,7 +524,7 @@ def test_a_trial_has_a_process_of_its_own(search: Search) -> None:
     assert set(search.trials) == {BF16, FP32_COMPILED}
     for plan, found in search.trials.items():
         assert found.compile_s > 0.0
-        assert plan in made or search.passed_over[plan].startswith("not faster compiled")
+        assert plan in made or search.fates[plan].reason.startswith("not faster compiled")
 
 
 def test_a_trial_that_takes_too_long_is_ended(search: Search) -> None:

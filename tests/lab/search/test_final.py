@@ -23,6 +23,7 @@ from castwise.lab.search import final as final_
 from castwise.lab.search.contest import LATE, Entry
 from castwise.lab.search.decision import Decision
 from castwise.lab.search.fastest import each_numerics_first, formats_not_reached
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final, race_final
 from castwise.lab.search.part_costs import Cost
 from castwise.lab.search.parts import find_parts
@@ -43,6 +44,12 @@ LOWEST = Plan.parse("bf16-mixed+regions.2=fp32")
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(final_, "ROUNDS", 3)
+
+
+def why(final: Final, plan: Plan, chosen: Plan) -> str:
+    """Why a plan was not chosen, by the final."""
+    fate = final.fate(plan, chosen)
+    return "" if fate is None else fate.reason
 
 
 def timed(speeds: dict[Plan, float], **options: object) -> Final:
@@ -80,7 +87,7 @@ def test_what_fails_in_a_process_of_its_own_is_out_with_its_reason(
 
     final = race_final(searching(workload(Fragile)), [AUTOCAST], time.monotonic() + 60.0)
     assert list(final.in_turn([FP32, AUTOCAST])) == [FP32]
-    assert final.reason(AUTOCAST, FP32) == "not supported by this device: no kernel for bf16"
+    assert why(final, AUTOCAST, FP32) == "not supported by this device: no kernel for bf16"
 
 
 def test_a_fault_of_the_code_comes_out_of_its_process(searching: Callable[[Workload], SearchState]) -> None:
@@ -169,7 +176,7 @@ def test_once_a_plan_is_refused_the_others_are_started_until_it_is_decided_betwe
         search, [same := Plan.parse("fp32+memory_format=channels_last"), AUTOCAST], time.monotonic()
     )
     assert final.starts == 2
-    final.go_on([FP32, same], [LOWEST])
+    final.go_on([FP32, same], LOWEST.__eq__)
     assert final.starts > 2
     assert len(final.seconds(FP32)) == len(final.seconds(same)) > len(final.seconds(LOWEST))
     assert before.chosen == 0
@@ -183,7 +190,7 @@ def test_with_a_refused_plan_those_of_its_numerics_are_no_longer_in_it() -> None
     went_on: list[list[Plan]] = []
     final.go_on = lambda left, _refused: went_on.append(list(left))
     refused: dict[Plan, str] = {}
-    turns = final.in_turn([FP32, AUTOCAST, FUSED, REGION], refused)
+    turns = final.in_turn([FP32, AUTOCAST, FUSED, REGION], refused.get)
     assert next(turns) == REGION
     refused.update(dict.fromkeys([REGION], "damage"))
     assert next(turns) == FUSED
@@ -205,10 +212,10 @@ def test_a_process_that_dies_in_a_further_start_loses_no_result(
 
     monkeypatch.setattr(final_, "race_apart", gone)
     final.decision = None
-    final.go_on([FP32, same], [AUTOCAST])
+    final.go_on([FP32, same], AUTOCAST.__eq__)
     assert final.times_s == before
     assert search.notes == ["The finalists were not started again: its process was ended by signal 9."]
-    assert list(final.in_turn([FP32, same, AUTOCAST], [AUTOCAST]))
+    assert list(final.in_turn([FP32, same, AUTOCAST], AUTOCAST.__eq__))
 
 
 def test_further_starts_are_a_stage_of_the_search(searching: Callable[[Workload], SearchState]) -> None:
@@ -216,7 +223,7 @@ def test_further_starts_are_a_stage_of_the_search(searching: Callable[[Workload]
     final = race_final(
         search, [same := Plan.parse("fp32+memory_format=channels_last"), AUTOCAST], time.monotonic()
     )
-    final.go_on([FP32, same], [AUTOCAST])
+    final.go_on([FP32, same], AUTOCAST.__eq__)
     assert [stage.name for stage in search.stages] == ["final"]
     assert search.stages[0].steps
 
@@ -228,12 +235,12 @@ def test_ties_go_to_the_simpler_plan() -> None:
 
 def test_reasons_name_what_the_interval_knows() -> None:
     final = timed({FP32: 2.0, AUTOCAST: 1.0, FUSED: 0.98, REGION: 1.0})
-    assert final.reason(FP32, AUTOCAST).startswith("not faster: takes 2.00 (")
-    assert final.reason(FUSED, AUTOCAST) == "at most 3 % faster than the chosen plan, which is simpler"
-    assert final.reason(REGION, AUTOCAST) == "as fast as the chosen plan, which is simpler"
-    assert final.reason(Plan.preset("bf16-true"), AUTOCAST) == ""
+    assert why(final, FP32, AUTOCAST).startswith("not faster: takes 2.00 (")
+    assert why(final, FUSED, AUTOCAST) == "at most 3 % faster than the chosen plan, which is simpler"
+    assert why(final, REGION, AUTOCAST) == "as fast as the chosen plan, which is simpler"
+    assert why(final, Plan.preset("bf16-true"), AUTOCAST) == ""
     noisy = Final([AUTOCAST, REGION], times_s=[[[1.0] * 3, [1.3] * 3], [[1.2] * 3, [1.1] * 3]])
-    assert noisy.reason(REGION, AUTOCAST) == "not known to be slower than the chosen plan, which is simpler"
+    assert why(noisy, REGION, AUTOCAST) == "not known to be slower than the chosen plan, which is simpler"
 
 
 def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
@@ -264,13 +271,13 @@ def test_nothing_is_open_about_a_plan_that_cannot_be_chosen(why: str) -> None:
         final.failed[REGION] = "out of memory"
     if why == "beside":
         final.choice = {FP32, AUTOCAST}
-    assert not final.doubt(AUTOCAST, {REGION: "damage"} if why == "refused" else {})
+    assert not final.doubt(AUTOCAST, lambda plan: why == "refused" and plan == REGION)
 
 
 def test_a_plan_that_failed_in_a_later_start_is_not_chosen_for_its_first() -> None:
     final = timed({FP32: 2.0, AUTOCAST: 1.0, REGION: 0.5}, failed={REGION: "out of memory"})
     assert list(final.in_turn([FP32, AUTOCAST, REGION])) == [AUTOCAST, FP32]
-    assert final.reason(REGION, AUTOCAST) == "out of memory"
+    assert why(final, REGION, AUTOCAST) == "out of memory"
 
 
 def test_a_plan_that_is_named_twice_is_no_evidence() -> None:
@@ -339,7 +346,7 @@ def test_a_simpler_plan_that_is_known_to_be_slower_than_another_says_so() -> Non
     ratio = final.ratio(FUSED, FP32)
     assert ratio is not None
     assert ratio.low < 1.0
-    assert final.reason(FP32, FUSED).startswith(f"not faster: {in_words(REGION)} is 1.2")
+    assert why(final, FP32, FUSED).startswith(f"not faster: {in_words(REGION)} is 1.2")
 
 
 def test_what_is_passed_over_by_the_race_says_so_and_the_answer_has_no_direction() -> None:
@@ -348,7 +355,7 @@ def test_what_is_passed_over_by_the_race_says_so_and_the_answer_has_no_direction
     behind = {(FP32, AUTOCAST): 1.63}
     final = Final([*speeds], times_s=times, behind=behind, decision=Decision(1, decided=False))
     assert next(final.in_turn([*speeds])) == AUTOCAST
-    assert final.reason(FP32, AUTOCAST) == "not faster: bf16-mixed was 1.63 times as fast in the race"
+    assert why(final, FP32, AUTOCAST) == "not faster: bf16-mixed was 1.63 times as fast in the race"
     assert next(Final([*speeds], times_s=times).in_turn([*speeds])) == FP32
 
 
@@ -365,10 +372,10 @@ def test_what_failed_is_not_named_as_ahead_in_the_race_and_the_chosen_plan_first
     final = Final(
         [FP32, AUTOCAST, REGION], times_s=times, behind={(FP32, REGION): 1.7, (FP32, AUTOCAST): 1.6}
     )
-    assert final.reason(FP32, AUTOCAST) == "not faster: bf16-mixed was 1.60 times as fast in the race"
+    assert why(final, FP32, AUTOCAST) == "not faster: bf16-mixed was 1.60 times as fast in the race"
     final.failed[REGION] = "out of memory"
     del final.behind[FP32, AUTOCAST]
-    assert "race" not in final.reason(FP32, AUTOCAST)
+    assert "race" not in why(final, FP32, AUTOCAST)
 
 
 def test_who_was_behind_in_the_race_is_known_of_plans_as_they_raced(
@@ -410,15 +417,15 @@ def test_a_format_that_there_was_no_time_for_leaves_the_search_incomplete(
     search = searching(workload())
     contest = raced(search, {FP32: 2.0})
     for plan in (AUTOCAST, FUSED):
-        contest.entries[plan] = Entry(plan, reason=LATE)
+        contest.entries[plan] = Entry(plan, left=LATE)
     assert formats_not_reached(search) == ["bf16"]
     contest.entries[FUSED] = Entry(
-        FUSED, reason="not faster: its first steps took 35 times as long", hopeless=True
+        FUSED, left=Fate("worse", "not faster: its first steps took 35 times as long")
     )
     assert (
         formats_not_reached(search) == []
     )  # of a format that the device has no units for that is all there is to know
-    contest.entries[FUSED] = Entry(FUSED, reason=LATE)
+    contest.entries[FUSED] = Entry(FUSED, left=LATE)
     raced(search, {AUTOCAST: 1.0})
     assert formats_not_reached(search) == []
 

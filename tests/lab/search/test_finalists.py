@@ -21,7 +21,7 @@ from castwise.lab.search.sound import find_sound
 from castwise.lab.search.state import AUTOCAST, FP32, SearchState
 from tests.lab.search.conftest import raced
 from tests.lab.search.test_answer import SOUND
-from tests.lab.search.test_choices import SlowWhenLow, workload
+from tests.lab.search.test_choices import SlowWhenLow, left_for, noted, workload
 
 FUSED = Plan.parse("bf16-mixed+optimizer=fused")
 REGION = Plan.parse("bf16-mixed+regions.0=fp32")
@@ -45,7 +45,7 @@ def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_f
     contest = raced(search, {FP32: 2.0, **places})
     assert likeliest(search, contest, [FP32, *others, AUTOCAST]) == [FP32, *others[:FINALISTS]]
     why = f"not in the final: {FINALISTS} that were faster or simpler filled it"
-    assert search.passed_over == dict.fromkeys([*others[FINALISTS:], AUTOCAST], why)
+    assert noted(search) == dict.fromkeys([*others[FINALISTS:], AUTOCAST], why)
     assert likeliest(search, contest, [FP32, AUTOCAST]) == [FP32, AUTOCAST]
     assert likeliest(search, contest, [FP32]) == [FP32]
 
@@ -71,7 +71,7 @@ def test_what_a_simpler_plan_is_as_fast_as_in_the_race_is_neither_tested_nor_in_
     assert in_vain(contest, worse, [FP32, AUTOCAST, master]) == AUTOCAST
     assert in_vain(contest, master, [AUTOCAST, worse, layout]) is None  # another storage, or more complicated
     assert likeliest(search, contest, [FP32, *places]) == [FP32, master, AUTOCAST]
-    assert search.passed_over == {
+    assert noted(search) == {
         **dict.fromkeys([as_is, layout], f"not in the final: bf16-master {AS_GOOD}"),
         worse: f"not in the final: bf16-mixed {AS_GOOD}",
     }
@@ -79,7 +79,7 @@ def test_what_a_simpler_plan_is_as_fast_as_in_the_race_is_neither_tested_nor_in_
     search.findings = dict.fromkeys(map(numerics_of, [master, AUTOCAST]), SOUND)
     sound, _ = find_sound(search, contest, [master, AUTOCAST, FP32, worse, as_is, layout])
     assert sound == [master, AUTOCAST, FP32, layout]  # tested with its like
-    assert search.passed_over[as_is] == f"not tested: bf16-master {AS_GOOD}"
+    assert search.fates[as_is].reason == f"not tested: bf16-master {AS_GOOD}"
 
 
 def test_what_fp32_is_as_fast_as_is_not_worth_a_test(searching: Callable[[Workload], SearchState]) -> None:
@@ -88,7 +88,7 @@ def test_what_fp32_is_as_fast_as_is_not_worth_a_test(searching: Callable[[Worklo
     search.numerics = NOT_ASKED
     search.findings = {AUTOCAST: SOUND}  # it is shown, and would seem untested
     assert find_sound(search, contest, [FP32, REGION, AUTOCAST])[0] == [FP32, AUTOCAST]
-    assert search.passed_over[REGION] == f"not tested: fp32 {AS_GOOD}"
+    assert search.fates[REGION].reason == f"not tested: fp32 {AS_GOOD}"
     assert favourite(contest, [AUTOCAST, REGION]) == FP32
 
 
@@ -132,7 +132,7 @@ def test_a_low_plan_that_is_behind_fp32_does_not_come(searching: Callable[[Workl
     master = Plan.preset("bf16-master")
     contest = raced(search, {FP32: 1.0, master: 1.15})
     assert likeliest(search, contest, [FP32, master]) == [FP32]
-    assert search.passed_over[master] == "not in the final: takes 1.15 times as long as fp32 in the race"
+    assert search.fates[master].reason == "not in the final: takes 1.15 times as long as fp32 in the race"
 
 
 def test_the_final_can_fall_back_on_simpler_numerics_that_luck_put_behind(
@@ -162,7 +162,7 @@ def test_of_one_numerics_the_simplest_of_those_as_fast_comes_and_others_after_al
     search = searching(workload(SlowWhenLow))
     assert likeliest(search, contest, list(places), most=2) == [master, AUTOCAST]
     assert likeliest(search, contest, list(places), most=3) == [master, layout, AUTOCAST]
-    assert search.passed_over[other] == f"not in the final: bf16-mixed {AS_GOOD}"
+    assert search.fates[other].reason == f"not in the final: bf16-mixed {AS_GOOD}"
 
 
 def test_what_the_final_wants_is_tested_before_what_is_a_little_faster_and_fp32_before_what_it_beats(
@@ -181,9 +181,7 @@ def test_what_is_far_behind_stays_out(searching: Callable[[Workload], SearchStat
     search = searching(workload(SlowWhenLow))
     contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, REGION: 1.2})
     assert likeliest(search, contest, [FP32, AUTOCAST, REGION]) == [FP32, AUTOCAST]
-    assert search.passed_over == {
-        REGION: "not in the final: takes 1.20 times as long as bf16-mixed in the race"
-    }
+    assert noted(search) == {REGION: "not in the final: takes 1.20 times as long as bf16-mixed in the race"}
 
 
 def test_the_fastest_lossless_plan_comes_to_the_final_though_it_is_far_behind(
@@ -204,7 +202,7 @@ def test_as_many_come_to_the_final_as_there_is_time_to_start(
     contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, **dict(zip(others, (0.98, 0.96, 0.94), strict=True))})
     assert room_in_final(search, contest) == 2  # a step takes two of sixty seconds
     assert likeliest(search, contest, [FP32, AUTOCAST, *others], most=2) == [FP32, *others[1:]]
-    assert search.passed_over[others[0]] == "not in the final: 2 that were faster or simpler filled it"
+    assert search.fates[others[0]].reason == "not in the final: 2 that were faster or simpler filled it"
     contest.entries[FP32].times_s = [0.12] * 4
     assert room_in_final(search, contest) == FINALISTS
 
@@ -224,4 +222,4 @@ def test_the_race_tells_those_of_one_storage_apart_sooner_than_two(
     for entry in contest.entries.values():
         entry.times_s *= 2
     assert contest._survivors([FP32, *places]) == [FP32, master, AUTOCAST]
-    assert contest.entries[behind].reason == "not faster: takes 1.12 times as long as bf16-master in the race"
+    assert left_for(contest, behind) == "not faster: takes 1.12 times as long as bf16-master in the race"

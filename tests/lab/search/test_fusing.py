@@ -26,7 +26,7 @@ from castwise.lab.search.search import Search, Settings
 from castwise.lab.search.state import AUTOCAST, FP32
 from castwise.lab.timing.steps import TrainingRun
 from castwise.lab.timing.timing import Lap
-from tests.lab.search.test_choices import CPU, workload
+from tests.lab.search.test_choices import CPU, left_for, workload
 
 FUSED = Plan.parse("fp32+optimizer=fused")
 
@@ -105,7 +105,7 @@ def test_what_is_saved_counts_where_it_is_known_to_be_a_hundredth_of_the_step(
 
     found, search = asked(DEEP, raced)
     assert found == saves
-    assert (FUSED in search.passed_over) == (not saves and bool(given_s))
+    assert (FUSED in search.fates) == (not saves and bool(given_s))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_kernel_that_cannot_run_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     saves, search = asked(DEEP)
     assert not saves
     assert search.contest is not None
-    assert "no kernel" in search.contest.entries[FUSED].reason
+    assert "no kernel" in left_for(search.contest, FUSED)
 
 
 def test_each_step_of_a_run_says_how_long_its_optimizer_took() -> None:
@@ -202,7 +202,7 @@ def test_where_memory_runs_out_for_two_the_optimizer_stays_as_given(
     saves, search = asked(DEEP, raced, AUTOCAST)
     assert not saves
     assert search.contest is not None
-    assert not search.contest.entries[AUTOCAST].reason
+    assert search.contest.entries[AUTOCAST].left is None
 
 
 def test_a_step_that_is_skipped_counts_as_any_other() -> None:
@@ -236,7 +236,7 @@ def test_a_step_too_long_for_the_budget_is_not_timed_again() -> None:
 
     saves, search = asked(DEEP, raced)
     assert not saves
-    assert search.passed_over == {FUSED: LATE}
+    assert search.fates == {FUSED: LATE}
 
 
 @pytest.mark.parametrize("fuses", [True, False])

@@ -21,7 +21,6 @@ from castwise.lab.search.axes import as_raced, complexity, numerics_of
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.finalists import run_as
 from castwise.lab.search.keeping import saves_page_faults
-from castwise.lab.search.reasons import Spared
 from castwise.lab.search.search import Settings
 from castwise.lab.search.state import AUTOCAST, FP32, SearchState
 from castwise.lab.timing.processes import Home
@@ -202,7 +201,7 @@ def test_who_keeps_memory_does_not_race_itself_as_it_is() -> None:
     other = Plan.parse("bf16-master")
     kept = [Plan.parse(f"{plan}+host_memory=keep") for plan in (other, AUTOCAST)]
     assert run_as(search, [other, AUTOCAST, FP32], KEPT) == [*kept, KEPT_FP32]
-    assert search.passed_over == {other: final.ran_as(kept[0]), AUTOCAST: final.ran_as(KEPT)}
+    assert search.fates == {other: final.ran_as(kept[0]), AUTOCAST: final.ran_as(KEPT)}
     layout = Plan.parse("fp32+memory_format=channels_last")
     assert run_as(search, [layout, FP32], KEPT) == [Plan.parse(f"{layout}+host_memory=keep")]
 
@@ -214,10 +213,12 @@ def test_what_runs_beside_its_twin_that_keeps_memory_says_why_it_cannot_be_chose
         for seconds, luck in ((2.0, 0.0), (1.0, 0.05), (0.99, 0.0))
     ]
     found = final.Final([FP32, AUTOCAST, KEPT], times_s=times, choice={FP32, KEPT})
-    assert found.reason(AUTOCAST, KEPT) == final.ran_as(KEPT)
-    assert not isinstance(found.reason(FP32, KEPT), Spared)
+    assert found.fate(AUTOCAST, KEPT) == final.ran_as(KEPT)
+    assert (shown := found.fate(FP32, KEPT)) is not None
+    assert shown.kind == "worse"
     both = final.Final([FP32, AUTOCAST, KEPT], times_s=times, choice={FP32, AUTOCAST, KEPT})
-    assert not isinstance(both.reason(AUTOCAST, KEPT), Spared)
+    assert (raced := both.fate(AUTOCAST, KEPT)) is not None
+    assert raced.kind == "worse"
 
 
 @needs_glibc

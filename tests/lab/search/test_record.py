@@ -14,9 +14,9 @@ from castwise.lab.parity.parity import ParityResult
 from castwise.lab.search.answer import why
 from castwise.lab.search.contest import Contest, Entry
 from castwise.lab.search.evidence import Verification
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final, ran_as
 from castwise.lab.search.finalists import AS_GOOD
-from castwise.lab.search.reasons import NotTried, Spared
 from castwise.lab.search.record import evidence
 from castwise.lab.search.search import Search, Settings
 from castwise.lab.workloads.workload import find_workload
@@ -74,10 +74,10 @@ def test_a_compiled_plan_that_was_refused_is_not_called_sound() -> None:
     search.findings[PLAN] = finding(0.001, "pass")
     search.settle(PLAN, finding(0.001, "pass"))
     for mode, why_not in (
-        ("default", "not compiled: its gradient differs"),
-        ("max-autotune", NotTried("not tried: 3 s are left")),
+        ("default", Fate("failed", "not compiled: its gradient differs")),
+        ("max-autotune", Fate("late", "not tried: 3 s are left")),
     ):
-        search.passed_over[dataclasses.replace(PLAN, compile=mode)] = why_not
+        search.decide(dataclasses.replace(PLAN, compile=mode), why_not)
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
     assert rows[f"{PLAN}+compile=default"] == ("rejected", "not compiled: its gradient differs")
     assert rows[f"{PLAN}+compile=max-autotune"] == ("not tried", "not tried: 3 s are left")
@@ -90,7 +90,7 @@ def test_a_plan_that_was_shown_and_never_tested_is_not_rejected_for_being_as_fas
     search.settle(PLAN, finding(0.001, "pass"))
     times = [[[seconds] * 3, [seconds * 1.001] * 3] for seconds in (2.0, 1.0, 1.0, 1.5)]
     search.final = Final([FP32, PLAN, other, slower], times_s=times)
-    search.passed_over[other] = NotTried("not tested: the passes were spent")
+    search.decide(other, Fate("untried", "not tested: the passes were spent"))
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
     assert rows[str(other)][0] == "not tried"
     assert rows[str(other)][1].startswith(
@@ -116,18 +116,18 @@ def test_the_time_of_a_step_and_the_speed_tell_the_same() -> None:
     assert mine.time.q1_s / mine.time.median_s == pytest.approx(0.51 / 0.52)
 
 
-@pytest.mark.parametrize("why", [ran_as(FUSED), Spared(f"not in the final: bf16-mixed {AS_GOOD}")])
-def test_a_sound_plan_that_did_not_come_to_the_final_for_another_as_good_is_not_rejected(why: str) -> None:
+@pytest.mark.parametrize("why", [ran_as(FUSED), Fate("spared", f"not in the final: bf16-mixed {AS_GOOD}")])
+def test_a_sound_plan_that_did_not_come_to_the_final_for_another_as_good_is_not_rejected(why: Fate) -> None:
     search = searched()
     search.findings[PLAN] = finding(0.001, "pass")
     search.contest = Contest(search.workload, search.device)
     for plan in (PLAN, FUSED):
         search.contest.entries[plan] = Entry(plan, [1.0])
-        search.passed_over[plan] = why
+        search.decide(plan, why)
     search.findings[FUSED] = finding(0.3, "fail")
-    search.reasons[FUSED] = "damage 0.3"
+    search.refuse(FUSED, "damage 0.3")
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
-    assert rows[str(PLAN)] == ("sound", why)
+    assert rows[str(PLAN)] == ("sound", why.reason)
     assert rows[str(FUSED)] == ("rejected", "damage 0.3")
 
 
@@ -148,12 +148,11 @@ def test_other_plans_are_sound_if_they_passed_and_nothing_spoke_against_them(
 ) -> None:
     search = searched()
     search.findings[PLAN] = finding(math.inf if verdict != "pass" else 0.001, verdict)
-    search.reasons[PLAN] = ""
     assert {c.plan: c.status for c in evidence(search).candidates} == {
         "fp32": "baseline",
         "bf16-mixed": status,
     }
-    search.reasons[PLAN] = "out of memory"
+    search.decide(PLAN, Fate("failed", "out of memory"))
     assert [(c.status, c.reason) for c in evidence(search).candidates][1] == ("rejected", "out of memory")
 
 

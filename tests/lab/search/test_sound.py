@@ -16,7 +16,7 @@ from castwise.lab.search.pairs import is_hopeless, train_pairs
 from castwise.lab.search.sound import cleared, training_runs
 from castwise.lab.search.state import AUTOCAST, FP32, SearchState
 from tests.lab.search.conftest import raced
-from tests.lab.search.test_choices import workload
+from tests.lab.search.test_choices import noted, workload
 
 LIKE_FP32 = Plan.parse("bf16-mixed+regions.**=fp32")
 """Trains as fp32 does to the last digit."""
@@ -35,7 +35,8 @@ def search(searching: Callable[[Workload], SearchState]) -> SearchState:
 def clear(
     search: SearchState, times_s: dict[Plan, float], sound: Sequence[Plan], doubtful: Sequence[Plan]
 ) -> list[Plan]:
-    search.reasons.update(dict.fromkeys(doubtful, "damage 0.11"))
+    for plan in doubtful:
+        search.refuse(plan, "damage 0.11")
     return cleared(search, raced(search, times_s), sound, doubtful)
 
 
@@ -45,14 +46,14 @@ def runs(search: SearchState) -> int:
 
 def test_a_plan_in_doubt_that_trains_like_fp32_is_sound(search: SearchState) -> None:
     assert clear(search, {FP32: 0.002, LIKE_FP32: 0.001}, [FP32], [LIKE_FP32]) == [LIKE_FP32]
-    assert not search.reasons
+    assert not search.fates
     assert search.trained[LIKE_FP32].verdict == "not worse"
     assert search.trained[LIKE_FP32].difference == 0.0
 
 
 def test_a_plan_in_doubt_that_trains_worse_is_not(search: SearchState) -> None:
     assert not clear(search, {FP32: 0.002, LOSING: 0.001}, [FP32], [LOSING])
-    assert search.reasons[LOSING].startswith(
+    assert search.refusal(LOSING).startswith(
         "damage 0.11, and in training over 2 pairs of 40 steps its loss differs"
     )
 
@@ -75,7 +76,7 @@ def test_what_is_sure_to_lose_by_training_is_trained_half_as_long(search: Search
 def test_doubt_has_to_be_worth_something(search: SearchState, rival: Plan) -> None:
     """What is sound, or computes in fp32, is as fast in the race."""
     assert not clear(search, {FP32: 0.002, LIKE_FP32: 0.001, rival: 0.00102}, [FP32, rival], [LIKE_FP32])
-    assert search.reasons == {
+    assert noted(search) == {
         LIKE_FP32: "damage 0.11; training runs were not spent on it, since in the race it was not 3 % faster than "
         + in_words(rival)
     }
@@ -87,14 +88,14 @@ def test_plans_of_one_numerics_are_trained_once_and_cleared_together(search: Sea
     other = dataclasses.replace(LIKE_FP32, memory_format="channels_last")
     times_s = {FP32: 0.002, LIKE_FP32: 0.001, other: 0.00199}
     assert clear(search, times_s, [FP32], [other, LIKE_FP32]) == [LIKE_FP32, other]
-    assert not search.reasons
+    assert not search.fates
     assert runs(search) == 1
 
 
 def test_plans_of_one_numerics_are_refused_together(search: SearchState) -> None:
     other = dataclasses.replace(LOSING, memory_format="channels_last")
     assert not clear(search, {FP32: 0.002, LOSING: 0.001, other: 0.00099}, [FP32], [LOSING, other])
-    assert search.reasons[LOSING] == search.reasons[other]
+    assert search.refusal(LOSING) == search.refusal(other)
     assert runs(search) == 1
 
 
@@ -108,7 +109,7 @@ def test_a_plan_is_compared_with_one_that_it_shared_no_round_with(search: Search
     assert contest.times_as_fast(LIKE_FP32, over=REPAIRED) == pytest.approx(1.9)
     assert math.isnan(contest.times_as_fast(LIKE_FP32, over=AUTOCAST))
     assert favourite(contest, [FP32, REPAIRED, LIKE_FP32]) == LIKE_FP32
-    search.reasons[LIKE_FP32] = "damage 0.11"
+    search.refuse(LIKE_FP32, "damage 0.11")
     assert cleared(search, contest, [FP32, REPAIRED], [LIKE_FP32]) == [LIKE_FP32]
 
 
@@ -116,7 +117,7 @@ def test_what_is_no_faster_than_one_that_was_cleared_is_not_trained(search: Sear
     assert clear(search, {FP32: 0.002, LIKE_FP32: 0.001, LOSING: 0.0011}, [FP32], [LOSING, LIKE_FP32]) == [
         LIKE_FP32
     ]
-    assert search.reasons[LOSING].endswith(f"3 % faster than {in_words(LIKE_FP32)}")
+    assert search.refusal(LOSING).endswith(f"3 % faster than {in_words(LIKE_FP32)}")
     assert runs(search) == 1
 
 
@@ -128,7 +129,7 @@ def test_without_the_time_for_training_runs_a_plan_stays_in_doubt_and_that_is_sa
         search.settings = dataclasses.replace(search.settings, verify_steps=steps)
         search.undecided.clear()
         assert not clear(search, {FP32: 2.0, LIKE_FP32: 1.0}, [FP32], [LIKE_FP32])
-        assert search.reasons == {LIKE_FP32: "damage 0.11"}
+        assert noted(search) == {LIKE_FP32: "damage 0.11"}
         (note,) = search.undecided
         assert "there was no time to let training runs decide" in note
     assert not runs(search)
@@ -148,7 +149,7 @@ def test_training_runs_that_memory_is_too_small_for_leave_the_plan_in_doubt(
 
     monkeypatch.setattr("castwise.lab.search.sound.train_pairs", too_large)
     assert not clear(search, {FP32: 0.002, LIKE_FP32: 0.001}, [FP32], [LIKE_FP32])
-    assert search.reasons == {LIKE_FP32: "damage 0.11"}
+    assert noted(search) == {LIKE_FP32: "damage 0.11"}
     (note,) = search.notes
     assert "training runs could not decide: " in note
     monkeypatch.setattr("castwise.lab.search.sound.train_pairs", lambda *_, **__: 1 / 0)

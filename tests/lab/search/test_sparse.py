@@ -117,7 +117,7 @@ def test_a_search_comes_to_its_end_and_a_race_has_all_its_numbers(case: tuple[ty
     with Contest(made(case), torch.device("cpu")) as contest:
         contest.run(plans, 1)
     for entry in contest.entries.values():
-        assert entry.reason == ""
+        assert entry.left is None
         assert entry.rounds == 1
         assert entry.losses
 

@@ -7,7 +7,6 @@ from castwise.core.plans.plan import Plan
 from castwise.lab.search.axes import complexity, numerics_of, run_with
 from castwise.lab.search.decision import MARGIN
 from castwise.lab.search.pairs import in_training
-from castwise.lab.search.reasons import NotTried, Spared
 from castwise.lab.search.search import Search
 from castwise.lab.search.state import AUTOCAST, FP32
 from castwise.lab.timing import stats
@@ -163,7 +162,7 @@ def _is_sound(search: Search, plan: Plan) -> bool:
     numerics = numerics_of(plan)
     found = search.findings.get(numerics)
     passed = numerics in (FP32, numerics_of(search.chosen)) or (found is not None and found.verdict == "pass")
-    return (passed or trains_like_fp32(search, plan)) and not search.reasons.get(plan)
+    return (passed or trains_like_fp32(search, plan)) and not search.refusal(plan)
 
 
 def trains_like_fp32(search: Search, plan: Plan) -> bool:
@@ -174,7 +173,7 @@ def trains_like_fp32(search: Search, plan: Plan) -> bool:
 
 def _why_fp32(search: Search) -> str:
     others = _timed(search)
-    sound = [plan for plan in others if not search.reasons.get(plan)]
+    sound = [plan for plan in others if not search.refusal(plan)]
     if not others and search.settings.goal == "memory" and not search.peaks.keys() - {FP32}:
         return "no other plan's peak memory was measured; use a longer --budget"
     if not others:
@@ -199,11 +198,10 @@ def _all_slower(search: Search) -> bool:
     entries = search.contest.entries if search.contest is not None else {}
     raced = [entry for plan, entry in entries.items() if plan != FP32]
     if not raced:
-        before = search.passed_over
-        known = not any(isinstance(reason, (NotTried, Spared)) for reason in before.values())
-        return known and any(plan.compute in LOW for plan in before)
-    tried = [entry for entry in raced if not isinstance(entry.reason, NotTried)]
-    return bool(tried) and all(entry.behind or entry.hopeless for entry in tried)
+        known = not any(fate.unknown or fate.kind == "spared" for fate in search.fates.values())
+        return known and any(plan.compute in LOW for plan in search.fates)
+    tried = [entry.left for entry in raced if entry.left is None or not entry.left.unknown]
+    return bool(tried) and all(left is not None and left.kind == "worse" for left in tried)
 
 
 def why_chosen(search: Search) -> str:
@@ -272,7 +270,7 @@ def _why_not_low(search: Search) -> str:
     """What keeps a plan in fp32 from being one-line autocast, where that is known."""
     if search.chosen.compute != "fp32":
         return ""
-    reason = search.reasons.get(AUTOCAST)
+    fate, reason = search.fates.get(AUTOCAST), search.refusal(AUTOCAST)
     ratio = speed(search, AUTOCAST, search.chosen)
     if reason:
         fast = f" would be {_speed_words(ratio)}, but it" if ratio is not None and ratio.low > 1.0 else ""
@@ -281,6 +279,6 @@ def _why_not_low(search: Search) -> str:
             "was not shown to keep" if found is not None and found.verdict == "undecided" else "does not keep"
         )
         return f"One-line torch.autocast in bf16{fast} {keeps} the gradients: {reason}."
-    if ratio is None and AUTOCAST in search.passed_over:
-        return f"One-line torch.autocast in bf16 was passed over: {search.passed_over[AUTOCAST].removeprefix('not faster: ')}."
+    if ratio is None and fate is not None:
+        return f"One-line torch.autocast in bf16 was passed over: {fate.reason}."
     return ""

@@ -80,6 +80,7 @@ class CompileTrial:
         compile_s: Seconds that compiling took, with nothing of it on disk.
         eager_s: Seconds per step as it is, and ``step_s`` compiled.
         difference: The largest difference of a gradient, over what it may be.
+        late: Whether it is not compiled since the time was too short.
     """
 
     reason: str = ""
@@ -87,6 +88,7 @@ class CompileTrial:
     eager_s: float = math.nan
     step_s: float = math.nan
     difference: float = 0.0
+    late: bool = False
 
 
 def run_trial(_pipe: Connection, workload: bytes, line: str, device: str, seed: int) -> CompileTrial:

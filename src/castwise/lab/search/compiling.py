@@ -22,7 +22,7 @@ from castwise.errors import CastwiseError, WorkloadError
 from castwise.lab.search.axes import as_raced, uncompiled
 from castwise.lab.search.compile_trial import CompileTrial, run_trial
 from castwise.lab.search.decision import LEAST as STARTS
-from castwise.lab.search.reasons import Late, NotTried, Spared
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.state import FP32, SearchState
 from castwise.lab.timing.apart import SeparateRun
 from castwise.lab.timing.failures import cannot_run, unfit
@@ -58,7 +58,7 @@ def compile_finalists(
     until: float,
     first_until: float,
 ) -> list[Plan]:
-    """Try finalists compiled, the fastest first; ``trials`` and ``passed_over`` of the search say what became of each.
+    """Try finalists compiled, the fastest first; ``trials`` and ``fates`` of the search say what became of each.
 
     Args:
         search: Whose workload, device and settings they have.
@@ -90,24 +90,26 @@ def compile_finalists(
         room = (left - STARTS * AGAIN * in_final) / (1.0 + STARTS * AGAIN)
         if room < max(LEAST_S, took):
             last = f", and the last that was compiled took {took:.0f} s" if took else ""
-            search.passed_over[made] = Late(
-                f"not tried: {max(0.0, room):.0f} s of the budget are left to compile it in{last}; a longer --budget would do"
-            )
+            why = f"not tried: {max(0.0, room):.0f} s of the budget are left to compile it in{last}; a longer --budget would do"
+            search.decide(made, Fate("late", why))
             continue
         trial = ranks.at(f"compiling {plan}").worst(
             partial(_tried, search, payload, made, room), lambda found: (bool(found.reason), found.step_s)
         )
         took = ranks.now() - begin
         search.trials[made] = trial
-        if trial.reason or (trial.step_s >= trial.eager_s and search.settings.compile == "auto"):
+        if trial.reason:
+            search.decide(made, Fate("late" if trial.late else "failed", trial.reason))
+            continue
+        if trial.step_s >= trial.eager_s and search.settings.compile == "auto":
             slower = f"not faster compiled: takes {trial.step_s / trial.eager_s:.2f} times as long"
-            search.passed_over[made] = trial.reason or slower
+            search.decide(made, Fate("worse", slower))
             continue
         ratio = contest.ratio(raced)
         speeds[made] = (ratio.value if ratio is not None else 1.0) * trial.eager_s / trial.step_s
     best = _fastest(speeds)
     for made in speeds.keys() - set(best):
-        search.passed_over[made] = Spared(f"not in the final: {MOST} others were faster when compiled")
+        search.decide(made, Fate("spared", f"not in the final: {MOST} others were faster when compiled"))
     return best
 
 
@@ -132,11 +134,8 @@ def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) ->
         found: CompileTrial = process.answer(timeout_s)
         return found
     except SilentError:
-        return CompileTrial(
-            NotTried(
-                f"not tried: compiling took longer than the {timeout_s:.0f} s that were left; use a longer --budget"
-            )
-        )
+        why = f"not tried: compiling took longer than the {timeout_s:.0f} s that were left; use a longer --budget"
+        return CompileTrial(why, late=True)
     except WorkloadError:
         raise
     except CastwiseError as error:

@@ -23,7 +23,7 @@ from castwise.core.plans.plan import PRESETS, Plan
 from castwise.core.plans.words import in_words
 from castwise.core.session.process import Claim
 from castwise.lab.search.axes import storage_of
-from castwise.lab.search.reasons import Late
+from castwise.lab.search.fates import Fate
 from castwise.lab.timing import stats
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
@@ -43,7 +43,7 @@ other (bench/results/race-cpu.json); the third before it had so many rounds:"""
 EARLY = 6
 HEATS = 2
 """Rounds of further heats tell hardly anybody apart: who is left differs by a few percent, and the final decides on that."""
-LATE = Late("not tried: the time was spent")
+LATE = Fate("late", "not tried: the time was spent", "race")
 
 
 @dataclass
@@ -53,17 +53,13 @@ class Entry:
     Attributes:
         plan: What it trains by.
         times_s: Seconds per step, per round; None in rounds without it.
-        reason: Why it left, empty while it is in.
-        behind: Whether it left since another was faster, and nothing else speaks against it.
-        hopeless: Whether its first steps were so slow that no others were taken.
+        left: Why it left; None while it is in.
         losses: Of the steps it trained.
     """
 
     plan: Plan
     times_s: list[float | None] = field(default_factory=list)
-    reason: str = ""
-    behind: bool = False
-    hopeless: bool = False
+    left: Fate | None = None
     losses: list[float] = field(default_factory=list)
 
     @property
@@ -157,7 +153,7 @@ class Contest:
         for heat in range(heats):
             for together in self._heats(field_):
                 self.run(together, rounds + 2 * heat, admit_late=False)
-            field_ = [BASELINE, *(p for p in field_ if p != BASELINE and not self.entries[p].reason)]
+            field_ = [BASELINE, *(p for p in field_ if p != BASELINE and self.entries[p].left is None)]
             field_ = self._survivors(field_)
             if len(field_) <= keep or self._ranks.now() > self._deadline:
                 break
@@ -177,7 +173,7 @@ class Contest:
             if plan == BASELINE or not behind:
                 left.append(plan)
             else:
-                self.entries[plan].reason, self.entries[plan].behind = self._not_faster(plan, behind[0]), True
+                self.entries[plan].left = self._not_faster(plan, behind[0])
         return left
 
     def _best(self, plan: Plan, leader: Plan) -> float:
@@ -188,10 +184,10 @@ class Contest:
         own, ahead = self._ratios(plan), self._ratios(leader)
         return max(own, default=math.inf) / statistics.median(ahead) if ahead else math.inf
 
-    def _not_faster(self, plan: Plan, leader: Plan) -> str:
+    def _not_faster(self, plan: Plan, leader: Plan) -> Fate:
         ratio = self.ratio(plan, leader)
         said = f"takes {1 / ratio.value:.2f} times as long as" if ratio else "not timed beside"
-        return f"not faster: {said} {in_words(leader)} in the race"
+        return Fate("worse", f"not faster: {said} {in_words(leader)} in the race", "race")
 
     def run(
         self, plans: Sequence[Plan], rounds: int, *, admit_late: bool = True, until: float | None = None
@@ -208,7 +204,7 @@ class Contest:
         field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
         for plan in field_:
             self.entries.setdefault(plan, Entry(plan, [None] * len(self.entries[BASELINE].times_s)))
-        new = [plan for plan in field_ if plan not in self._runs and not self.entries[plan].reason]
+        new = [plan for plan in field_ if plan not in self._runs and self.entries[plan].left is None]
         for number, plan in enumerate(new):
             if self._too_late(plan, admit_late):
                 continue
@@ -228,7 +224,7 @@ class Contest:
             )  # fmt: skip
             self._book({plan: laps[str(i)] for i, plan in enumerate(racing)})
             self.steps += block * len(racing)
-            racing = [plan for plan in racing if not self.entries[plan].reason]
+            racing = [plan for plan in racing if self.entries[plan].left is None]
         self._say(f"{len(racing)} plans", rounds, rounds)
 
     def updates(
@@ -295,7 +291,7 @@ class Contest:
         entry = self.entries[plan]
         late = not admit_late and plan != BASELINE and not entry.rounds and self._ranks.now() > self._deadline
         if late:
-            entry.reason = LATE
+            entry.left = LATE
             self._close(plan)
         return late
 
@@ -324,9 +320,8 @@ class Contest:
             if lap.error is not None:
                 self._lost(plan, lap.error)
             elif lap.slowdown is not None:
-                entry = self.entries[plan]
-                entry.reason = f"not faster: its first steps took {lap.slowdown:.0f} times as long as fp32's"
-                entry.hopeless = True
+                slow = f"not faster: its first steps took {lap.slowdown:.0f} times as long as fp32's"
+                self.entries[plan].left = Fate("worse", slow, "race")
                 self._close(plan)
             if plan == BASELINE:
                 if lap.error is not None:
@@ -350,7 +345,7 @@ class Contest:
     def _lost(self, plan: Plan, error: Exception) -> None:
         if not cannot_run(error):
             raise error
-        self.entries[plan].reason = unfit(error)
+        self.entries[plan].left = Fate("failed", unfit(error), "race")
         if plan != BASELINE:
             self._close(plan)
             self.entries[plan].losses = []  # cut short, and not at the same step on every rank
@@ -368,7 +363,9 @@ class Contest:
         model = self._runs[BASELINE].model
         each = 24 * sum(p.numel() for p in model.parameters()) + (32 << 20)
         size = max(2, min(40, TOGETHER_BYTES // each))
-        others = [p for p in plans if p != BASELINE and not (p in self.entries and self.entries[p].reason)]
+        others = [
+            p for p in plans if p != BASELINE and (p not in self.entries or self.entries[p].left is None)
+        ]
         for start in range(0, max(1, len(others)), size):
             if len(others) > size:
                 for plan in list(self._runs):

@@ -55,10 +55,11 @@ class Candidate:
         plan: The plan's line, which ``Plan.parse`` reads.
         words: The plan as people read it.
         status: ``baseline`` (fp32, chosen or not), ``chosen``, ``tie`` (sound, and not known to be slower than the chosen one),
-            ``sound`` (nothing else is known of it), ``rejected``, or ``not tried`` (to the end, for want of time or since its
-            parts alone were slower).
+            ``sound`` (nothing else is known of it), ``rejected``, or ``not tried`` (to the end, for want of time or since another
+            as good was in).
         reason: Why ("not faster", "gradient bias 0.31 in encoder.layers.3.norm", "out of memory", "not supported by this
             device: ..."); of the chosen one why it was chosen.
+        stage: Stage of the search in which that was decided; empty where it was at the end.
         late: Whether it was not tried for want of time.
         rounds: Timed rounds it took part in.
         time: Time per training step, None where it was not timed.
@@ -76,6 +77,7 @@ class Candidate:
     status: Status
     words: str = ""
     reason: str = ""
+    stage: str = ""
     late: bool = False
     rounds: int = 0
     time: Summary | None = None

@@ -21,7 +21,7 @@ def find_exemptions(search: SearchState) -> None:
     if found is not None and found.verdict == "pass":
         sound = plan
     else:
-        search.reasons[plan] = search.why(plan, found)
+        search.refuse(plan, search.why(plan, found))
         with search.stage("regions"):
             sound = search.repaired(plan, found)
     for attempt in range(ATTEMPTS):
@@ -31,7 +31,7 @@ def find_exemptions(search: SearchState) -> None:
         if result.verdict == "pass":
             search.settle(sound, result, search.kept)
             return
-        search.reasons[sound] = search.why(sound, result)
+        search.refuse(sound, search.why(sound, result))
         if attempt < ATTEMPTS - 1:
             with search.stage("regions"):
                 sound = _widened(search, plan, result)

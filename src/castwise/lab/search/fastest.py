@@ -24,6 +24,7 @@ from castwise.lab.search.axes import (
 from castwise.lab.search.compiling import compile_finalists, said
 from castwise.lab.search.contest import LATE, Contest
 from castwise.lab.search.decision import LEAST as STARTS
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import race_final
 from castwise.lab.search.finalists import (
     FINAL_SHARE,
@@ -91,9 +92,9 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         race_repaired(contest, sound)
     sound = with_lossless(contest, sound)
     sound += cleared(search, contest, sound, doubtful)
-    for plan in [plan for plan in search.reasons if numerics_of(plan) == AUTOCAST != plan]:
-        if AUTOCAST not in sound:  # it left the race in this memory format, and is shown all the same
-            search.reasons.setdefault(AUTOCAST, search.reasons[plan])
+    alike = [why for plan in search.fates if numerics_of(plan) == AUTOCAST and (why := search.refusal(plan))]
+    if alike and AUTOCAST not in sound and not search.refusal(AUTOCAST):
+        search.refuse(AUTOCAST, alike[0])  # it left the race in this memory format, and is shown all the same
     how = _how(search, favourite(contest, sound))
     running = likeliest(search, contest, sound, room_in_final(search, contest))
     if how != as_raced(how):
@@ -116,9 +117,9 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     if not shown:
         search.spared = 0.0
     choices = [compiled, eager] if always else [[*eager, *compiled]]
-    turns = (search.final.in_turn(plans, search.reasons) for plans in choices)
+    turns = (search.final.in_turn(plans, search.refusal) for plans in choices)
     _choose(search, itertools.chain.from_iterable(turns))
-    search.undecided += filter(None, [search.final.doubt(search.chosen, search.reasons)])
+    search.undecided += filter(None, [search.final.doubt(search.chosen, search.refusal)])
     search.notes += filter(None, [said(search, search.chosen)])
 
 
@@ -152,7 +153,7 @@ def _final(search: SearchState, plans: Sequence[Plan], beside: Collection[Plan] 
 def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
     with search.stage("memory"):
         for late in search.measure_peaks([*plans, *([] if search.as_given is None else [search.as_given])]):
-            search.passed_over[late] = LATE
+            search.decide(late, LATE)
 
     def lightness(plan: Plan) -> tuple[float, float]:
         """Peak memory to within a hundredth, then complexity; a plan that was not measured comes last."""
@@ -211,9 +212,8 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
         ]
         for plan in new:
             if (share := low_share(search, plan)) < BY_NAME:
-                search.passed_over[search.scaled(plan)] = (
-                    f"nearly everything would still run in fp32 ({share:.0%} of the time in {name})"
-                )
+                why = f"nearly everything would still run in fp32 ({share:.0%} of the time in {name})"
+                search.decide(search.scaled(plan), Fate("worse", why))
             else:
                 out.append(plan)
     return [search.scaled(plan) for plan in each_numerics_first(out)]
@@ -244,7 +244,7 @@ def _without(
     """The plans that compute in another format, or are the one to keep; of the rest it is noted why they are gone."""
     gone = [plan for plan in plans if plan.compute == low and plan != but]
     for plan in gone:
-        search.passed_over[search.scaled(plan)] = f"not faster: {why}"
+        search.decide(search.scaled(plan), Fate("worse", why))
     return [plan for plan in plans if plan not in gone]
 
 
@@ -261,9 +261,13 @@ def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> 
 def formats_not_reached(search: SearchState) -> list[str]:
     """Low formats of which there were candidates, and no time for any."""
     entries = search.contest.entries if search.contest is not None else {}
-    tried = {plan.compute for plan, entry in entries.items() if entry.rounds or entry.hopeless}
-    late = {plan.compute for plan, entry in entries.items() if entry.reason == LATE}
-    return sorted(late - tried)
+    late = {plan.compute for plan, entry in entries.items() if entry.left == LATE}
+    slow = {
+        plan.compute
+        for plan, entry in entries.items()
+        if entry.left is not None and entry.left.kind == "worse"
+    }
+    return sorted(late - slow - {plan.compute for plan, entry in entries.items() if entry.rounds})
 
 
 def _choose(search: SearchState, order: Iterable[Plan]) -> None:
@@ -271,7 +275,7 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
     assert search.numerics is not None
     kept = search.kept
     for plan in order:
-        if plan in search.reasons:  # refused as another of the same numerics was
+        if search.refusal(plan):  # refused as another of the same numerics was
             continue
         if numerics_of(plan) == FP32:
             search.settle(plan, None)
@@ -296,7 +300,7 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
             return
         others = search.final.plans if search.final is not None else []
         for other in [plan, *(other for other in others if numerics_of(other) == numerics_of(plan))]:
-            search.reasons[other] = why
+            search.refuse(other, why)
     search.settle(FP32, None)
 
 
@@ -307,7 +311,7 @@ def _judge_as_given(search: SearchState, plan: Plan) -> None:
     if search.lost_as_given is not None and search.lost_as_given > LOST:
         said.append(f"rounding drops {search.lost_as_given:.0%} of its updates")
     if said:
-        search.reasons[plan] = "; ".join(said)
+        search.refuse(plan, "; ".join(said))
 
 
 def _lost(search: SearchState, plan: Plan) -> float | None:

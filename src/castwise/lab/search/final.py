@@ -15,7 +15,7 @@ from castwise.core.plans.words import in_words
 from castwise.lab.search.axes import as_raced, complexity, numerics_of, run_with
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.decision import BEHIND, LEAST, MARGIN, MOST, SURE, Decision, among, decide, settle
-from castwise.lab.search.reasons import Spared
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.state import AUTOCAST, FP32, PEAKS_S, SearchState
 from castwise.lab.timing import stats
 from castwise.lab.timing.apart import Timed, race_apart
@@ -26,6 +26,11 @@ ROUNDS = 6
 """Of each start. Fewer need more starts, each of which builds all models anew; more take longer where a machine is quiet."""
 OVERRUN = 1.5
 """After so many budgets not even the second start begins, without which nobody knows what another would have shown."""
+
+
+Refused = Callable[[Plan], object]
+"""Whether a plan cannot be chosen."""
+_NONE: Refused = lambda _plan: False  # noqa: E731 - a constant
 
 
 @dataclass
@@ -53,7 +58,7 @@ class Final:
     decision: Decision | None = None
     apart: bool = True
     behind: Mapping[tuple[Plan, Plan], float] = field(default_factory=dict)
-    go_on: Callable[[Collection[Plan], Collection[Plan]], None] = lambda _left, _refused: None
+    go_on: Callable[[Collection[Plan], Refused], None] = lambda _left, _refused: None
 
     def __post_init__(self) -> None:
         """Nobody has been timed yet."""
@@ -95,7 +100,7 @@ class Final:
         near = stats.restarts([self.times_s[one] for one in left])
         return {**out, **{(left[i], left[j]): ratio for (i, j), ratio in near.items()}}
 
-    def in_turn(self, plans: Sequence[Plan], refused: Collection[Plan] = ()) -> Iterator[Plan]:
+    def in_turn(self, plans: Sequence[Plan], refused: Refused = _NONE) -> Iterator[Plan]:
         """The plan to choose, and, each time that one is refused, the one to choose among the others.
 
         One that left since it is slower comes after all that did not, until one is refused: then the others, who may have
@@ -103,7 +108,7 @@ class Final:
 
         Args:
             plans: To choose among.
-            refused: Those that cannot be any more; may grow between the turns.
+            refused: Whether one cannot be any more; may become so between the turns.
         """
         left = [plan for plan in dict.fromkeys(plans) if self.seconds(plan) and plan not in self.failed]
         running = [plan for plan in left if len(self._times(plan)) == self.starts] or left
@@ -111,7 +116,7 @@ class Final:
             weights, times_s = [complexity(plan) for plan in running], [self._times(plan) for plan in running]
             plan = running[decide(weights, times_s, among(self.behind, running)).chosen]
             yield plan
-            left = [one for one in left if one != plan and one not in refused]
+            left = [one for one in left if one != plan and not refused(one)]
             if len(left) > 1:
                 self.go_on(left, refused)
             left = running = [plan for plan in left if plan not in self.failed]
@@ -119,16 +124,22 @@ class Final:
     def _times(self, plan: Plan) -> list[Sequence[float]]:
         return self.times_s[self.plans.index(plan)]
 
-    def reason(self, plan: Plan, chosen: Plan) -> str:
-        """Why a plan that was in to the end was not chosen; empty for one that was not in it."""
+    def fate(self, plan: Plan, chosen: Plan) -> Fate | None:
+        """Why a plan that was in to the end was not chosen; None for one that was not in it."""
         ratio = self.ratio(chosen, plan)
-        if ratio is None or plan in self.failed:
-            return self.failed.get(plan, "")
+        if plan in self.failed:
+            return Fate("failed", self.failed[plan], "final")
+        if ratio is None:
+            return None
+        twin = self._twin(plan) if self.choice and plan not in self.choice else None
+        if twin is not None and round(ratio.low, 2) <= 1.0:  # as it is printed
+            apart = f"only shown: what sets {in_words(twin)} apart was measured by itself"
+            return Fate("spared", apart, "final") if plan == FP32 else ran_as(twin)
+        return Fate("worse", self._no_better(plan, chosen, ratio), "final")
+
+    def _no_better(self, plan: Plan, chosen: Plan, ratio: stats.Ratio) -> str:
         if round(ratio.low, 2) > 1.0:  # as it is printed
             return f"not faster: takes {_interval(ratio)} times as long"
-        if self.choice and plan not in self.choice and (twin := self._twin(plan)) is not None:
-            apart = f"only shown: what sets {in_words(twin)} apart was measured by itself"
-            return Spared(apart) if plan == FP32 else ran_as(twin)
         if complexity(plan) < complexity(chosen) and (ahead := self._ahead(plan, chosen)):
             return f"not faster: {ahead}"
         simpler = complexity(chosen) < complexity(plan)
@@ -170,11 +181,11 @@ class Final:
             and now.value > MARGIN
         }
 
-    def doubt(self, chosen: Plan, refused: Collection[Plan] = ()) -> str:
+    def doubt(self, chosen: Plan, refused: Refused = _NONE) -> str:
         """What to tell where it was not decided whether another plan that could be chosen is faster; empty where it was."""
         if self.decision is None or self.decision.decided:
             return ""
-        could = {*(self.choice or self.plans)}.difference(refused, self.failed)
+        could = [one for one in self.choice or self.plans if one not in self.failed and not refused(one)]
         ratios = {plan: ratio.high for plan in could if (ratio := self.ratio(plan, chosen)) is not None}
         plan = max(ratios, key=ratios.__getitem__, default=chosen)
         if ratios.get(plan, 1.0) < MARGIN:
@@ -194,9 +205,9 @@ _TOLD = 20.0
 """Per cent up to which an open difference says how large it may be: a wider interval says nothing of it."""
 
 
-def ran_as(plan: Plan) -> Spared:
+def ran_as(plan: Plan) -> Fate:
     """Why a plan was not chosen, or not timed, that came to the final as another."""
-    return Spared(f"the final ran it as {in_words(plan)}")
+    return Fate("spared", f"the final ran it as {in_words(plan)}", "final")
 
 
 def _interval(ratio: stats.Ratio) -> str:
@@ -224,7 +235,11 @@ def race_final(
     assert contest is not None
     runs = contest.entries
     beside_all = [plan for plan in (AUTOCAST, search.as_given) if plan is not None and plan in runs]
-    shows = [plan for plan in beside_all if runs[plan].behind or not runs[plan].reason]
+    shows = [
+        plan
+        for plan in beside_all
+        if (left := runs[plan].left) is None or (left.kind == "worse" and runs[plan].rounds)
+    ]
     plans = list(dict.fromkeys([FP32, *eligible, *shows]))
     choice = {FP32, *eligible}.difference(beside)
     final = Final(plans, choice=choice, behind=_behind_in_race(contest, plans))
@@ -271,7 +286,7 @@ def race_final(
         start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]],
         is_over: Callable[[], bool],
         left: Collection[Plan] = choice,
-        refused: Collection[Plan] = (),
+        refused: Refused = _NONE,
     ) -> None:
         def places(those: Callable[[Plan], bool]) -> frozenset[int]:
             return frozenset(i for i, plan in enumerate(plans) if those(plan))
@@ -279,11 +294,11 @@ def race_final(
         final.decision, final.times_s = settle(
             [complexity(plan) for plan in plans], start, is_over=is_over, reference=places(lambda plan: plan == FP32),
             beside=places(lambda plan: plan not in left), times=final.times_s,
-            without=places(lambda plan: (plan in choice and plan in refused) or plan in final.failed),
+            without=places(lambda plan: (plan in choice and bool(refused(plan))) or plan in final.failed),
             behind=among(final.behind, plans),
         )  # fmt: skip
 
-    def go_on(left: Collection[Plan], refused: Collection[Plan]) -> None:
+    def go_on(left: Collection[Plan], refused: Refused) -> None:
         nonlocal until
         if all(numerics_of(plan) == FP32 for plan in left):  # nothing is verified after this
             until = max(until, search.start + search.settings.budget_s - PEAKS_S)
@@ -324,7 +339,7 @@ def _here(
     before = len(contest.entries[FP32].times_s)
     for plan in plans:  # one that has left may run again beside the others
         if plan in contest.entries:
-            contest.entries[plan].reason = ""
+            contest.entries[plan].left = None
     contest.run(plans, 2 * ROUNDS, until=until)
     times = {
         index: contest.entries[plan].times_s[before:] for index, plan in zip(indices, plans, strict=True)

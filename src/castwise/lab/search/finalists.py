@@ -17,8 +17,8 @@ from castwise.lab.search.axes import as_raced, complexity, numerics_of, run_with
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.decision import MARGIN
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import ran_as
-from castwise.lab.search.reasons import Spared
 from castwise.lab.search.state import AUTOCAST, FP32, SearchState
 from castwise.lab.timing.apart import BLOCK_S, LEAST_ROUNDS
 from castwise.lab.timing.timing import WARMUP
@@ -140,11 +140,11 @@ def likeliest(
         out = "not in the final:"
         if _is_far(contest, plan, over):
             slow = f"takes {over[plan]:.2f} times as long as {in_words(next(iter(over)))} in the race"
-            search.passed_over[plan] = f"{out} {slow}"
+            search.decide(plan, Fate("worse", f"{out} {slow}"))
         elif (rival := in_vain(contest, plan, left)) is not None:
-            search.passed_over[plan] = Spared(f"{out} {in_words(rival)} {AS_GOOD}")
+            search.decide(plan, Fate("spared", f"{out} {in_words(rival)} {AS_GOOD}"))
         elif len(left) - len([FP32, *lossless]) == most:
-            search.passed_over[plan] = Spared(f"{out} {most} that were faster or simpler filled it")
+            search.decide(plan, Fate("spared", f"{out} {most} that were faster or simpler filled it"))
         else:
             left.append(plan)
     return [plan for plan in sound if plan in left]
@@ -155,7 +155,7 @@ def race_repaired(contest: Contest, sound: list[Plan]) -> None:
     repaired = [plan for plan in sound if plan not in contest.entries]
     if repaired:
         contest.run(repaired, SHOWN_ROUNDS, until=math.inf)
-        sound[:] = [plan for plan in sound if not contest.entries[plan].reason] or [FP32]
+        sound[:] = [plan for plan in sound if contest.entries[plan].left is None] or [FP32]
 
 
 def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
@@ -164,7 +164,7 @@ def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
     fastest = contest.order([plan for plan in raced if numerics_of(plan) == FP32])[0]
     if fastest in sound:
         return sound
-    contest.entries[fastest].reason = ""
+    contest.entries[fastest].left = None
     return [*sound, fastest]
 
 
@@ -179,6 +179,6 @@ def run_as(search: SearchState, plans: Sequence[Plan], how: Plan) -> list[Plan]:
     for plan in running:
         made = run_with(plan, how)
         for other in {plan, dataclasses.replace(made, host_memory="as_given")} - {made, FP32}:
-            search.passed_over[other] = ran_as(made)
+            search.decide(other, ran_as(made))
         out.append(made)
     return out

@@ -15,6 +15,7 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.core.session.fused import can_fuse, is_fused
 from castwise.lab.search.contest import LATE
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.state import SearchState
 from castwise.lab.timing.timing import WARMUP, Lap, speedup
 
@@ -41,12 +42,12 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
         return False
     fused = dataclasses.replace(plan, optimizer="fused")
     entry = contest.entries[plan]
-    standing = entry.reason
+    standing = entry.left
     step_s = statistics.median(entry.lap.seconds)
     budget_s, left_s = search.settings.budget_s, search.left_s()
     needs_s = 2 * (WARMUP + LEAST_ROUNDS) * step_s
     if ranks.at("the time left").same(needs_s > min(MOST_SHARE * budget_s, left_s)):
-        search.passed_over[fused] = LATE
+        search.decide(fused, LATE)
         search.undecided.append("Whether the fused optimizer saves time was not tried: the time ran out.")
         return False
     begin = ranks.now()
@@ -67,7 +68,7 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
         begin + MOST_SHARE * budget_s,
         decided,
     )
-    entry.reason = standing  # it ran before: memory that two do not find here is no reason against it
+    entry.left = standing  # it ran before: memory that two do not find here is no reason against it
     saved = _saved(given_s, fused_s, step_s)
     if saved is None:  # it cannot run
         return False
@@ -82,9 +83,8 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
     if search.device.type != "cpu":
         took = f"a step of {in_words(plan)} takes {1e3 * part_s:.3g} ms with {name}, and {1e3 * then_s:.3g} ms where that is fused"
     if least < WORTH:
-        search.passed_over[fused] = (
-            f"{took}, which {len(given_s.seconds)} rounds do not know to save {WORTH:.0%} of the step"
-        )
+        why = f"{took}, which {len(given_s.seconds)} rounds do not know to save {WORTH:.0%} of the step"
+        search.decide(fused, Fate("worse", why))
         return False
     search.spared += likely
     search.notes.append(

@@ -16,8 +16,8 @@ from castwise.lab.search.axes import name_of, numerics_of
 from castwise.lab.search.compiling import pays_after
 from castwise.lab.search.contest import Entry
 from castwise.lab.search.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.pairs import in_training
-from castwise.lab.search.reasons import Late, NotTried, Spared
 from castwise.lab.search.search import Search
 from castwise.lab.search.state import AUTOCAST, FP32
 from castwise.lab.timing import stats
@@ -76,8 +76,7 @@ def _candidates(search: Search) -> tuple[Candidate, ...]:
         *entries,
         *search.trials,
         *search.peaks,
-        *search.passed_over,
-        *search.reasons,
+        *search.fates,
         *([] if search.as_given is None or search.contest is None else [search.as_given]),
         search.chosen,
     ]
@@ -94,15 +93,15 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
     contest, final = search.contest, search.final
     entry = contest.entries.get(plan, Entry(plan)) if contest is not None else Entry(plan)
     found = _finding(search, plan)
-    status, reason = _standing(search, plan, entry, found)
+    status, fate = _standing(search, plan, entry, found)
     times, losses = (
         (final.seconds(plan), final.losses.get(plan, [])) if final is not None else (entry.lap.seconds, [])
     )
     over_fp32 = speed(search, plan, FP32)
     return Candidate(
         name=AS_GIVEN if plan == search.as_given else name_of(plan), plan=str(plan), status=status,
-        words=AS_GIVEN if plan == search.as_given else in_words(plan), reason=reason,
-        late=status == "not tried" and isinstance(reason, Late), rounds=len(times),
+        words=AS_GIVEN if plan == search.as_given else in_words(plan), reason=fate.reason,
+        stage=fate.stage, late=status == "not tried" and fate.kind == "late", rounds=len(times),
         time=_time(search, times, over_fp32), speedup=over_fp32,
         versus_autocast=speed(search, plan, AUTOCAST),
         peak_bytes=search.peaks.get(plan), parity=_parity(search, plan, found),
@@ -123,52 +122,47 @@ def _time(search: Search, times: Sequence[float], over_fp32: stats.Ratio | None)
     return stats.Summary(own.median_s * drift, own.q1_s * drift, own.q3_s * drift, own.n)
 
 
-def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | None) -> tuple[Status, str]:
+def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | None) -> tuple[Status, Fate]:
     """What became of a plan, and why."""
-    final, unsound = search.final, search.reasons.get(plan, "")
+    final, noted = search.final, search.fates.get(plan)
     if plan == search.chosen:
-        return ("baseline" if plan == FP32 else "chosen"), why_chosen(search)
-    why = (
-        unsound or _heavier(search, plan) or (final.reason(plan, search.chosen) if final is not None else "")
-    )
-    why = why or search.passed_over.get(plan, "") or entry.reason
-    if plan == FP32:
-        return "baseline", why
-    if plan in tied(search):
-        return "tie", why
-    if unsound:
-        return "rejected", why
-    if isinstance(why, NotTried):
-        return "not tried", why
-    in_final = final is not None and bool(final.seconds(plan))
-    ratio = speed(search, search.chosen, plan)
-    if found is None and numerics_of(plan) != FP32 and ratio is not None and round(ratio.low, 2) <= 1.0:
-        untested = search.passed_over.get(plan, "its gradients were not tested")
-        return "not tried", f"{untested}; in the final it was {why}"
-    ran = bool(entry.rounds or entry.reason or in_final) or plan.compile != "as_given"
-    if why and ran and not isinstance(why, Spared):
-        return "rejected", why
-    if found is not None:
+        return ("baseline" if plan == FP32 else "chosen"), Fate("spared", why_chosen(search))
+    timed = final.fate(plan, search.chosen) if final is not None else None
+    refused = noted if noted is not None and noted.refused else None
+    fate = refused or _heavier(search, plan) or timed or noted or entry.left
+    if plan == FP32 or plan in tied(search):
+        return ("baseline" if plan == FP32 else "tie"), fate or Fate("spared", "")
+    sound = found is not None and found.verdict == "pass"
+    if fate is None and found is not None:
         unknown = "its peak memory was not measured" if search.settings.goal == "memory" else ""
-        return ("sound" if found.verdict == "pass" else "rejected"), why or unknown
-    if why:
-        return "not tried", why
-    if entry.rounds:
-        return "not tried", f"not tried to the end{_race_speed(search, plan)}"
-    return "not tried", _not_asked(search)
+        return ("sound" if sound else "rejected"), Fate("untried", unknown)
+    if fate is None:
+        never = f"not tried to the end{_race_speed(search, plan)}" if entry.rounds else _not_asked(search)
+        return "not tried", Fate("untried", never)
+    ratio = speed(search, search.chosen, plan)
+    if (
+        fate is timed
+        and found is None
+        and numerics_of(plan) != FP32
+        and ratio is not None
+        and round(ratio.low, 2) <= 1.0
+    ):
+        untested = noted.reason if noted is not None else "its gradients were not tested"
+        return "not tried", Fate("untried", f"{untested}; in the final it was {fate.reason}", fate.stage)
+    if fate.unknown or (fate.kind == "spared" and found is None):
+        return "not tried", fate
+    return ("sound" if sound and fate.kind == "spared" else "rejected"), fate
 
 
-def _heavier(search: Search, plan: Plan) -> str:
+def _heavier(search: Search, plan: Plan) -> Fate | None:
     """What a plan's peak memory says against it, where memory is what was asked for."""
     peaks = search.peaks
     if search.settings.goal != "memory" or plan not in peaks or search.chosen not in peaks:
-        return ""
+        return None
     more = peaks[plan] / peaks[search.chosen] - 1.0
-    return (
-        f"takes {100.0 * more:.0f} % more memory"
-        if more >= 0.01
-        else "takes as much memory, and is no simpler"
-    )
+    if more >= 0.01:
+        return Fate("worse", f"takes {100.0 * more:.0f} % more memory", "memory")
+    return Fate("worse", "takes as much memory, and is no simpler", "memory")
 
 
 def _race_speed(search: Search, plan: Plan) -> str:

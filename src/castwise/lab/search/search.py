@@ -189,7 +189,7 @@ class Search(SearchState):
         trained = self.verification is not None and is_doubtful(result)  # that it trains has been seen
         if result.verdict != "pass" and not trained:
             before = self.chosen
-            self.reasons[before] = f"after {settings.warmup_steps} steps: {self.why(before, result)}"
+            self.refuse(before, f"after {settings.warmup_steps} steps: {self.why(before, result)}")
             repair = search.repair(before, result, reserve=VERIFYING)
             result = search.verify(repair.plan)
             self.settle(*((repair.plan, result, repair.kept) if result.verdict == "pass" else (FP32, None)))
@@ -207,8 +207,9 @@ class Search(SearchState):
             on_progress=lambda done, total: self.say(self.now, "pairs of training runs", done, total),
         )  # fmt: skip
         if self.verification.verdict == "worse":
-            self.reasons[self.chosen] = (
-                f"its loss after {settings.verify_steps} steps is worse than fp32's by {self.verification.difference:.2g}"
+            self.refuse(
+                self.chosen,
+                f"its loss after {settings.verify_steps} steps is worse than fp32's by {self.verification.difference:.2g}",
             )
             self.notes.append(
                 f"{in_words(self.chosen)} passed the gradient test and failed in training; the plan is fp32."

@@ -19,9 +19,9 @@ from castwise.lab.search.contest import Contest
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.decision import MARGIN
 from castwise.lab.search.evidence import Verification
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.finalists import AS_GOOD, FINAL_SHARE, in_vain, start_s
 from castwise.lab.search.pairs import affordable_steps, in_training, is_doubtful, train_pairs
-from castwise.lab.search.reasons import NotTried
 from castwise.lab.search.repair import VERIFYING
 from castwise.lab.search.state import FP32, MICROBATCHES, SearchState
 from castwise.lab.timing.failures import cannot_run, unfit
@@ -66,19 +66,18 @@ def find_sound(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> 
             continue
         known = numerics_of(plan) in search.findings
         if not known and (rival := in_vain(contest, plan, sound)) is not None:
-            search.passed_over[plan] = NotTried(f"not tested: {in_words(rival)} {AS_GOOD}")
+            search.decide(plan, Fate("untried", f"not tested: {in_words(rival)} {AS_GOOD}"))
             continue
         left = search.numerics.left()
         if left < VERIFYING + MICROBATCHES and not known:
-            search.passed_over[plan] = NotTried(
-                "not tested: the passes for numerics were spent on plans that are faster or simpler"
-            )
+            spent = "not tested: the passes for numerics were spent on plans that are faster or simpler"
+            search.decide(plan, Fate("untried", spent))
             continue
         found = search.find(plan)
         if found is not None and found.verdict == "pass":
             sound.append(plan)
             continue
-        search.reasons[plan] = search.why(plan, found)
+        search.refuse(plan, why := search.why(plan, found))
         if may_train(search, found):
             doubtful.append(plan)
         if plan.params != "fp32" or left < VERIFYING + FLOOR or sound:
@@ -86,11 +85,12 @@ def find_sound(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> 
         repaired = search.repaired(plan, found)
         kept = sum(part.pattern in search.kept for part in search.parts)
         if 2 * kept > len(search.parts):
-            search.reasons[plan] += f"; {kept} of {len(search.parts)} regions would have to stay in fp32"
+            search.refuse(plan, f"{why}; {kept} of {len(search.parts)} regions would have to stay in fp32")
             search.kept = {}
         elif (share := low_share(search, repaired)) < BY_NAME:
-            search.reasons[plan] += (
-                f"; after repair nearly everything runs in fp32 ({share:.0%} of the time in {plan.compute})"
+            search.refuse(
+                plan,
+                f"{why}; after repair nearly everything runs in fp32 ({share:.0%} of the time in {plan.compute})",
             )
             search.kept = {}
         elif repaired in search.findings and search.findings[repaired].verdict == "pass":
@@ -122,13 +122,13 @@ def cleared(
             more = ""
         elif found.verdict == "not worse":
             for plan in plans:
-                del search.reasons[plan]
+                del search.fates[plan]
             out += plans
             continue
         else:
             more = f", and in training {in_training(found)}"
         for plan in plans:
-            search.reasons[plan] += more
+            search.refuse(plan, search.fates[plan].reason + more)
     return out
 
 

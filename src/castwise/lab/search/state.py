@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from castwise.lab.search.axes import check_formats, numerics_of
 from castwise.lab.search.compile_trial import CompileTrial
 from castwise.lab.search.contest import BASELINE, Contest
 from castwise.lab.search.evidence import Stage, Verification
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.part_costs import Cost
 from castwise.lab.search.parts import Part, exempt
 from castwise.lab.search.repair import VERIFYING, NumericsSearch, Repair
@@ -114,9 +116,8 @@ class SearchState:
         final: The race that decides, once it has been run.
         trials: What became of plans that were compiled.
         findings: Parity per plan's numerics.
-        reasons: What speaks against a plan, where the race does not say.
+        fates: What became of plans, where the race or the final does not say.
         spared: Share of a step of the likeliest plan that its optimizer's kernel and kept memory save, each measured by itself.
-        passed_over: Why a plan was not tried, of which nothing else is known.
         kept: Why the chosen plan keeps parts in fp32.
         peaks: Peak bytes per plan.
         stages: What was done.
@@ -153,9 +154,8 @@ class SearchState:
     numerics: NumericsSearch | None = None
     trials: dict[Plan, CompileTrial] = field(default_factory=dict)
     findings: dict[Plan, ParityResult] = field(default_factory=dict)
-    reasons: dict[Plan, str] = field(default_factory=dict)
+    fates: dict[Plan, Fate] = field(default_factory=dict)
     spared: float = 0.0
-    passed_over: dict[Plan, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     peaks: dict[Plan, int] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
@@ -244,6 +244,20 @@ class SearchState:
         assert self.test is not None
         return self.ranks.at("a loss scale").same(with_measured_scale(plan, self.test.range))
 
+    def decide(self, plan: Plan, fate: Fate) -> None:
+        """Note what becomes of a plan; what speaks against one stays, unless it is said anew."""
+        if fate.refused or not self.refusal(plan):
+            self.fates[plan] = dataclasses.replace(fate, stage=self.now)
+
+    def refuse(self, plan: Plan, why: str) -> None:
+        """Note that a plan is not sound."""
+        self.decide(plan, Fate("unsound", why))
+
+    def refusal(self, plan: Plan) -> str:
+        """Why a plan cannot be chosen; empty where nothing speaks against it."""
+        fate = self.fates.get(plan)
+        return fate.reason if fate is not None and fate.refused else ""
+
     def find(self, plan: Plan) -> ParityResult | None:
         """Test a plan on the search's microbatches, once per numerics; None, and a reason, where it cannot run.
 
@@ -258,14 +272,14 @@ class SearchState:
             except Exception as error:
                 if not cannot_run(error):
                     raise
-                self.reasons[plan] = unfit(error)
+                self.decide(plan, Fate("failed", unfit(error)))
                 return None
         return self.findings[key]
 
     def why(self, plan: Plan, found: ParityResult | None) -> str:
         """Say what a finding says against a plan."""
         if found is None:
-            return self.reasons.get(plan, "it cannot run")
+            return self.refusal(plan) or "it cannot run"
         return found.reason
 
     def repaired(self, plan: Plan, found: ParityResult | None) -> Plan:
