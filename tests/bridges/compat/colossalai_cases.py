@@ -221,11 +221,4 @@ def trainer_in_a_pipeline(rank: int, size: int, mode: str, chunks: int) -> dict[
     return {"metrics": said, "names": names, "steps": trainer.cur_step}
 
 
-def compare(rank: int, world_size: int, port: int, differ: bool) -> None:
-    """Whether ranks have the same values, as a test of Colossal-AI's asks it in processes of its own."""
-    torch.set_num_threads(1)
-    colossalai.launch({}, rank, world_size, "localhost", port, verbose=False)
-    colossalai.testing.assert_equal_in_group(torch.ones(3) * (rank if differ else 1))
-
-
 assert BLOCKS % 2 == 0

@@ -435,7 +435,7 @@ def _resolve(name: str) -> Any:
     [
         ("nn.optimizer.hybrid_adam", "import HybridAdam from colossalai.nn.optimizer"),
         ("legacy.nn.lr_scheduler.cosine", "CosineAnnealingWarmupLR from colossalai.nn.lr_scheduler"),
-        ("testing.comparison", "from colossalai.testing"),
+        ("testing.comparison", "torch.testing"),
         ("zero.sharded_optim", "zero = dict"),
     ],
 )

@@ -7,32 +7,23 @@ import math
 import pickle
 import textwrap
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 from castwise.bridges.compat import colossalai
-from castwise.bridges.compat.colossalai import testing
 from castwise.bridges.compat.colossalai.amp import AMP_TYPE, convert_to_amp
 from castwise.bridges.compat.colossalai.nn.lr_scheduler import (
     CosineAnnealingLR,
     CosineAnnealingWarmupLR,
-    MultiStepLR,
-    MultiStepWarmupLR,
 )
 from castwise.bridges.compat.colossalai.nn.optimizer import FusedAdam, FusedSGD, HybridAdam
 from castwise.bridges.compat.colossalai.utils import free_port, set_to_cuda
 from castwise.errors import PlanError, UnknownNameError
-from tests.bridges.compat import colossalai_cases as cases
 from tests.fresh import run_python
-from tests.processes import forks
-from tests.soak import SOAKING
 
 RATES = (0.8, 0.1)
 
@@ -85,24 +76,10 @@ def test_the_cosine_after_a_warm_up(total: int, warmup: int, end: float) -> None
     assert all(a == pytest.approx(b) for a, b in zip(after, torchs, strict=False))
 
 
-def test_steps_after_a_warm_up() -> None:
-    """Milestones count from the first step; those within the warm-up are left out."""
-    make = functools.partial(
-        MultiStepWarmupLR, total_steps=14, warmup_steps=3, milestones=[9, 2, 3, 6], gamma=0.5
-    )
-    for step, seen in enumerate(rates_of(make)):
-        falls = sum(step >= milestone for milestone in (3, 6, 9))
-        factor = (step + 1) / 3 if step < 3 else 0.5**falls
-        assert seen == pytest.approx([factor * rate for rate in RATES]), step
-
-
 def test_torchs_schedulers_under_colossal_ais_arguments() -> None:
     schedulers = torch.optim.lr_scheduler
     assert rates_of(lambda o: CosineAnnealingLR(o, total_steps=9, eta_min=0.1)) == rates_of(
         lambda o: schedulers.CosineAnnealingLR(o, T_max=9, eta_min=0.1)
-    )
-    assert rates_of(lambda o: MultiStepLR(o, total_steps=14, milestones=[3, 7])) == rates_of(
-        lambda o: schedulers.MultiStepLR(o, [3, 7])
     )
 
 
@@ -111,8 +88,6 @@ def test_rates_that_cannot_be() -> None:
         PlanError, match=r"CosineAnnealingWarmupLR\(warmup_steps=-1\): needs warmup_steps >= 0"
     ):
         CosineAnnealingWarmupLR(two_groups(), 10, -1)
-    with pytest.raises(PlanError, match="needs the steps at which the rate falls"):
-        MultiStepWarmupLR(two_groups(), 10, 2)
     scheduler = CosineAnnealingWarmupLR(two_groups(), total_steps=2, warmup_steps=4, eta_min=0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no step of the optimizer came before
@@ -230,10 +205,9 @@ def test_module_paths_of_the_examples(tmp_path: Path) -> None:
         from colossalai.engine.schedule import NonPipelineSchedule
         from colossalai.legacy.context.parallel_mode import ParallelMode as again
         from colossalai.nn import CosineAnnealingLR, FusedSGD, LinearWarmupLR
-        from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, MultiStepWarmupLR
+        from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
         from colossalai.nn.optimizer import FusedAdam, HybridAdam
         from colossalai.registry import LOSSES
-        from colossalai.testing import assert_close_loose, parameterize, rerun_if_address_is_in_use, spawn
         from colossalai.utils.checkpointing import load_checkpoint, save_checkpoint
         from colossalai.utils.common import print_rank_0
         from colossalai.utils.cuda import empty_cache, get_current_device, set_to_cuda, synchronize
@@ -263,7 +237,7 @@ def test_module_paths_of_the_examples(tmp_path: Path) -> None:
             "from colossalai.utils.common import clip_grad_norm_fp32",
             "from colossalai.utils.activation_checkpoint import checkpoint",
             "from colossalai.utils.model.colo_init_context import ColoInitContext",
-            "from colossalai.testing import run_on_environment_flag",
+            "from colossalai.testing import parameterize",
             "from colossalai.tensor import ColoTensor",
             "from colossalai.booster.plugin import GeminiPlugin",
             "import colossalai.pipeline.pipelinable",
@@ -288,7 +262,7 @@ def test_module_paths_of_the_examples(tmp_path: Path) -> None:
         assert alternative in line
 
 
-# --- registry, comparisons, small questions ---------------------------------------------------------------------
+# --- registry, small questions ---------------------------------------------------------------------
 
 
 def test_a_registry_holds_what_is_registered() -> None:
@@ -302,74 +276,6 @@ def test_a_registry_holds_what_is_registered() -> None:
     assert registry.get_module("Contrast") is Contrast
     with pytest.raises(UnknownNameError, match="LOSSES has no 'CrossEntropyLoss'; it has Contrast"):
         registry.get_module("CrossEntropyLoss")
-
-
-def test_comparisons() -> None:
-    a = torch.tensor([1.0, 2.0])
-    testing.assert_equal(a, a.clone())
-    testing.assert_not_equal(a, -a)
-    testing.assert_close_loose(a, a + 5e-4)
-    testing.check_state_dict_equal(
-        {"w": a, "more": [{"b": a, "n": 3}]}, {"more": [{"b": a, "n": 3}], "w": a + 1e-4}
-    )
-    testing.check_state_dict_equal({"w": a}, {"w": a.double()}, ignore_dtype=True)
-    for wrong in (
-        lambda: testing.assert_equal(a, -a),
-        lambda: testing.assert_not_equal(a, a),
-        lambda: testing.assert_close_loose(a, a + 1e-2),
-        lambda: testing.check_state_dict_equal({"w": a}, {"w": a + 1e-2}),
-        lambda: testing.check_state_dict_equal({"w": a}, {"w": a.double()}),
-        lambda: testing.check_state_dict_equal({"w": a}, {"v": a}),
-        lambda: testing.check_state_dict_equal({"w": {"n": 3}}, {"w": {"n": 4}}),
-    ):
-        with pytest.raises(AssertionError):
-            wrong()
-
-
-def test_functions_that_run_several_times() -> None:
-    seen: list[tuple[int, str]] = []
-
-    @testing.clear_cache_before_run()
-    @testing.parameterize("size", [1, 2])
-    @testing.parameterize("kind", ["a", "b"])
-    def record(size: int, kind: str) -> None:
-        seen.append((size, kind))
-
-    record()
-    assert seen == [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
-
-    def failing(times: int, said: str) -> Any:
-        def run() -> str:
-            tries.append(said)
-            if len(tries) <= times:
-                raise RuntimeError(f"at first\n{said}")
-            return "done"
-
-        return run
-
-    again = testing.rerun_on_exception(RuntimeError, ".*already in use.*", max_try=3)
-    tries: list[str] = []
-    assert again(failing(2, "address already in use"))() == "done"
-    for times, said, count in ((3, "address already in use", 3), (1, "something else", 1)):
-        tries.clear()
-        with pytest.raises(RuntimeError):
-            again(failing(times, said))()
-        assert len(tries) == count
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.parametrize("differ", [False, True])
-def test_processes_of_a_test_compare_what_they_have(differ: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreters, as for a user, in a soak; else forks, which need no seconds to import torch."""
-    if not SOAKING:
-        forks()
-        monkeypatch.setattr(
-            testing, "start_and_join", functools.partial(start_processes, start_method="forkserver")
-        )
-    run = testing.rerun_if_address_is_in_use()(testing.spawn)
-    said = pytest.raises(ProcessRaisedException, match="expected equal tensors") if differ else nullcontext()
-    with said:
-        run(cases.compare, nprocs=2, differ=differ)
 
 
 def test_small_questions() -> None:

@@ -9,8 +9,8 @@ or, with the original import lines, after ``castwise.compat.install()``.
 
 ``plans``: the modes' options as plans. ``amp``: ``convert_to_amp``. ``context``, ``core``: the configuration and the
 process groups. ``initialize``: from a configuration to an engine. ``engine``: it, its schedules and accumulation.
-``sharding``: what ``zero`` asks for. ``trainer``: the loop, with hooks. ``nn``, ``utils``, ``logging``, ``builder``, ``registry``,
-``testing``: what scripts import besides.
+``sharding``: what ``zero`` asks for. ``trainer``: the loop, with hooks. ``nn``, ``utils``, ``logging``, ``builder``,
+``registry``: what scripts import besides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from castwise.bridges.compat.colossalai import (
     logging,
     nn,
     registry,
-    testing,
     trainer,
     utils,
 )
@@ -53,7 +52,6 @@ __all__ = [
     "logging",
     "nn",
     "registry",
-    "testing",
     "trainer",
     "utils",
 ]

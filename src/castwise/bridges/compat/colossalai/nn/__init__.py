@@ -7,8 +7,6 @@ from castwise.bridges.compat.colossalai.nn.lr_scheduler import (
     CosineAnnealingLR,
     CosineAnnealingWarmupLR,
     LinearWarmupLR,
-    MultiStepLR,
-    MultiStepWarmupLR,
 )
 from castwise.bridges.compat.colossalai.nn.metric import Accuracy
 from castwise.bridges.compat.colossalai.nn.optimizer import (
@@ -28,8 +26,6 @@ __all__ = [
     "FusedSGD",
     "HybridAdam",
     "LinearWarmupLR",
-    "MultiStepLR",
-    "MultiStepWarmupLR",
     "lr_scheduler",
     "metric",
     "optimizer",
