@@ -20,8 +20,7 @@ from functools import partial
 import torch
 
 from castwise.core.plans.plan import PRESETS
-from castwise.lab.search.decision import BEHIND, LEAST, MARGIN, MOST, settle
-from castwise.lab.search.final import ROUNDS
+from castwise.lab.search.decision import BEHIND, LEAST, MARGIN, MOST, ROUNDS, settle
 from castwise.lab.timing import stats
 from castwise.lab.timing.apart import race_apart
 from castwise.lab.timing.processes import Home, portable

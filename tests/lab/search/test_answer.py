@@ -12,13 +12,13 @@ from castwise.core.plans.plan import Plan
 from castwise.lab.parity.damage import Estimate
 from castwise.lab.parity.parity import ParityResult
 from castwise.lab.search.answer import advice, answer, tied, why
+from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.contest import LATE, Contest, Entry
 from castwise.lab.search.decision import Decision
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.record import evidence
 from castwise.lab.search.search import Search, Settings
-from castwise.lab.search.state import AUTOCAST, FP32
 from castwise.lab.workloads.workload import find_workload
 
 LEAN = Plan.parse("fp32+memory_format=channels_last+optimizer=fused")

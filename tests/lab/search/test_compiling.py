@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import castwise
 from castwise import Plan, Workload
 from castwise.lab.search import compile_trial, compiling, decision, final
+from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.compile_trial import CompileTrial, _gradients, _moved, try_compiled
 from castwise.lab.search.compiling import MOST, compile_finalists, own_cache, pays_after, said
 from castwise.lab.search.contest import Contest, Entry
@@ -27,7 +28,6 @@ from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.record import evidence
 from castwise.lab.search.search import Search, Settings
-from castwise.lab.search.state import AUTOCAST, FP32
 from castwise.lab.timing.processes import portable
 from castwise.lab.timing.served import COMPILED, belong_to
 from castwise.lab.timing.steps import TrainingRun

@@ -18,18 +18,19 @@ from castwise import Plan, Workload
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.parity import ParityTest
 from castwise.lab.parity.probes import Prober
-from castwise.lab.search import decision
-from castwise.lab.search import final as final_
+from castwise.lab.search import decision, starts
+from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.contest import LATE, Entry
-from castwise.lab.search.decision import Decision
+from castwise.lab.search.decision import ROUNDS, Decision
 from castwise.lab.search.fastest import each_numerics_first, formats_not_reached
 from castwise.lab.search.fates import Fate
-from castwise.lab.search.final import Final, race_final
+from castwise.lab.search.final import Final
 from castwise.lab.search.part_costs import Cost
 from castwise.lab.search.parts import find_parts
 from castwise.lab.search.search import Settings
 from castwise.lab.search.sound import low_share
-from castwise.lab.search.state import AUTOCAST, FP32, SearchState
+from castwise.lab.search.starts import race_final
+from castwise.lab.search.state import SearchState
 from castwise.lab.timing.processes import NotThereError
 from tests.lab.search.conftest import raced
 from tests.lab.search.test_choices import CPU, SlowWhenLow, loss, workload
@@ -43,7 +44,7 @@ LOWEST = Plan.parse("bf16-mixed+regions.2=fp32")
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(final_, "ROUNDS", 3)
+    monkeypatch.setattr(starts, "ROUNDS", 3)
 
 
 def why(final: Final, plan: Plan, chosen: Plan) -> str:
@@ -210,7 +211,7 @@ def test_a_process_that_dies_in_a_further_start_loses_no_result(
     def gone(*_: object, **__: object) -> None:
         raise NotThereError("its process was ended by signal 9")
 
-    monkeypatch.setattr(final_, "race_apart", gone)
+    monkeypatch.setattr(starts, "race_apart", gone)
     final.decision = None
     final.go_on([FP32, same], AUTOCAST.__eq__)
     assert final.times_s == before
@@ -307,7 +308,7 @@ def test_where_all_run_in_one_process_they_run_all_rounds_though_the_race_is_ove
     search.contest._deadline = time.monotonic()
     final = race_final(search, [AUTOCAST], time.monotonic() + 60.0)
     assert not final.apart
-    assert len(final.seconds(AUTOCAST)) == 2 * final_.ROUNDS
+    assert len(final.seconds(AUTOCAST)) == 2 * starts.ROUNDS
     late = race_final(search, [AUTOCAST], time.monotonic())
     assert len(late.seconds(AUTOCAST)) == 1
 
@@ -326,7 +327,7 @@ def threading_loss() -> Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]:
 def test_a_longer_budget_is_advised_only_where_it_would_help() -> None:
     times = {FP32: 2.0, AUTOCAST: 1.0, REGION: 0.96}
     open_ = Decision(1, decided=False)
-    rounds = [[[s * (1 + 0.1 * (i % 2)) for i in range(2 * final_.ROUNDS)]] for s in times.values()]
+    rounds = [[[s * (1 + 0.1 * (i % 2)) for i in range(2 * ROUNDS)]] for s in times.values()]
     here = Final(list(times), times_s=rounds, decision=open_, apart=False)
     assert here.doubt(AUTOCAST).endswith("An idle machine would tell.")
     cut = Final(list(times), times_s=[[one[0][:3]] for one in rounds], decision=open_, apart=False)
@@ -386,7 +387,7 @@ def test_who_was_behind_in_the_race_is_known_of_plans_as_they_raced(
     compiled = Plan.parse("bf16-mixed+compile=default")
     for plan, seconds in {FP32: 1.0, AUTOCAST: 0.8, REGION: 0.97}.items():
         search.contest.entries[plan] = Entry(plan, times_s=[seconds] * 8)
-    found = final_._behind_in_race(search.contest, [FP32, FUSED, REGION, compiled, Plan.parse("bf16-true")])
+    found = starts._behind_in_race(search.contest, [FP32, FUSED, REGION, compiled, Plan.parse("bf16-true")])
     assert found == {(FP32, FUSED): pytest.approx(1.25), (REGION, FUSED): pytest.approx(0.97 / 0.8)}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from castwise import Plan, Workload
-from castwise.lab.search.axes import numerics_of, storage_of
+from castwise.lab.search.axes import AUTOCAST, FP32, numerics_of, storage_of
 from castwise.lab.search.finalists import (
     AS_GOOD,
     FINALISTS,
@@ -18,7 +18,7 @@ from castwise.lab.search.finalists import (
     room_in_final,
 )
 from castwise.lab.search.sound import find_sound
-from castwise.lab.search.state import AUTOCAST, FP32, SearchState
+from castwise.lab.search.state import SearchState
 from tests.lab.search.conftest import raced
 from tests.lab.search.test_answer import SOUND
 from tests.lab.search.test_choices import SlowWhenLow, left_for, noted, workload

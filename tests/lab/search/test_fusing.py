@@ -16,14 +16,13 @@ import castwise
 from castwise import Plan, Workload
 from castwise.errors import DeviceError
 from castwise.lab.search import final
-from castwise.lab.search.axes import as_raced
+from castwise.lab.search.axes import AUTOCAST, FP32, as_raced
 from castwise.lab.search.contest import LATE, Contest
 from castwise.lab.search.decision import Decision
 from castwise.lab.search.fastest import with_plans_from_elsewhere
 from castwise.lab.search.finalists import with_lossless
 from castwise.lab.search.fusing import saves_time
 from castwise.lab.search.search import Search, Settings
-from castwise.lab.search.state import AUTOCAST, FP32
 from castwise.lab.timing.steps import TrainingRun
 from castwise.lab.timing.timing import Lap
 from tests.lab.search.test_choices import CPU, left_for, workload
@@ -241,7 +240,7 @@ def test_a_step_too_long_for_the_budget_is_not_timed_again() -> None:
 
 @pytest.mark.parametrize("fuses", [True, False])
 def test_finalists_are_fused_all_or_none(fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(final, "ROUNDS", 3)
+    monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
     monkeypatch.setattr("castwise.lab.search.fastest.saves_time", lambda *_: fuses)
     monkeypatch.setattr("castwise.lab.search.fastest.saves_page_faults", lambda *_: False)
     result = castwise.tune(
@@ -254,7 +253,7 @@ def test_finalists_are_fused_all_or_none(fuses: bool, monkeypatch: pytest.Monkey
     for plan in raced & {run for run in rows if run.optimizer == "fused"}:
         twin = as_raced(plan)
         if twin in rows and twin not in (FP32, AUTOCAST):
-            assert rows[twin].reason == final.ran_as(plan)
+            assert rows[twin].reason == final.ran_as(plan).reason
 
 
 def test_where_whole_steps_say_that_what_was_to_save_time_takes_more_fp32_stays_as_it_is(
@@ -280,7 +279,7 @@ def test_what_fp32_gains_by_its_own_measure_is_no_choice_of_the_final(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Finals of fp32 and its fused twin went on for a minute, and said now the one, now the other."""
-    monkeypatch.setattr(final, "ROUNDS", 3)
+    monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
 
     def saves(search: Search, _plan: Plan) -> bool:
         search.spared += 0.04

@@ -20,11 +20,12 @@ import castwise
 from castwise import Plan, Workload
 from castwise.commands.jobs import tune as jobs_tune
 from castwise.lab.search import index
+from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.decision import Decision
 from castwise.lab.search.fastest import with_plans_from_elsewhere
 from castwise.lab.search.final import Final
 from castwise.lab.search.index import find, job_of, keep, restored
-from castwise.lab.search.state import AUTOCAST, FP32, SearchState, Settings
+from castwise.lab.search.state import SearchState, Settings
 from castwise.lab.timing.processes import Home
 from tests.lab.search.test_choices import CPU
 from tests.report.evidence import make_candidate, make_evidence

@@ -17,12 +17,13 @@ import castwise
 from castwise import Plan, Workload
 from castwise.core.heap import HEAP, can_keep
 from castwise.lab.search import final, keeping
-from castwise.lab.search.axes import as_raced, complexity, numerics_of
+from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, complexity, numerics_of
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.finalists import run_as
 from castwise.lab.search.keeping import saves_page_faults
 from castwise.lab.search.search import Settings
-from castwise.lab.search.state import AUTOCAST, FP32, SearchState
+from castwise.lab.search.starts import race_final
+from castwise.lab.search.state import SearchState
 from castwise.lab.timing.processes import Home
 from castwise.lab.timing.served import belong_to
 from castwise.lab.timing.steps import TrainingRun
@@ -140,7 +141,7 @@ def test_the_race_keeps_memory_whichever_plan_runs_and_the_final_does_not() -> N
         search.now = "race"
         contest.halve([AUTOCAST])
         search.now = "final"
-        decided = final.race_final(search, [AUTOCAST], math.inf)
+        decided = race_final(search, [AUTOCAST], math.inf)
     assert not decided.apart
     assert decided.times_s
     assert seen == {"race": {"keep"}, "final": {"as_given"}}
@@ -226,7 +227,7 @@ def test_what_runs_beside_its_twin_that_keeps_memory_says_why_it_cannot_be_chose
 def test_finalists_keep_memory_and_race_no_longer_as_they_are(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(final, "ROUNDS", 3)
+    monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
     monkeypatch.setattr("castwise.lab.search.fastest.saves_page_faults", lambda *_: keeps)
     result = castwise.tune(
         workload(), device="cpu", formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True

@@ -14,9 +14,8 @@ import castwise
 from castwise import Plan, Workload
 from castwise.lab.parity.parity import ParityResult
 from castwise.lab.search import final
-from castwise.lab.search.axes import numerics_of
+from castwise.lab.search.axes import AUTOCAST, FP32, numerics_of
 from castwise.lab.search.repair import NumericsSearch
-from castwise.lab.search.state import AUTOCAST, FP32
 from tests.lab.search.test_repair import Offset, batches, loss, model
 
 FUSED = Plan.parse("bf16-mixed+optimizer=fused")
@@ -40,7 +39,7 @@ JOB = Workload("fragile", lambda: model(2, nn.Linear(16, 16), SlowInFP32(), Offs
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(final, "ROUNDS", 3)
+    monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
 
 
 def found(job: Workload = JOB, goal: str = "time") -> castwise.TuneResult:

@@ -11,10 +11,11 @@ import torch
 
 from castwise import Plan, Workload
 from castwise.core.plans.words import in_words
+from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.finalists import favourite
 from castwise.lab.search.pairs import is_hopeless, train_pairs
 from castwise.lab.search.sound import cleared, training_runs
-from castwise.lab.search.state import AUTOCAST, FP32, SearchState
+from castwise.lab.search.state import SearchState
 from tests.lab.search.conftest import raced
 from tests.lab.search.test_choices import noted, workload
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan
-from castwise.lab.search.axes import complexity, numerics_of, run_with
+from castwise.lab.search.axes import AUTOCAST, FP32, complexity, numerics_of, run_with
 from castwise.lab.search.decision import MARGIN
 from castwise.lab.search.pairs import in_training
 from castwise.lab.search.search import Search
-from castwise.lab.search.state import AUTOCAST, FP32
 from castwise.lab.timing import stats
 
 MOST_NAMED = 3

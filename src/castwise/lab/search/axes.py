@@ -20,6 +20,8 @@ from castwise.core.session.fused import can_fuse, is_fused
 from castwise.core.session.process import check_device
 from castwise.errors import DeviceError, PlanError
 
+FP32 = PRESETS["fp32"]
+AUTOCAST = PRESETS["bf16-mixed"]
 FORMATS = ("fp32", "tf32", *LOW)
 """Formats that a search may choose from, the simplest first."""
 

@@ -19,11 +19,11 @@ from functools import partial
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.errors import CastwiseError, WorkloadError
-from castwise.lab.search.axes import as_raced, uncompiled
+from castwise.lab.search.axes import FP32, as_raced, uncompiled
 from castwise.lab.search.compile_trial import CompileTrial, run_trial
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.fates import Fate
-from castwise.lab.search.state import FP32, SearchState
+from castwise.lab.search.state import SearchState
 from castwise.lab.timing.apart import SeparateRun
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.processes import NotThereError, SilentError, not_there

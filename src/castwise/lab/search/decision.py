@@ -30,6 +30,8 @@ SLOWER = 1.0075
 LIKELY, SURE, EARLY = 0.95, 0.97, 0.99
 """Confidence, two-sided, with which the plan taken is within the margin, with which a simpler one is slower, and of both where
 the fewest starts decide. Several are looked at, after every start: how often one of the two is wrong is simulated."""
+ROUNDS = 6
+"""Of each start. Fewer need more starts, each of which builds all models anew; more take longer where a machine is quiet."""
 LEAST, MOST = 2, 16
 """Starts that there are at least, since of one nobody knows what another would have shown, and at most."""
 

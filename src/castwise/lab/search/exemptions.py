@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from castwise.core.plans.plan import PRESETS, Plan
 from castwise.lab.parity.parity import ParityResult
+from castwise.lab.search.axes import FP32
 from castwise.lab.search.parts import exempt
-from castwise.lab.search.state import FP32, SearchState
+from castwise.lab.search.state import SearchState
 
 ATTEMPTS = 3
 """Plans that are tried on fresh batches before the answer is fp32."""

@@ -12,7 +12,9 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.updates import LOST, lost_updates
 from castwise.lab.search.axes import (
+    AUTOCAST,
     FORMATS,
+    FP32,
     as_raced,
     as_trained,
     complexity,
@@ -25,7 +27,6 @@ from castwise.lab.search.compiling import compile_finalists, said
 from castwise.lab.search.contest import LATE, Contest
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.fates import Fate
-from castwise.lab.search.final import race_final
 from castwise.lab.search.finalists import (
     FINAL_SHARE,
     FINALISTS,
@@ -45,7 +46,8 @@ from castwise.lab.search.pairs import in_training
 from castwise.lab.search.part_costs import lacks_units, losing_parts, measure_costs, not_faster
 from castwise.lab.search.parts import exempt
 from castwise.lab.search.sound import BY_NAME, cleared, find_sound, low_share, may_train, training_runs
-from castwise.lab.search.state import AUTOCAST, FP32, SearchState
+from castwise.lab.search.starts import race_final
+from castwise.lab.search.state import SearchState
 
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """The costs of parts may take this share of the budget, and this long."""

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
-from castwise.lab.search.axes import as_raced, complexity, numerics_of, run_with, storage_of
+from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, complexity, numerics_of, run_with, storage_of
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.decision import MARGIN
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import ran_as
-from castwise.lab.search.state import AUTOCAST, FP32, SearchState
+from castwise.lab.search.state import SearchState
 from castwise.lab.timing.apart import BLOCK_S, LEAST_ROUNDS
 from castwise.lab.timing.timing import WARMUP
 

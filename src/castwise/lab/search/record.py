@@ -12,14 +12,13 @@ from castwise.core.plans.words import in_words
 from castwise.lab.parity.parity import ParityResult
 from castwise.lab.search.answer import answer, speed, tied, why, why_chosen
 from castwise.lab.search.arrived import AS_GIVEN
-from castwise.lab.search.axes import name_of, numerics_of
+from castwise.lab.search.axes import AUTOCAST, FP32, name_of, numerics_of
 from castwise.lab.search.compiling import pays_after
 from castwise.lab.search.contest import Entry
 from castwise.lab.search.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.pairs import in_training
 from castwise.lab.search.search import Search
-from castwise.lab.search.state import AUTOCAST, FP32
 from castwise.lab.timing import stats
 from castwise.lab.timing.environment import environment
 

@@ -35,7 +35,7 @@ from castwise.lab.parity.parity import ParityTest, coarsest, is_adam
 from castwise.lab.parity.probes import Prober
 from castwise.lab.passes.isolation import seed_all, undisturbed
 from castwise.lab.search.arrived import arrival_notes
-from castwise.lab.search.axes import as_trained, numerics_of
+from castwise.lab.search.axes import AUTOCAST, FP32, as_trained, numerics_of
 from castwise.lab.search.compiling import own_cache
 from castwise.lab.search.contest import Entry
 from castwise.lab.search.exemptions import find_exemptions
@@ -43,7 +43,7 @@ from castwise.lab.search.fastest import find_fastest, formats_not_reached
 from castwise.lab.search.pairs import is_doubtful, train_pairs
 from castwise.lab.search.parts import find_parts, operators_used
 from castwise.lab.search.repair import VERIFYING, NumericsSearch
-from castwise.lab.search.state import AUTOCAST, FP32, MICROBATCHES, PEAKS_S, SearchState, Settings
+from castwise.lab.search.state import MICROBATCHES, PEAKS_S, SearchState, Settings
 from castwise.lab.timing.served import libraries
 from castwise.lab.timing.steps import build_model
 from castwise.lab.workloads.workload import make_optimizer

@@ -14,7 +14,7 @@ from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.parity import FLOOR, ParityResult
-from castwise.lab.search.axes import as_raced, numerics_of
+from castwise.lab.search.axes import FP32, as_raced, numerics_of
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.decision import MARGIN
@@ -23,7 +23,7 @@ from castwise.lab.search.fates import Fate
 from castwise.lab.search.finalists import AS_GOOD, FINAL_SHARE, in_vain, start_s
 from castwise.lab.search.pairs import affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.lab.search.repair import VERIFYING
-from castwise.lab.search.state import FP32, MICROBATCHES, SearchState
+from castwise.lab.search.state import MICROBATCHES, SearchState
 from castwise.lab.timing.failures import cannot_run, unfit
 
 BY_NAME = 0.1

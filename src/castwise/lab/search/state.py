@@ -8,20 +8,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from castwise.core.plans.plan import PRESETS, Plan
+from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.errors import CastwiseError, PlanError, check_count
 from castwise.lab.parity.parity import ParityResult, ParityTest, with_measured_scale
-from castwise.lab.search.axes import check_formats, numerics_of
+from castwise.lab.search.axes import FP32, check_formats, numerics_of
 from castwise.lab.search.compile_trial import CompileTrial
 from castwise.lab.search.contest import BASELINE, Contest
 from castwise.lab.search.evidence import Stage, Verification
 from castwise.lab.search.fates import Fate
+from castwise.lab.search.final import Final
 from castwise.lab.search.part_costs import Cost
 from castwise.lab.search.parts import Part, exempt
 from castwise.lab.search.repair import VERIFYING, NumericsSearch, Repair
@@ -31,11 +31,6 @@ from castwise.lab.timing.processes import Home, NotThereError, delivered
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 from castwise.lab.workloads.workload import Workload
 
-if TYPE_CHECKING:
-    from castwise.lab.search.final import Final
-
-FP32 = PRESETS["fp32"]
-AUTOCAST = PRESETS["bf16-mixed"]
 GOALS = ("time", "memory", "numerics")
 COMPILE = ("never", "auto", "always")
 MICROBATCHES = 8

@@ -1,0 +1,153 @@
+"""Starting the plans of the final, each in a process of its own, or where that cannot be all in this one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+from castwise.core.plans.plan import Plan
+from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, complexity, numerics_of
+from castwise.lab.search.contest import Contest
+from castwise.lab.search.decision import BEHIND, LEAST, ROUNDS, among, settle
+from castwise.lab.search.final import Final, Refused, nobody
+from castwise.lab.search.state import PEAKS_S, SearchState
+from castwise.lab.timing.apart import Timed, race_apart
+from castwise.lab.timing.failures import cannot_run, unfit
+from castwise.lab.timing.processes import NotThereError, not_there
+
+OVERRUN = 1.5
+"""After so many budgets not even the second start begins, without which nobody knows what another would have shown."""
+
+
+def race_final(
+    search: SearchState,
+    eligible: Sequence[Plan],
+    until: float,
+    beside: Collection[Plan] = (),
+) -> Final:
+    """Race plans to the decision.
+
+    Args:
+        search: Whose workload, device and settings they have.
+        eligible: The plans to choose among; fp32 is one too.
+        until: Clock time after which no third start, or further one, is to end; the first begins in any case.
+        beside: Of these, and of fp32, those that cannot be chosen.
+
+    Raises:
+        Exception: What fp32 raised here, or another plan, unless it says that the plan cannot run.
+    """
+    contest, ranks = search.contest, search.ranks
+    assert contest is not None
+    runs = contest.entries
+    beside_all = [plan for plan in (AUTOCAST, search.as_given) if plan is not None and plan in runs]
+    shows = [
+        plan
+        for plan in beside_all
+        if (left := runs[plan].left) is None or (left.kind == "worse" and runs[plan].rounds)
+    ]
+    plans = list(dict.fromkeys([FP32, *eligible, *shows]))
+    choice = {FP32, *eligible}.difference(beside)
+    final = Final(plans, choice=choice, behind=_behind_in_race(contest, plans))
+    taken_s = 0.0
+
+    def over() -> bool:
+        last = until if starts >= LEAST else search.start + OVERRUN * search.settings.budget_s
+        nothing = choice.issubset(final.failed)  # what is left cannot be chosen
+        return starts > 0 and (ranks.now() + taken_s > last or nothing)
+
+    def note(found: Mapping[int, Timed]) -> dict[int, Sequence[float]]:
+        for index, timed in found.items():
+            if timed.error is not None:
+                if plans[index] == FP32:  # it has run here
+                    raise not_there(search.spec or search.workload, timed.error) from timed.error
+                if not cannot_run(timed.error):
+                    raise timed.error
+                final.failed[plans[index]] = unfit(timed.error)
+            else:
+                final.losses.setdefault(plans[index], timed.losses)
+        return {index: timed.times_s for index, timed in found.items() if timed.error is None}
+
+    starts = 0
+
+    def apart(payload: bytes, racing: Sequence[int]) -> dict[int, Sequence[float]]:
+        nonlocal starts, taken_s
+        begin = ranks.now()
+        share = max(1, LEAST - starts)
+        what = (
+            f"start {starts + 1}: {len(racing)} plan{'s' * (len(racing) > 1)}, each in a process of its own"
+        )
+        search.say(search.now, what, 0, ROUNDS)
+        found = race_apart(
+            search.home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,
+            first=starts * ROUNDS, seed=search.settings.seed, until=begin + (until - begin) / share,
+            on_round=lambda done: search.say(search.now, what, done, ROUNDS), ranks=ranks,
+        )  # fmt: skip
+        starts += 1
+        contest.steps += sum(len(timed.losses) for timed in found)
+        taken_s = ranks.now() - begin
+        return note(dict(zip(racing, found, strict=True)))
+
+    def decide_by(
+        start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]],
+        is_over: Callable[[], bool],
+        left: Collection[Plan] = choice,
+        refused: Refused = nobody,
+    ) -> None:
+        def places(those: Callable[[Plan], bool]) -> frozenset[int]:
+            return frozenset(i for i, plan in enumerate(plans) if those(plan))
+
+        final.decision, final.times_s = settle(
+            [complexity(plan) for plan in plans], start, is_over=is_over, reference=places(lambda plan: plan == FP32),
+            beside=places(lambda plan: plan not in left), times=final.times_s,
+            without=places(lambda plan: (plan in choice and bool(refused(plan))) or plan in final.failed),
+            behind=among(final.behind, plans),
+        )  # fmt: skip
+
+    def go_on(left: Collection[Plan], refused: Refused) -> None:
+        nonlocal until
+        if all(numerics_of(plan) == FP32 for plan in left):  # nothing is verified after this
+            until = max(until, search.start + search.settings.budget_s - PEAKS_S)
+        try:
+            with search.stage("final"):
+                decide_by(partial(apart, search.payload()), over, left, refused)
+        except NotThereError as error:
+            search.notes.append(f"The finalists were not started again: {error}.")
+
+    contest.close()
+    try:
+        decide_by(partial(apart, search.payload()), over)
+        final.go_on = go_on
+    except NotThereError as error:
+        search.notes.append(f"The finalists were timed once, in one process: {error}.")
+        final.apart = False
+        decide_by(lambda racing: _here(contest, [plans[i] for i in racing], racing, until), lambda: True)
+    return final
+
+
+def _behind_in_race(contest: Contest, plans: Collection[Plan]) -> dict[tuple[Plan, Plan], float]:
+    """By a plan and another, how many times as fast the other was in the race, where it is known to be ahead."""
+    eager = [plan for plan in plans if plan.compile == "as_given"]
+    out = {}
+    for one, two in itertools.permutations(eager, 2):
+        fast, slow = as_raced(two), as_raced(one)
+        if contest.times_as_fast(fast, slow) > BEHIND:
+            ratio = contest.ratio(fast, slow)
+            if ratio is not None and ratio.low > BEHIND:
+                out[one, two] = ratio.value
+    return out
+
+
+def _here(
+    contest: Contest, plans: Sequence[Plan], indices: Sequence[int], until: float
+) -> dict[int, list[float]]:
+    """Times of one start of plans in this process, by index."""
+    before = len(contest.entries[FP32].times_s)
+    for plan in plans:  # one that has left may run again beside the others
+        if plan in contest.entries:
+            contest.entries[plan].left = None
+    contest.run(plans, 2 * ROUNDS, until=until)
+    times = {
+        index: contest.entries[plan].times_s[before:] for index, plan in zip(indices, plans, strict=True)
+    }
+    return {index: [t for t in found if t is not None] for index, found in times.items() if None not in found}
