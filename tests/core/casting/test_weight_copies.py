@@ -125,10 +125,10 @@ class Casts(_torch.tensors.OperatorMode):
     """Counts casts to bf16."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self.see)
         self.count = 0
 
-    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def see(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.count += op is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16
         return op(*args, **kwargs)
 

@@ -22,6 +22,7 @@ from castwise.errors import NonFiniteError, PlanError, UnknownNameError, Workloa
 from castwise.lab.inspect.forecast import forecast
 from castwise.lab.inspect.plan_casts import PlanCasts
 from castwise.lab.parity.casts import Values, cast_of
+from castwise.lab.passes.observers import observed
 from tests.soak import every
 
 Batch = tuple[Tensor, Tensor]
@@ -381,7 +382,7 @@ def test_parameters_that_norms_take_as_they_are_are_kept() -> None:
     x = torch.randn(4, 8)
     with Amp("bf16-mixed") as amp:
         amp.prepare(model)
-        with casts.observing(model):
+        with observed(model, casts.learning()):
             model(x).sum().backward()
     found = forecast(model, squared, batches(), ("bf16",), microbatches=1)
     assert found.region("1").tensor("weights", kept=True) is not None

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from castwise import Amp
 from castwise.lab.inspect.watch import Site, Watch, site_of
+from castwise.lab.passes.observers import observed
 
 Seen = list[tuple[str, Site, Tensor]]
 
@@ -23,7 +24,7 @@ def watched(model: nn.Module, run: Callable[[nn.Module], Any], **options: Any) -
     """What is seen of one forward and backward of the sum of ``run(model)``."""
     seen: Seen = []
     watch = Watch(lambda kind, site, tensor: seen.append((kind, site, tensor.clone())), **options)
-    with watch.observing(model):
+    with observed(model, watch):
         run(model).float().sum().backward()
     return seen
 
@@ -124,7 +125,7 @@ def test_an_interrupt_leaves_no_hook_and_no_mode(error: type[BaseException]) -> 
     def look(*_: Any) -> None:
         count[0] += 1
 
-    with pytest.raises(error), Watch(look).observing(model):
+    with pytest.raises(error), observed(model, Watch(look)):
         model(torch.ones(1, 2))
     assert count == [2]  # the input and a result
     model[0](torch.ones(1, 2)).exp()

@@ -13,6 +13,7 @@ from castwise import Amp, LossScale, Plan, compare, first_nonfinite, parity
 from castwise.lab.parity.gradient_range import GradientRange, Histogram, Magnitudes
 from castwise.lab.parity.parity import ParityTest, with_measured_scale
 from castwise.lab.parity.probes import Prober
+from castwise.lab.passes.observers import observed
 from castwise.lab.watch import Monitor
 
 FP16 = Plan.preset("fp16-mixed")
@@ -26,7 +27,7 @@ class Pass(nn.Module):
 def _seen(*gradients: Tensor) -> GradientRange:
     """What is seen of modules whose outputs have these gradients."""
     model, seen = nn.ModuleDict({f"m{i}": Pass() for i in range(len(gradients))}), GradientRange()
-    with seen.observing(model):
+    with observed(model, seen):
         for module, gradient in zip(model.values(), gradients, strict=True):
             module(torch.ones_like(gradient, requires_grad=True)).backward(gradient)
     return seen
@@ -205,7 +206,7 @@ def test_watching_changes_no_gradient_and_leaves_no_hook() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
     x = torch.randn(5, 3)
     plain = torch.autograd.grad(model(x).sum(), model.parameters())
-    with GradientRange().observing(model):
+    with observed(model, GradientRange()):
         watched = torch.autograd.grad(model(x).sum(), model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     assert not any(m._forward_hooks for m in model.modules())
@@ -227,7 +228,7 @@ def test_outputs_that_nothing_uses_have_no_gradient() -> None:
         return nn.Sequential(nn.Linear(4, 12), OneOfThree())
 
     net, gradients = model(), GradientRange()
-    with gradients.observing(net):
+    with observed(net, gradients):
         loss(net, (torch.ones(2, 4),)).backward()
     assert set(gradients.largest) == {"0", "1", ""}
     batches = [(torch.randn(8, 4),) for _ in range(32)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional
 from castwise import Plan
 from castwise.errors import NonFiniteError, WorkloadError
 from castwise.lab.parity.probes import Prober, dithered
+from castwise.lab.passes.observers import Call, Observer
 
 CPU = torch.device("cpu")
 
@@ -128,17 +129,20 @@ def test_an_observer_sees_a_plans_pass_with_the_draws_of_the_reference() -> None
     made = prober(model, 2)
     seen: list[tuple[Tensor, torch.dtype]] = []
 
-    @contextlib.contextmanager
-    def observe(running: nn.Module) -> Iterator[None]:
-        handle = running[1].register_forward_hook(
-            lambda _module, _args, out: seen.append((out.detach() == 0, out.dtype))
-        )
-        yield
-        handle.remove()
-        assert all(p.grad is not None for p in running.parameters())
+    class Dropped(Observer):
+        def modules(self, running: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+            return (("1", running.get_submodule("1")),)
+
+        def leave(self, _call: Call, out: Tensor) -> None:
+            seen.append((out.detach() == 0, out.dtype))
+
+        @contextlib.contextmanager
+        def around(self, running: nn.Module) -> Iterator[None]:
+            yield
+            assert all(p.grad is not None for p in running.parameters())
 
     for plan in ("fp32", "bf16-mixed"):
-        made.observe(Plan.parse(plan), [1, 0], observe)
+        made.observe(Plan.parse(plan), [1, 0], Dropped())
     assert made.passes == 2 + 4
     assert [dtype for _, dtype in seen] == [torch.float32] * 2 + [torch.bfloat16] * 2
     assert torch.equal(seen[0][0], seen[2][0])

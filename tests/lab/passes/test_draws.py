@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from castwise.lab.passes.draws import DrawRecorder, DrawReplayer, Tape
+from castwise.lab.passes.draws import Draws
+from castwise.lab.passes.observers import observed
 
 LOW = [torch.bfloat16, torch.float16]
 X = (8, 33)
@@ -47,27 +48,23 @@ DRAWS: dict[str, Callable[[torch.dtype], Tensor]] = {
 }
 
 
-def _replayed(code: Callable[[], Any], tape: Tape, seed: int = 0) -> tuple[Any, int]:
+def _replayed(code: Callable[[], Any], draws: Draws, seed: int = 0) -> tuple[Any, int]:
     torch.manual_seed(seed)
-    replayer = DrawReplayer(tape)
-    with replayer:
+    with observed(nn.Module(), draws):
         out = code()
-    return out, replayer.strayed
+    return out, draws.strayed
 
 
-def _recorded(code: Callable[[], Any], seed: int = 0) -> tuple[Any, Tape]:
-    torch.manual_seed(seed)
-    tape = Tape()
-    with DrawRecorder(tape):
-        out = code()
-    return out, tape
+def _recorded(code: Callable[[], Any], seed: int = 0) -> tuple[Any, Draws]:
+    draws = Draws()
+    return _replayed(code, draws, seed)[0], draws
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_of_fp32_are_replayed_in_other_formats(name: str, dtype: torch.dtype) -> None:
-    drawn, tape = _recorded(lambda: DRAWS[name](torch.float32))
-    again, strayed = _replayed(lambda: DRAWS[name](dtype), tape, seed=1)  # another seed: the tape decides
+    drawn, draws = _recorded(lambda: DRAWS[name](torch.float32))
+    again, strayed = _replayed(lambda: DRAWS[name](dtype), draws, seed=1)  # another seed: the tape decides
     assert strayed == 0
     assert again.dtype == (dtype if drawn.is_floating_point() else drawn.dtype)
     if name == "alpha dropout":  # whose constants are rounded as well
@@ -104,8 +101,8 @@ def test_dropout_of_any_probability_masks_and_scales_alike_in_forward_and_backwa
         y = functional.dropout(x, p)
         return y.detach(), torch.autograd.grad(y.sum(), x)[0]
 
-    drawn, tape = _recorded(lambda: run(torch.float32))
-    again, strayed = _replayed(lambda: run(dtype), tape, seed=3)
+    drawn, draws = _recorded(lambda: run(torch.float32))
+    again, strayed = _replayed(lambda: run(dtype), draws, seed=3)
     assert strayed == 0
     for wide, low in zip(drawn, again, strict=True):
         torch.testing.assert_close(low.float(), wide, rtol=torch.finfo(dtype).eps, atol=0)
@@ -113,8 +110,8 @@ def test_dropout_of_any_probability_masks_and_scales_alike_in_forward_and_backwa
 
 @pytest.mark.parametrize("train", [True, False, None])
 def test_native_dropout_in_either_mode(train: bool | None) -> None:
-    drawn, tape = _recorded(lambda: torch.native_dropout(torch.ones(64), 0.5, train))
-    again, strayed = _replayed(lambda: torch.native_dropout(torch.ones(64).half(), 0.5, train), tape, 1)
+    drawn, draws = _recorded(lambda: torch.native_dropout(torch.ones(64), 0.5, train))
+    again, strayed = _replayed(lambda: torch.native_dropout(torch.ones(64).half(), 0.5, train), draws, 1)
     assert strayed == 0
     assert torch.equal(again[0].float(), drawn[0])
     assert torch.equal(again[1], drawn[1])
@@ -124,8 +121,8 @@ def test_native_dropout_in_either_mode(train: bool | None) -> None:
 @pytest.mark.parametrize("hard", [False, True])
 def test_gumbel_softmax_draws_alike(hard: bool, dtype: torch.dtype) -> None:
     logits = torch.linspace(-1, 1, 6).repeat(20, 1)
-    drawn, tape = _recorded(lambda: functional.gumbel_softmax(logits, hard=hard))
-    again, strayed = _replayed(lambda: functional.gumbel_softmax(logits.to(dtype), hard=hard), tape, 1)
+    drawn, draws = _recorded(lambda: functional.gumbel_softmax(logits, hard=hard))
+    again, strayed = _replayed(lambda: functional.gumbel_softmax(logits.to(dtype), hard=hard), draws, 1)
     assert strayed == 0
     torch.testing.assert_close(again.float(), drawn, rtol=0.05, atol=0.02)
 
@@ -137,8 +134,8 @@ def test_reparameterised_samples_draw_alike_and_keep_their_gradient(dtype: torch
         sample = torch.distributions.Normal(torch.zeros(64, dtype=dtype), scale).rsample()
         return sample.detach(), torch.autograd.grad(sample.sum(), scale)[0]
 
-    drawn, tape = _recorded(lambda: run(torch.float32))
-    again, strayed = _replayed(lambda: run(dtype), tape, seed=2)
+    drawn, draws = _recorded(lambda: run(torch.float32))
+    again, strayed = _replayed(lambda: run(dtype), draws, seed=2)
     assert strayed == 0
     for wide, low in zip(drawn, again, strict=True):
         torch.testing.assert_close(low.float(), wide, rtol=2e-2, atol=0)
@@ -148,10 +145,10 @@ def test_draws_that_are_changed_in_place_afterwards_are_replayed_as_drawn() -> N
     def code(dtype: torch.dtype) -> Tensor:
         return torch.randn(20, dtype=dtype).mul_(3).add_(1)
 
-    drawn, tape = _recorded(lambda: code(torch.float32))
-    again, _ = _replayed(lambda: code(torch.float32), tape, seed=1)
+    drawn, draws = _recorded(lambda: code(torch.float32))
+    again, _ = _replayed(lambda: code(torch.float32), draws, seed=1)
     assert torch.equal(again, drawn)
-    again, _ = _replayed(lambda: code(torch.float32), tape, seed=1)  # a tape is not used up
+    again, _ = _replayed(lambda: code(torch.float32), draws, seed=1)  # a tape is not used up
     assert torch.equal(again, drawn)
 
 
@@ -162,16 +159,16 @@ def test_the_same_format_and_seed_give_the_same_bits() -> None:
     def run() -> list[Tensor]:
         return list(torch.autograd.grad(model(x).square().mean(), model.parameters()))
 
-    drawn, tape = _recorded(run)
-    again, strayed = _replayed(run, tape, seed=9)
+    drawn, draws = _recorded(run)
+    again, strayed = _replayed(run, draws, seed=9)
     assert strayed == 0
     assert all(torch.equal(a, b) for a, b in zip(drawn, again, strict=True))
 
 
 def test_the_generator_moves_on_as_it_would_without_a_tape() -> None:
-    _, tape = _recorded(lambda: torch.randn(5))
+    _, draws = _recorded(lambda: torch.randn(5))
     torch.manual_seed(4)
-    with DrawReplayer(tape):
+    with observed(nn.Module(), draws):
         torch.randn(5)
     after = torch.rand(3)
     torch.manual_seed(4)
@@ -195,8 +192,8 @@ def test_recomputation_sees_the_mask_that_forward_saw(dtype: torch.dtype, reentr
         assert gradient is not None
         return y.detach(), gradient
 
-    drawn, tape = _recorded(lambda: run(torch.float32))
-    again, strayed = _replayed(lambda: run(dtype), tape, seed=5)
+    drawn, draws = _recorded(lambda: run(torch.float32))
+    again, strayed = _replayed(lambda: run(dtype), draws, seed=5)
     assert strayed == 0
     assert torch.equal(again[0].float(), drawn[0])
     assert torch.equal(again[1].float(), drawn[1])
@@ -216,10 +213,10 @@ def _attend(inputs: Tensor, p: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_attention_with_and_without_dropout(p: float, dtype: torch.dtype) -> None:
     inputs = torch.randn(3, 2, 4, 16, 8)
-    drawn, tape = _recorded(lambda: _attend(inputs, p))
-    again, strayed = _replayed(lambda: _attend(inputs.to(dtype), p), tape, seed=6)
+    drawn, draws = _recorded(lambda: _attend(inputs, p))
+    again, strayed = _replayed(lambda: _attend(inputs.to(dtype), p), draws, seed=6)
     assert strayed == 0
-    assert len(tape) == (1 if p else 0)
+    assert len(draws.tape or ()) == (1 if p else 0)
     for wide, low in zip(drawn, again, strict=True):
         torch.testing.assert_close(low.float(), wide, rtol=0.05, atol=0.1)
 
@@ -228,18 +225,18 @@ def test_attention_with_and_without_dropout(p: float, dtype: torch.dtype) -> Non
 
 
 def test_a_draw_of_another_shape_is_counted() -> None:
-    _, tape = _recorded(lambda: torch.randn(5))
-    assert _replayed(lambda: torch.randn(6), tape)[1] == 1
+    _, draws = _recorded(lambda: torch.randn(5))
+    assert _replayed(lambda: torch.randn(6), draws)[1] == 1
 
 
 def test_a_draw_by_another_operator_is_counted() -> None:
-    _, tape = _recorded(lambda: torch.randn(5))
-    assert _replayed(lambda: torch.rand(5), tape)[1] == 1
+    _, draws = _recorded(lambda: torch.randn(5))
+    assert _replayed(lambda: torch.rand(5), draws)[1] == 1
 
 
 def test_draws_beyond_the_tape_are_counted_and_random() -> None:
-    drawn, tape = _recorded(lambda: torch.randn(50))
-    (one, two), strayed = _replayed(lambda: (torch.randn(50), torch.randn(50)), tape, seed=1)
+    drawn, draws = _recorded(lambda: torch.randn(50))
+    (one, two), strayed = _replayed(lambda: (torch.randn(50), torch.randn(50)), draws, seed=1)
     assert strayed == 1
     assert torch.equal(one, drawn)
     assert not torch.equal(two, drawn)
@@ -247,14 +244,14 @@ def test_draws_beyond_the_tape_are_counted_and_random() -> None:
 
 def test_a_noise_that_cannot_be_replayed_is_counted() -> None:
     x = torch.randn(50)
-    _, tape = _recorded(lambda: functional.rrelu(x, training=True))
-    assert _replayed(lambda: functional.rrelu(x.bfloat16(), training=True), tape)[1] == 1
+    _, draws = _recorded(lambda: functional.rrelu(x, training=True))
+    assert _replayed(lambda: functional.rrelu(x.bfloat16(), training=True), draws)[1] == 1
 
 
 def test_code_without_draws_records_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5).eval(), nn.BatchNorm1d(4), nn.Softmax(-1))
-    _, tape = _recorded(lambda: model(torch.ones(3, 4)).sum().backward())
-    assert tape == []
+    _, draws = _recorded(lambda: model(torch.ones(3, 4)).sum().backward())
+    assert draws.tape == []
 
 
 @pytest.mark.gpu
@@ -263,8 +260,8 @@ def test_code_without_draws_records_nothing() -> None:
 def test_draws_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     torch.set_default_device("cuda")
     try:
-        drawn, tape = _recorded(lambda: DRAWS[name](torch.float32))
-        again, strayed = _replayed(lambda: DRAWS[name](dtype), tape, seed=1)
+        drawn, draws = _recorded(lambda: DRAWS[name](torch.float32))
+        again, strayed = _replayed(lambda: DRAWS[name](dtype), draws, seed=1)
     finally:
         torch.set_default_device(None)
     assert strayed == 0

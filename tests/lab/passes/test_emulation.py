@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from castwise.lab.passes.emulation import EmulatedProducts
+from castwise.lab.passes.observers import observed
 from tests.soak import each_value
 
 Inputs = tuple[Tensor, ...]
@@ -69,7 +70,7 @@ def test_products_are_fp64s_rounded_once_forward_and_backward(name: str) -> None
     function, inputs = PRODUCTS[name]
     exact = _run(function, inputs, torch.float64)
     terms = _run(function, tuple(x.abs() for x in inputs), torch.float64, upstream_sign=False)
-    with EmulatedProducts():
+    with observed(nn.Module(), EmulatedProducts()):
         low = _run(function, inputs, torch.float16)
     for wide, size, rounded in zip(exact, terms, low, strict=True):
         assert rounded.dtype is torch.float16
@@ -85,7 +86,7 @@ def test_products_are_fp64s_rounded_once_forward_and_backward(name: str) -> None
 def test_other_formats_are_left_alone_to_the_bit(name: str, dtype: torch.dtype) -> None:
     function, inputs = PRODUCTS[name]
     plain = _run(function, inputs, dtype)
-    with EmulatedProducts():
+    with observed(nn.Module(), EmulatedProducts()):
         inside = _run(function, inputs, dtype)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(plain, inside, strict=True))
 
@@ -108,7 +109,7 @@ def test_attention_is_fp64s_rounded_forward_and_backward(mask: str) -> None:
 
     inputs = _inputs((2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8))
     exact = _run(attend, inputs, torch.float64)
-    with EmulatedProducts():
+    with observed(nn.Module(), EmulatedProducts()):
         low = _run(attend, inputs, torch.float16)
     assert low[0].dtype is torch.float16
     assert float(((low[0].double() - exact[0]).abs() / _ulp(exact[0])).max()) <= 1.0
@@ -124,7 +125,7 @@ def test_causal_attention_is_fp64s_rounded() -> None:
 
     inputs = _inputs((2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8))
     exact = _run(attend, inputs, torch.float64)
-    with EmulatedProducts():
+    with observed(nn.Module(), EmulatedProducts()):
         low = _run(attend, inputs, torch.float16)
     assert float(((low[0].double() - exact[0]).abs() / _ulp(exact[0])).max()) <= 1.0
 
@@ -134,28 +135,28 @@ def test_causal_attention_is_fp64s_rounded() -> None:
 
 def test_products_overflow_as_fp16s_do() -> None:
     a = torch.full((2, 4), 200.0).half()
-    with EmulatedProducts():
+    with observed(nn.Module(), EmulatedProducts()):
         assert torch.isinf(a @ a.t()).all()  # 160,000
         assert torch.equal((a @ (a.t() / 4)).double(), torch.full((2, 2), 40_000.0).double())
 
 
 def test_products_underflow_as_fp16s_do() -> None:
     a = torch.full((1, 1), 2.0**-13).half()
-    with EmulatedProducts():
+    with observed(nn.Module(), EmulatedProducts()):
         assert float(a @ a) == 0.0
         assert float(a @ (a * 4)) == 2.0**-24
 
 
 def test_sums_inside_a_product_do_not_overflow() -> None:
     a = torch.tensor([[60_000.0, 60_000.0, -60_000.0]]).half()
-    with EmulatedProducts():
+    with observed(nn.Module(), EmulatedProducts()):
         assert float(a @ torch.ones(3, 1).half()) == float(torch.tensor(60_000.0).half())
 
 
 def test_autocast_to_fp16_gives_gradients_of_the_right_formats() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
     x = torch.randn(2, 3, 8, 8)
-    with EmulatedProducts(), torch.autocast("cpu", dtype=torch.float16):
+    with observed(nn.Module(), EmulatedProducts()), torch.autocast("cpu", dtype=torch.float16):
         out = model(x)
         assert out.dtype is torch.float16
         out.float().square().mean().backward()
@@ -174,7 +175,7 @@ def test_recurrent_layers_run_in_fp16() -> None:
         for p in lstm.parameters():
             p.copy_(p.half())
     exact = lstm.double()(x.half().double())[0]
-    with EmulatedProducts():
+    with observed(nn.Module(), EmulatedProducts()):
         low = lstm.half()(x.half())[0]
     assert low.dtype is torch.float16
     torch.testing.assert_close(low.double(), exact, rtol=1e-2, atol=2e-3)

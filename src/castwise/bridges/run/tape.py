@@ -116,6 +116,8 @@ class Replay:
 class Recording(TorchFunctionMode):
     """Writes tapes while the script runs.
 
+    It is a mode of its own and no observer of a pass: the passes are the script's, and begin and end wherever it says.
+
     Args:
         model: Whose outputs and parameters are followed.
 

@@ -156,20 +156,19 @@ def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 class OperatorMode(TorchDispatchMode):
-    """Calls :meth:`handle` for every ATen operator that runs inside it, those of backward too, below autocast."""
+    """Calls ``run(op, args, kwargs)`` in the place of every ATen operator inside it, those of backward too, below autocast.
 
-    def __init__(self) -> None:
+    Meanwhile the mode is off.
+    """
+
+    def __init__(self, run: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Hand the operator over; inside, the mode is off."""
-        return self.handle(func, args, kwargs or {})
-
-    def handle(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, or something in its place."""
-        return op(*args, **kwargs)
+        return self._run(func, args, kwargs or {})
 
 
 @contextlib.contextmanager

@@ -6,52 +6,49 @@ below a border in a checkpointed piece, whose tracing allows no such hooks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from castwise.core.casting.trees import map_tensors
-from castwise.lab.inspect.crossings import Backward, Call, Forward, Point
+from castwise.lab.inspect.crossings import Backward, Forward, Point
+from castwise.lab.passes.observers import Call, Observer
 
 _watching: list[CompiledCrossings] = []
 
 
-class CompiledCrossings:
-    """Watches the calls of all modules of a model that is compiled in its first call, as a context manager, for one pass.
+class CompiledCrossings(Observer):
+    """Watches the calls of all modules of a prepared model that is compiled in its first call, for one pass.
+
+    It has hooks of its own, which Dynamo traces; they are there before anything is compiled.
 
     Args:
-        model: Prepared; its hooks are there before anything is compiled.
         forward: As for :class:`~castwise.lab.inspect.crossings.Crossings`.
         backward: The same.
         writes: Paths of modules that write to their inputs: these are not looked at, since the caller would not see the write.
     """
 
-    def __init__(
-        self, model: nn.Module, forward: Forward, backward: Backward, writes: frozenset[str]
-    ) -> None:
+    def __init__(self, forward: Forward, backward: Backward, writes: frozenset[str]) -> None:
         self.unseen: Counter[str] = Counter()
-        self._model, self._forward, self._backward, self._writes = model, forward, backward, writes
-        self._handles: list[Any] = []
+        self._forward, self._backward, self._writes = forward, backward, writes
 
-    def __enter__(self) -> Self:
+    @contextlib.contextmanager
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """Put hooks on all modules, and take them off."""
         _define()
-        for path, module in self._model.named_modules():
-            enter, leave = _hooks(path, path in self._writes)
-            self._handles += (
-                module.register_forward_pre_hook(enter, with_kwargs=True),
-                module.register_forward_hook(leave, prepend=True),
-            )
-        _watching.append(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _watching.remove(self)
-        for handle in self._handles:
-            handle.remove()
+        with contextlib.ExitStack() as hooks:
+            for path, module in model.named_modules():
+                enter, leave = _hooks(path, path in self._writes)
+                hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(leave, prepend=True))
+            _watching.append(self)
+            hooks.callback(_watching.remove, self)
+            yield
 
     def seen(self, tensor: Tensor, point: Point, back: bool) -> Tensor:
         """What goes on in the place of a tensor that arrived; a copy where that is the tensor itself."""

@@ -9,23 +9,18 @@ In code that torch.compile has made modules are not called one by one: see :mod:
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from castwise.core import _torch
 from castwise.core.casting.trees import map_tensors, tensors_in
-
-
-class Call(NamedTuple):
-    """A call of a module: its path (empty for the whole model) and which call it is, from 0."""
-
-    path: str
-    number: int
+from castwise.lab.passes.observers import Call, Observer
 
 
 class Point(NamedTuple):
@@ -68,12 +63,13 @@ class _Running:
     copies: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
 
 
-class Crossings:
-    """Watches the calls of all modules of a model, as a context manager, for one forward and backward.
+class Crossings(Observer):
+    """Watches the calls of all modules of a model, prepared or not, for one forward and backward.
+
+    It has hooks of its own, which put other tensors in the place of those that cross, and sit inside of a plan's borders, where
+    tensors have the format that the module computes with.
 
     Args:
-        model: Prepared or not; the hooks sit inside of a plan's borders, where tensors have the format that the module computes
-            with.
         forward: Sees each tensor that crosses, and may put another in its place.
         backward: Sees each gradient that comes back, and may put another in its place.
 
@@ -83,31 +79,27 @@ class Crossings:
         unseen: Tensors that could not be watched, since they are sparse, nested or of a class of their own.
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, backward: Backward) -> None:
+    def __init__(self, forward: Forward, backward: Backward) -> None:
         self.callers: dict[Call, Call | None] = {}
         self.writes: set[str] = set()
         self.unseen: Counter[str] = Counter()
-        self._model, self._forward, self._backward = model, forward, backward
-        self._paths = {module: path for path, module in model.named_modules()}
+        self._forward, self._backward = forward, backward
+        self._paths: dict[nn.Module, str] = {}
         self._numbers: Counter[str] = Counter()
         self._given: dict[Call, tuple[float, ...]] = {}
         self._left: dict[str, list[Call]] = {}
         self._running: list[_Running] = []
-        self._handles: list[Any] = []
 
-    def __enter__(self) -> Self:
-        for module in self._paths:
-            self._handles += (
-                module.register_forward_pre_hook(self._enter, with_kwargs=True),
-                module.register_forward_hook(self._leave, prepend=True, always_call=True),
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._running.clear()
+    @contextlib.contextmanager
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """Put hooks on all modules, and take them off."""
+        self._paths = {module: path for path, module in model.named_modules()}
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(self._running.clear)
+            for module in self._paths:
+                hooks.enter_context(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(self._leave, prepend=True, always_call=True))
+            yield
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self._paths[module]

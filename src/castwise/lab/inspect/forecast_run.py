@@ -173,13 +173,13 @@ class Run:
 
     def _learn(self) -> None:
         self.prober.extend(1)
-        self.prober.observe(self.plan, [0], self.casts.observing)
+        self.prober.observe(self.plan, [0], self.casts.learning())
 
     def _extend(self, microbatches: int) -> None:
         if any(format.name == "fp16" for format in self.formats):
-            look = self.casts.watch(self._range).observing
-            self.prober.observe(REFERENCE, [0], look)
-            self.prober.extend(microbatches - 1, look)
+            watch = self.casts.watch(self._range)
+            self.prober.observe(REFERENCE, [0], watch)
+            self.prober.extend(microbatches - 1, watch)
         else:
             self.prober.extend(microbatches - 1)
 
@@ -189,7 +189,7 @@ class Run:
                 if parameter.is_floating_point() or parameter.is_complex():
                     self._look("weights", site_of(name), parameter.detach())
         every = range(len(self.prober.micros))
-        self.prober.observe(REFERENCE, every, self.casts.watch(self._look, self._poles).observing)
+        self.prober.observe(REFERENCE, every, self.casts.watch(self._look, self._poles))
         self._see_updates(updates())
         self.seen.microbatches, self.seen.passes = len(every), self.prober.passes
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from castwise.lab.inspect.comparison import CallComparison, Side, Verdict
-from castwise.lab.inspect.crossings import Call
 from castwise.lab.inspect.looks import Key, Look
 from castwise.lab.inspect.runs import Difference, Run, differences
+from castwise.lab.passes.observers import Call
 
 LOSS = Call("(loss)", 0)
 """The code around the model: the loss."""

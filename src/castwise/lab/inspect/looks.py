@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from castwise.lab.inspect.crossings import Backward, Call, Forward, Point, is_plain
+from castwise.lab.inspect.crossings import Backward, Forward, Point, is_plain
 from castwise.lab.inspect.runs import Difference, difference
+from castwise.lab.passes.observers import Call
 
 
 class Key(NamedTuple):

@@ -29,7 +29,7 @@ from castwise.lab.inspect.ratios import ServeMismatch, Sums
 from castwise.lab.parity.parity import device_of
 from castwise.lab.parity.together import together
 from castwise.lab.passes.isolation import seed_all
-from castwise.lab.passes.passes import Original, emulating, under
+from castwise.lab.passes.passes import Original, observed_under, under
 from castwise.lab.result import Result
 from castwise.lab.timing.environment import environment
 
@@ -197,7 +197,7 @@ class _Sides:
         if plan not in self._copies:
             self._copies[plan] = self._original.copy()
         model = self._copies[plan]
-        with under(plan, model, self._device), emulating(plan, self._device):
+        with under(plan, model, self._device), observed_under(plan, model, self._device):
             return _checked(self._of(model, batch))
 
 

@@ -9,7 +9,6 @@ is told.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -29,6 +28,7 @@ from castwise.lab.inspect.passes import Pass, Passes
 from castwise.lab.inspect.trace import OperatorRun
 from castwise.lab.inspect.values import Values, is_finite, is_floating
 from castwise.lab.parity.together import together
+from castwise.lab.passes.observers import Observer
 from castwise.lab.passes.passes import at_scale
 from castwise.lab.result import Result
 from castwise.lab.timing.environment import environment
@@ -300,17 +300,13 @@ def _look(
     traces: list[OriginTrace] = []
     before: dict[str, bool] = {}
 
-    @contextlib.contextmanager
-    def watching(model: nn.Module, batch: Any) -> Iterator[None]:
+    def observe(model: nn.Module, batch: Any) -> Observer:
         before.update({name: is_finite(b) for name, b in model.named_buffers() if is_floating(b)})
-        if not watch:
-            yield
-            return
-        with OriginTrace(model, batch, mended) as trace:
-            traces.append(trace)
-            yield
+        if watch:
+            traces.append(OriginTrace(model, batch, mended))
+        return traces[0] if watch else Observer()
 
-    ran = passes.run(plan, watching)
+    ran = passes.run(plan, observe)
     trace = traces[0] if traces else None
     bad = {
         name: () if trace is None else trace.origins_of(tensor) for name, tensor in _not_finite(ran, before)

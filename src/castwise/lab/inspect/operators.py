@@ -6,7 +6,6 @@ cast that was just made, nothing having been computed in between.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from castwise.errors import UnknownNameError, check_count
 from castwise.lab.inspect.passes import Passes
 from castwise.lab.inspect.trace import OperatorRun, Phase, Trace
 from castwise.lab.parity.together import together
+from castwise.lab.passes.observers import Args, Kwargs, Run
 from castwise.lab.result import Result
 from castwise.lab.timing.environment import environment
 
@@ -203,29 +203,24 @@ class _Call:
 
 
 class _Uses(Trace):
-    """Notes what runs, as a context manager."""
+    """Notes what runs."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        super().__init__(model)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.calls: list[_Call] = []
         self._waits = device.type != "cpu"
         self._cast: dict[tuple[Any, ...], str] = {}
         self._cast_from: dict[Any, tuple[int, str, str]] = {}
 
-    def see(
-        self,
-        place: OperatorRun,
-        op: _torch.operators.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator and note it."""
+        place = self.place(op)
         given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
         dtypes = {tensor.dtype for tensor in given}
         keys = [_key(tensor) for tensor in given] if place.operator in _CASTS else []
         self._wait()
         start = time.perf_counter()
-        out = op(*args, **kwargs)
+        out = run(op, args, kwargs)
         self._wait()
         spent = time.perf_counter() - start
         made = [t for t in tensors_in(out) if t.is_floating_point()]
@@ -357,16 +352,9 @@ def _counts(table: OperatorTable) -> dict[tuple[str, str, str], int]:
 
 
 def _run(passes: Passes, plan: Plan) -> list[_Call]:
-    calls: list[_Call] = []
-
-    @contextlib.contextmanager
-    def watching(model: nn.Module, batch: Any) -> Iterator[None]:
-        with _Uses(model, passes.device) as uses:
-            yield
-        calls.extend(uses.calls)
-
-    passes.run(plan, watching)
-    return calls
+    uses = _Uses(passes.device)
+    passes.run(plan, lambda *_: uses)
+    return uses.calls
 
 
 def _operators(calls: Iterable[_Call]) -> list[OperatorUse]:

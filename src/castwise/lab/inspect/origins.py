@@ -21,6 +21,7 @@ from castwise.lab.inspect.causes import Why, distinct, explain
 from castwise.lab.inspect.causes import written as written_by
 from castwise.lab.inspect.trace import OperatorRun, Trace
 from castwise.lab.inspect.values import has_nan, is_finite, is_floating, mend_, plain
+from castwise.lab.passes.observers import Args, Kwargs, Run
 
 Kind = Literal["operator", "data", "parameter", "buffer", "constant", "memory", "unseen"]
 """An operator; what came in from outside; a number written in the program; memory that nobody had written to; code whose operators
@@ -76,7 +77,7 @@ class Origin:
 
 
 class OriginTrace(Trace):
-    """Follows what is not finite through a pass, as a context manager.
+    """Follows what is not finite through a pass.
 
     Args:
         model: As it is about to run.
@@ -88,7 +89,7 @@ class OriginTrace(Trace):
     """
 
     def __init__(self, model: nn.Module, batch: Any, mended: frozenset[int | str] = frozenset()) -> None:
-        super().__init__(model)
+        super().__init__()
         self.origins: list[Origin] = []
         self._explained = 0
         self._mended = mended
@@ -121,20 +122,15 @@ class OriginTrace(Trace):
             self.origins.append(origin)
             self._from[memory] = (*self._from.get(memory, ()), origin)
 
-    def see(
-        self,
-        place: OperatorRun,
-        op: _torch.operators.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator and look at what it made."""
+        place = self.place(op)
         written = written_by(op, args, kwargs)
         overwrites = place.operator in _OVERWRITES or _torch.operators.overload_kind(op) == "out"
         # what an operator writes to it has to be asked about before
         before = {} if overwrites else {id(t): self._state(t, place) for t in written if not is_finite(t)}
         copies = {} if overwrites else {id(t): t.detach().clone() for t in written}
-        out = op(*args, **kwargs)
+        out = run(op, args, kwargs)
         made = distinct([*tensors_in(out), *written])
         bad = [tensor for tensor in made if not is_finite(tensor)]
         if self._from or bad:

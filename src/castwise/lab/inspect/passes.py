@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,9 @@ from castwise.errors import WorkloadError
 from castwise.lab.parity.parity import device_of
 from castwise.lab.parity.together import Looking
 from castwise.lab.passes.isolation import copied, undisturbed
-from castwise.lab.passes.passes import emulating, run_backward, under
+from castwise.lab.passes.observers import Observer
+from castwise.lab.passes.passes import observed_under, run_backward, under
 from castwise.lab.workloads.workload import users_code
-
-Watch = Callable[[nn.Module, Any], AbstractContextManager[Any]]
-"""From the copy of the model and the batch that it gets what the pass runs inside of."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +71,12 @@ class Passes:
         self.model, self.compiled = unwrap(looking.model), looking.compiled
         self.device = find_device(call, device, str(device_of(self.model)))
 
-    def run(self, plan: Plan, watch: Watch | None = None) -> Pass:
+    def run(self, plan: Plan, observe: Callable[[nn.Module, Any], Observer]) -> Pass:
         """One forward and backward.
 
         Args:
             plan: What the copy runs by; what it says of compiling is left out.
-            watch: Around the loss and its backward.
+            observe: From the copy of the model and the batch that it gets what observes the loss and its backward.
 
         Raises:
             WorkloadError: The model cannot be copied, or the loss fails or is none.
@@ -93,9 +90,7 @@ class Passes:
             model = copied(self.model, self.call).to(self.device)
             amp = stack.enter_context(under(plan, model, self.device))
             batch = map_tensors(_own, to_device(self.batch, self.device))
-            stack.enter_context(emulating(plan, self.device))
-            if watch is not None:
-                stack.enter_context(watch(model, batch))
+            stack.enter_context(observed_under(plan, model, self.device, observe(model, batch)))
             loss = run_backward(amp, model, self.loss, batch, self.call, self.seed)
             if all(parameter.grad is None for parameter in model.parameters()):
                 raise WorkloadError(

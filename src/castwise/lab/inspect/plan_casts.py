@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from castwise.core.plans.formats import LOW_DTYPES, get_format
-from castwise.lab.inspect.watch import AtCall, Kind, Look, Site, Watch, site_of
+from castwise.lab.inspect.watch import AtCall, Kind, Look, Site, Watch
 
 _MIXING = (" batch_norm", " group_norm", " instance_norm", " layer_norm", " rms_norm")
 """Functions that take fp32 parameters beside a low input as they are."""
@@ -35,15 +33,14 @@ class PlanCasts:
         self.formats: dict[str, set[str]] = {}
         self._parameters: dict[Site, bool] = {}
 
-    def observing(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Learn from one run, as a context manager."""
-        names = {id(parameter): site_of(name) for name, parameter in model.named_parameters()}
+    def learning(self) -> Watch:
+        """A watch that learns from the passes that it sees."""
 
         def at_call(inputs: list[tuple[Site, Tensor]], results: list[Tensor]) -> None:
             low = any(t.dtype in LOW_DTYPES for t in results)
             for site, tensor in inputs:
                 is_cast = low and not site.name.endswith(_MIXING)
-                if (name := names.get(id(tensor))) is not None:
+                if (name := watch.parameters.get(id(tensor))) is not None:
                     self._parameters[name] = (
                         self._parameters.get(name, False) or is_cast or tensor.dtype in LOW_DTYPES
                     )
@@ -60,7 +57,8 @@ class PlanCasts:
             elif not site.name.startswith("input "):
                 self.formats.setdefault(site.path, set()).add(get_format(tensor.dtype).name)
 
-        return Watch(look, at_call=at_call).observing(model)
+        watch = Watch(look, at_call=at_call)
+        return watch
 
     def keeps(self, kind: Kind, site: Site) -> bool:
         """Whether the plan keeps in fp32 what comes from a site."""

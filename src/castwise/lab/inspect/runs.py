@@ -22,10 +22,11 @@ from castwise.core.model.arrival import widen_for
 from castwise.core.model.resolve import Resolution, resolve
 from castwise.core.plans.plan import Plan
 from castwise.lab.inspect.compiled import CompiledCrossings
-from castwise.lab.inspect.crossings import Backward, Call, Crossings, Forward
+from castwise.lab.inspect.crossings import Backward, Crossings, Forward
 from castwise.lab.parity.probes import RESCALE, RESCALES, as_real
-from castwise.lab.passes.draws import DrawRecorder, DrawReplayer, Tape
-from castwise.lab.passes.passes import Original, at_scale, emulating, gradients_of, run_backward, under
+from castwise.lab.passes.draws import Draws
+from castwise.lab.passes.observers import Call
+from castwise.lab.passes.passes import Original, at_scale, gradients_of, observed_under, run_backward, under
 from castwise.lab.workloads.workload import users_code
 
 
@@ -82,7 +83,7 @@ class Runs:
         self._call, self._device, self._seed, self._loss = call, device, seed, loss
         self._batch = to_device(batch, device)
         self._original = Original(model, call, device)
-        self._tape: Tape | None = None
+        self._draws = (Draws(),) if replays else ()
         self._known: Crossings | None = None
         self.replays = replays
         self.trains = any(parameter.requires_grad for parameter in self._original.model.parameters())
@@ -118,12 +119,6 @@ class Runs:
         """
         plan = at_scale(plan, scale)
         model, compiled = self._original.copy(), plan.compile != "as_given"
-        draws: DrawRecorder | DrawReplayer | None = None
-        if self.replays and self._tape is None:
-            self._tape = Tape()
-            draws = DrawRecorder(self._tape)
-        elif self.replays and self._tape is not None:
-            draws = DrawReplayer(self._tape)
         self.ran += 1
         with contextlib.ExitStack() as stack:
             if compiled:
@@ -133,21 +128,20 @@ class Runs:
                 change(model)
             watching: Crossings | CompiledCrossings | None = None
             if not compiled:
-                watching = Crossings(model, forward, backward)
+                watching = Crossings(forward, backward)
                 self._known = self._known or watching
             elif not whole:
                 assert self._known is not None
-                watching = CompiledCrossings(model, forward, backward, frozenset(self._known.writes))
-            for context in (watching, draws, emulating(plan, self._device)):
-                if context is not None:
-                    stack.enter_context(context)
+                watching = CompiledCrossings(forward, backward, frozenset(self._known.writes))
+            observers = filter(None, (watching, *self._draws))
+            stack.enter_context(observed_under(plan, model, self._device, *observers))
             stack.enter_context(users_code(f"{self._call}: the model or its loss failed"))
             stack.enter_context(torch.set_grad_enabled(self.trains))
             value = float(run_backward(amp, model, self._loss, self._batch, self._call, self._seed))
             used = amp.get_scale()
             gradients = gradients_of(model, used)
         kinds = {path: type(module).__name__ for path, module in model.named_modules()}
-        strayed = draws.strayed if isinstance(draws, DrawReplayer) else 0
+        strayed = sum(draws.strayed for draws in self._draws)
         calls = watching if isinstance(watching, Crossings) else self._known
         unseen = watching.unseen if watching is not None else Counter()
         return Run(value, gradients, {} if calls is None else calls.callers, kinds, used, strayed, unseen)

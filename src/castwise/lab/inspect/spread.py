@@ -59,7 +59,7 @@ def spread(
             reached[site.path] = None
         gradients = gradients or kind == "weight gradients"
 
-    prober.observe(_computing(plan, name, loss_scale), range(len(prober.micros)), Watch(look).observing)
+    prober.observe(_computing(plan, name, loss_scale), range(len(prober.micros)), Watch(look))
     return Spread(tuple(sources), tuple(path for path in reached if path not in sources), gradients)
 
 

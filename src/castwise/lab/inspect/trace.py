@@ -7,19 +7,21 @@ number. What checkpointing computes again is recomputation, and belongs to the m
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from castwise.core import _torch
 from castwise.core.model.complaints.source import Line, is_shown
+from castwise.lab.passes.observers import Call, Observer
 
 Phase = Literal["forward", "backward", "recomputation"]
 
@@ -62,87 +64,57 @@ def base_name(op: _torch.operators.OpOverload) -> str:
     return name if space == "aten" else f"{space}::{name}"
 
 
-class Trace(_torch.tensors.OperatorMode):
-    """Hands each operator and its :class:`OperatorRun` to :meth:`see`, as a context manager.
+class Trace(Observer):
+    """Tells where each operator runs; a subclass asks :meth:`place` of every one.
 
-    Args:
-        model: Whose modules are told apart, as calls of them begin inside the context.
+    It follows calls by itself, from before their first hook to after their last: what a plan casts at a module's border belongs
+    to that module.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+    def __init__(self) -> None:
         self.count = 0
-        self._paths = {module: path for path, module in model.named_modules()}
-        self._running: list[tuple[str, int]] = []
+        self._paths: dict[nn.Module, str] = {}
+        self._running: list[Call] = []
         self._calls: Counter[str] = Counter()
         self._made: dict[int, list[OperatorRun]] = {}
         self._own: dict[CodeType, bool] = {}
-        self._undo: Callable[[], None] | None = None
 
-    def __enter__(self) -> Self:
-        """Begin."""
-        self._undo = _torch.hooks.around_calls(self._call)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        assert self._undo is not None
-        self._undo()
-
-    def see(
-        self,
-        place: OperatorRun,
-        op: _torch.operators.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run an operator; the mode is off meanwhile."""
-        return op(*args, **kwargs)
-
-    def handle(self, op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Find out where an operator runs, and hand it on."""
-        place = self._place(op)
-        self.count += 1
-        return self.see(place, op, args, kwargs)
+    @contextlib.contextmanager
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """Tell the modules of a model apart."""
+        self._paths = {module: path for path, module in model.named_modules()}
+        undo = _torch.hooks.around_calls(self._call)
+        try:
+            yield
+        finally:
+            undo()
 
     def _call(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = self._paths.get(module)
         if path is None:
             return call(module, *args, **kwargs)
         again = _torch.autograd.graph_task_id() != -1
-        self._running.append((path, max(0, self._calls[path] - again)))
+        self._running.append(Call(path, max(0, self._calls[path] - again)))
         self._calls[path] += not again
         try:
             return call(module, *args, **kwargs)
         finally:
             self._running.pop()
 
-    def _place(self, op: _torch.operators.OpOverload) -> OperatorRun:
+    def place(self, op: _torch.operators.OpOverload) -> OperatorRun:
+        """Where an operator runs that is about to."""
+        index, self.count = self.count, self.count + 1
         name, node = base_name(op), _torch.autograd.running_node()
         line = self._line(sys._getframe(1), node is not None)
-        phase: Phase = "forward"
-        made = None
-        if node is not None:
-            made = self._maker(*node)
-            phase = "recomputation" if line is not None and torch.is_grad_enabled() else "backward"
-        if phase == "backward":
-            module, call, inside = (
-                (made.module, made.call, made.inside) if made is not None else ("", 0, False)
-            )
-            line = line or (made.line if made is not None else None)
-            forward = made.operator if made is not None else ""
-            return OperatorRun(
-                self.count, name, module, call, inside, phase, line, node[0] if node else "", forward
-            )
-        if self._running:
+        made = None if node is None else self._maker(*node)
+        module, call, inside = ("", 0, False) if made is None else (made.module, made.call, made.inside)
+        if node is not None and (line is None or not torch.is_grad_enabled()):
+            line, forward = (line, "") if made is None else (line or made.line, made.operator)
+            return OperatorRun(index, name, module, call, inside, "backward", line, node[0], forward)
+        if self._running:  # what is computed again need not be in a module
             module, call, inside = *self._running[-1], True
-        else:  # what is computed again need not be a module
-            module, call, inside = (
-                (made.module, made.call, made.inside) if made is not None else ("", 0, False)
-            )
-        place = OperatorRun(self.count, name, module, call, inside, phase, line)
+        phase: Phase = "forward" if node is None else "recomputation"
+        place = OperatorRun(index, name, module, call, inside, phase, line)
         # the node of an operator is made before it runs, if there is one at all
         self._made.setdefault(_torch.autograd.sequence_number() - 1, []).append(place)
         return place

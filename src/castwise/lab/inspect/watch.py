@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, Final, Literal, NamedTuple
@@ -17,10 +18,10 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from castwise.core import _torch
 from castwise.core.casting.trees import tensors_in
+from castwise.lab.passes.observers import Args, Call, Kwargs, Observer
 
 Kind = Literal["weights", "activations", "gradients", "weight gradients", "updates"]
 
@@ -55,25 +56,18 @@ AtCall = Callable[[list[tuple[Site, Tensor]], list[Tensor]], None]
 """Called with the floating inputs of each function and their sites, and its results."""
 
 
-class _Call:
-    """One call of a module, under way."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.place = path, -1
-
-    def next(self, name: str) -> Site:
-        """The site of the next result."""
-        self.place += 1
-        return Site(self.path, name, self.place)
-
-
-class Watch(TorchFunctionMode):
+class Watch(Observer, TorchFunctionMode):
     """Looks at what a model computes.
+
+    Sites are named by functions, which are the same in every format, as operators are not.
 
     Args:
         look: What to do with each tensor.
         inputs: Which inputs of functions, parameters apart, are looked at too; by default none. Those of the model itself always are.
         at_call: Called for each function, before ``look``.
+
+    Attributes:
+        parameters: Sites of the model's parameters, by ``id``.
     """
 
     def __init__(
@@ -84,17 +78,21 @@ class Watch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._look, self._inputs, self._at_call = look, inputs, at_call
-        self._calls: list[_Call] = []
-        self._handles: list[RemovableHandle] = []
+        self.parameters: dict[int, Site] = {}
+        self._places: Counter[Call] = Counter()
+        self._ends = contextlib.ExitStack()
+
+    def modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """All of them."""
+        yield from model.named_modules()
 
     @contextlib.contextmanager
-    def observing(self, model: nn.Module) -> Iterator[None]:
-        """Watch one forward and backward; gradients of parameters are looked at when it ends."""
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """See functions; gradients of parameters are looked at when the pass has ended."""
+        self.parameters = {id(parameter): site_of(name) for name, parameter in model.named_parameters()}
+        self._places = Counter()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._let_go)
-            for path, module in model.named_modules():
-                for handle in self._hook(path, module):
-                    stack.callback(handle.remove)
+            self._ends = stack
             # what is compiled runs as it is written: nothing is seen in compiled code
             if _torch.dynamo.dynamo_loaded():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -105,32 +103,23 @@ class Watch(TorchFunctionMode):
                 dense = _torch.tensors.dense_values(gradient.coalesce() if gradient.is_sparse else gradient)
                 self._show("weight gradients", site_of(name), dense)
 
-    def _let_go(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._calls.clear()
+    def enter(self, call: Call, args: Args, kwargs: Kwargs) -> None:
+        """Look at what the model is given."""
+        if not call.path:
+            for number, tensor in enumerate(tensors_in((args, kwargs))):
+                if tensor.is_floating_point() or tensor.is_complex():
+                    self._watch(Site("", f"input {number}"), tensor)
 
-    def _hook(self, path: str, module: nn.Module) -> Iterator[RemovableHandle]:
-        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._calls.append(_Call(path))
-            if not path:
-                for number, tensor in enumerate(tensors_in((args, kwargs))):
-                    if tensor.is_floating_point() or tensor.is_complex():
-                        self._watch(Site(path, f"input {number}"), tensor)
+    def leave(self, call: Call, output: Any) -> None:
+        """Look at what no function of torch's has made."""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None and _torch.tensors.is_users_function(tensor.grad_fn):
+                self._watch(self._next(call, "output"), tensor)
 
-        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            while self._calls and self._calls[-1].path != path:  # an exception skipped the hook of these
-                self._calls.pop()
-            if not self._calls:
-                return
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None and _torch.tensors.is_users_function(tensor.grad_fn):
-                    self._watch(self._calls[-1].next("output"), tensor)  # no function of torch's has made it
-            self._calls.pop()
-
-        yield module.register_forward_pre_hook(enter, with_kwargs=True)
-        yield module.register_forward_hook(leave, always_call=True)
+    def _next(self, call: Call, name: str) -> Site:
+        """The site of the next result of a call."""
+        self._places[call] += 1
+        return Site(call.path, name, self._places[call] - 1)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -139,7 +128,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if (
-            not (self._calls or name in _BACKWARD)
+            not (self.running or name in _BACKWARD)
             or name in _NOT_COMPUTED
             or _torch.dispatcher.in_transform()
         ):
@@ -147,7 +136,7 @@ class Watch(TorchFunctionMode):
         if (inner := _unguarded(func)) is not None:
             with self:
                 return inner(*args, **kwargs)
-        if not self._calls:
+        if not self.running:
             return func(*args, **kwargs)
         given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point() or t.is_complex()]
         if not given:
@@ -165,13 +154,13 @@ class Watch(TorchFunctionMode):
 
         results = [t for t in tensors_in(out) if is_new(t)]
         if results:
-            self._see_call(self._calls[-1], name, given, results)
+            self._see_call(self.running[-1], name, given, results)
         return out
 
-    def _see_call(self, call: _Call, name: str, given: list[Tensor], results: list[Tensor]) -> None:
+    def _see_call(self, call: Call, name: str, given: list[Tensor], results: list[Tensor]) -> None:
         written = set(map(id, results))
         inputs = [
-            (Site(call.path, f"input {number} of {name}", call.place + 1), tensor)
+            (Site(call.path, f"input {number} of {name}", self._places[call]), tensor)
             for number, tensor in enumerate(given)
             if id(tensor) not in written
         ]
@@ -182,7 +171,7 @@ class Watch(TorchFunctionMode):
             if not isinstance(tensor, nn.Parameter) and self._inputs(site):
                 self._watch(site, tensor)
         for tensor in results:
-            self._watch(call.next(name), tensor)
+            self._watch(self._next(call, name), tensor)
 
     def _watch(self, site: Site, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -198,7 +187,7 @@ class Watch(TorchFunctionMode):
 
             handle = tensor.register_hook(see)
             if tensor.is_leaf:  # the user's own, which outlives the graph
-                self._handles.append(handle)
+                self._ends.callback(handle.remove)
 
     def _show(self, kind: Kind, site: Site, tensor: Tensor) -> None:
         with torch.no_grad(), _torch.tensors.outside_modes():

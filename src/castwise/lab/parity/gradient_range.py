@@ -9,7 +9,6 @@ Source: the method of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, w
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from castwise.core.casting.trees import tensors_in
 from castwise.core.plans.formats import FORMATS
+from castwise.lab.passes.observers import Call, Observer
 
 LOWEST = -149
 """Exponent of fp32's smallest subnormal number."""
@@ -132,8 +132,8 @@ class Magnitudes:
         )
 
 
-class GradientRange:
-    """Observes the gradients of module outputs; hand :meth:`observing` to the reference's passes.
+class GradientRange(Observer):
+    """Observes the gradients of module outputs.
 
     Attributes:
         largest_parameter: Largest gradient of a parameter, per name.
@@ -155,19 +155,15 @@ class GradientRange:
                 value = float(gradient.abs().max())
                 self.largest_parameter[name] = max(self.largest_parameter.get(name, 0.0), value)
 
-    @contextlib.contextmanager
-    def observing(self, model: nn.Module) -> Iterator[None]:
-        """Watch every module in one forward and backward."""
-        with contextlib.ExitStack() as hooks:
-            for path, module in model.named_modules():
+    def modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """All of them."""
+        yield from model.named_modules()
 
-                def hook(_module: nn.Module, _args: Any, output: Any, path: str = path) -> None:
-                    for tensor in tensors_in(output):
-                        if tensor.requires_grad and tensor.is_floating_point():
-                            tensor.register_hook(lambda gradient: self._see(path, gradient))
-
-                hooks.enter_context(module.register_forward_hook(hook))
-            yield
+    def leave(self, call: Call, output: Any) -> None:
+        """Wait for the gradients of an output."""
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.is_floating_point():
+                tensor.register_hook(lambda gradient: self._see(call.path, gradient))
 
     def _see(self, path: str, gradient: Tensor | None) -> None:
         # None: an output that nothing uses, beside one of the same operator that is used

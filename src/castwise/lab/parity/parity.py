@@ -204,7 +204,7 @@ class ParityTest:
             WorkloadError: All gradients are zero.
         """
         if observed:
-            self.prober.extend(min(observed, count), self.range.observing)
+            self.prober.extend(min(observed, count), self.range)
         self.prober.extend(count - min(observed, count))
         if not any(bool(g.any()) for micro in self.prober.micros for g in micro.gradients):
             raise WorkloadError(

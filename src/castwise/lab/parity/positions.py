@@ -8,16 +8,15 @@ is not recognised is not spoken of.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from castwise.core import _torch
 from castwise.core.casting.trees import tensors_in
+from castwise.lab.passes.observers import Args, Kwargs, Observer, Run
 
 SHORTEST = 8
 """Fewer elements than these in a row may be anything."""
@@ -35,16 +34,6 @@ class Positions:
     length: int = 0
     tables: dict[str, int] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def observing(self, model: nn.Module, batch: Any) -> Iterator[None]:
-        """Watch the forward of a model on a batch."""
-        watch = _Watch(self, model, batch)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(model.register_forward_pre_hook(watch.enter))
-            stack.enter_context(model.register_forward_hook(watch.leave, always_call=True))
-            with watch:
-                yield
-
     @property
     def note(self) -> str:
         """Up to which position a plan was tested, in a sentence; empty where no later ones are known to come."""
@@ -58,10 +47,11 @@ class Positions:
         )
 
 
-class _Watch(_torch.tensors.OperatorMode):
+class PositionWatch(Observer):
+    """Finds out what the forward of a model does with positions."""
+
     def __init__(self, found: Positions, model: nn.Module, batch: Any) -> None:
-        super().__init__()
-        self._found, self._inside = found, 0
+        self._found = found
         given = tensors_in(batch)
         sizes = {size + more for t in given for size in t.shape[1:] for more in (-1, 0, 1)}
         self._lengths = {size for size in sizes if size >= SHORTEST} - {t.shape[0] for t in given if t.dim()}
@@ -73,15 +63,14 @@ class _Watch(_torch.tensors.OperatorMode):
         for tensor in given:
             self._take(self._row(tensor), 0, "")
 
-    def enter(self, _module: nn.Module, _args: Any) -> None:
-        self._inside += 1
+    def modules(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        """The model itself alone."""
+        return (("", model),)
 
-    def leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        self._inside -= 1
-
-    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = op(*args, **kwargs)
-        if not self._inside:
+    def operator(self, run: Run, op: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator; in a call of the model, see which positions it is about."""
+        out = run(op, args, kwargs)
+        if not any(call.path == "" for call in self.running):
             return out
         name = op.overloadpacket.__name__
         if name == "arange":

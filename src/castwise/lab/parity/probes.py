@@ -27,9 +27,10 @@ from castwise.core.plans.plan import Plan
 from castwise.core.session import Amp
 from castwise.errors import NonFiniteError, WorkloadError
 from castwise.lab.parity.damage import Grams, Matrix
-from castwise.lab.parity.positions import Positions
-from castwise.lab.passes.draws import DrawRecorder, DrawReplayer, Tape
-from castwise.lab.passes.passes import Original, at_scale, emulating, run_backward, under
+from castwise.lab.parity.positions import Positions, PositionWatch
+from castwise.lab.passes.draws import Draws
+from castwise.lab.passes.observers import Observer
+from castwise.lab.passes.passes import Original, at_scale, observed_under, run_backward, under
 from castwise.lab.workloads.workload import about_data, users_code
 
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
@@ -62,7 +63,7 @@ class Micro:
 
     batch: Any
     seed: int
-    tape: Tape = field(default_factory=Tape)
+    draws: Draws = field(default_factory=Draws)
     gradients: list[Tensor] = field(default_factory=list)
     loss: float = float("nan")
 
@@ -184,8 +185,8 @@ class Prober:
 
     # --- passes -------------------------------------------------------------------------------------------
 
-    def extend(self, count: int, observe: Callable[[nn.Module], Any] | None = None) -> None:
-        """Run the reference on ``count`` more microbatches, each pass within the context manager ``observe(model)``.
+    def extend(self, count: int, *observers: Observer) -> None:
+        """Run the reference on ``count`` more microbatches, with observers.
 
         Raises:
             WorkloadError: A loss that gradients cannot come from, or batches that run out.
@@ -205,11 +206,8 @@ class Prober:
                 micro = Micro(batch, self._seed * 1_000_003 + self._first + len(self.micros) + 1)
                 self._set(model, micro)
                 state = {name: t.detach().clone() for name, t in state_of(model)}
-                with DrawRecorder(micro.tape), contextlib.ExitStack() as watching:
-                    if observe:
-                        watching.enter_context(observe(model))
-                    if not self.micros:
-                        watching.enter_context(self.positions.observing(model, batch))
+                first = () if self.micros else (PositionWatch(self.positions, model, batch),)
+                with observed_under(REFERENCE, model, self.device, micro.draws, *observers, *first):
                     micro.loss = self._backward(model, amp, micro)
                 self.moving += tuple(
                     n
@@ -288,21 +286,21 @@ class Prober:
             for at, index in enumerate(indices):
                 micro = self.micros[index]
                 self._set(model, micro, jitter)
-                replayer = self._replay(model, amp, micro)
+                self._replay(model, amp, micro)
                 gradients = self._gradients(model, amp.get_scale())
                 blame = self._not_finite(gradients)
                 if blame and not last:
                     return indices[at:]
                 probe.indices.append(index)
                 probe.errors.append([h.sub_(g) for h, g in zip(gradients, micro.gradients, strict=True)])
-                probe.strayed += replayer.strayed
+                probe.strayed += micro.draws.strayed
                 if blame:
                     probe.finite, probe.blame = False, tuple(blame)
                     return []
         return []
 
-    def observe(self, plan: Plan, indices: Sequence[int], observe: Callable[[nn.Module], Any]) -> None:
-        """Run a plan on microbatches of the reference for what is seen within ``observe(model)``; gradients are left to it.
+    def observe(self, plan: Plan, indices: Sequence[int], *observers: Observer) -> None:
+        """Run a plan on microbatches of the reference for what observers see; gradients are left to it.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.
@@ -310,15 +308,12 @@ class Prober:
         with self._under(plan) as (model, amp):
             for index in indices:
                 self._set(model, self.micros[index])
-                with observe(model):
-                    self._replay(model, amp, self.micros[index])
+                self._replay(model, amp, self.micros[index], *observers)
 
-    def _replay(self, model: nn.Module, amp: Amp, micro: Micro) -> DrawReplayer:
+    def _replay(self, model: nn.Module, amp: Amp, micro: Micro, *observers: Observer) -> None:
         """A forward and backward with the random draws of the reference; on a CPU products in fp16 as a GPU has them."""
-        replayer = DrawReplayer(micro.tape)
-        with replayer, emulating(amp.plan, self.device):
+        with observed_under(amp.plan, model, self.device, *observers, micro.draws):
             self._backward(model, amp, micro)
-        return replayer
 
     @contextlib.contextmanager
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from castwise.core.plans.formats import FORMATS, LOW
 from castwise.core.plans.plan import Plan
 from castwise.lab.parity.probes import REFERENCE, Prober, as_real, dithered, state_of
-from castwise.lab.passes.draws import DrawRecorder, DrawReplayer, Tape
-from castwise.lab.passes.passes import emulating, run_backward, still, under
+from castwise.lab.passes.draws import Draws
+from castwise.lab.passes.passes import observed_under, run_backward, still, under
 
 STEPS = 8
 """Steps that are compared."""
@@ -89,7 +89,7 @@ class StateTest:
     optimizer: Optimizer | None = None
     _base: _Runs | None = None
     _late: _Runs | None = None
-    _tapes: list[Tape] = field(default_factory=list)
+    _draws: list[Draws] = field(default_factory=lambda: [Draws() for _ in range(STEPS)])
 
     def stopped(self, plan: Plan) -> dict[str, str]:
         """Names of the state that does not move under a plan as it does in fp32, each with what it does, in a clause.
@@ -177,12 +177,7 @@ class StateTest:
                 model.zero_grad(set_to_none=True)
                 optimizer.zero_grad()
                 prober.passes += 1
-                if at == len(self._tapes):
-                    self._tapes.append(Tape())
-                    draws: DrawRecorder | DrawReplayer = DrawRecorder(self._tapes[at])
-                else:
-                    draws = DrawReplayer(self._tapes[at])
-                with draws, emulating(plan, prober.device):
+                with observed_under(plan, model, prober.device, self._draws[at]):
                     run_backward(amp, model, prober.loss, micro.batch, prober.call, micro.seed)
                 amp.step(optimizer)
                 if at + 1 in (len(micros) // 2, len(micros)):

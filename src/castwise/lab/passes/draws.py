@@ -7,18 +7,14 @@ torch tags as random is recorded in the reference and put in the place of the ot
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from castwise.core import _torch
-
-Tape = list[tuple[str, Tensor | None]]
-"""The random draws of one forward and backward: each operator, and what it drew.
-
-None stands for what cannot be replayed: attention with dropout inside a kernel.
-"""
+from castwise.lab.passes.observers import Args, Kwargs, Observer, Run
 
 
 def _drawn(op: Any, out: Any) -> Tensor | None:
@@ -42,39 +38,37 @@ def _is_random(op: Any, kwargs: dict[str, Any], args: tuple[Any, ...]) -> bool:
     return True
 
 
-class DrawRecorder(_torch.tensors.OperatorMode):
-    """Writes random draws to the end of a tape, as a context manager."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator and keep what it drew."""
-        out = op(*args, **kwargs)
-        if _is_random(op, kwargs, args):
-            self._tape.append((op.overloadpacket.__name__, _drawn(op, out)))
-        return out
-
-
-class DrawReplayer(_torch.tensors.OperatorMode):
-    """Puts the draws of another run of the same code in the place of new ones, in their order, as a context manager.
+class Draws(Observer):
+    """Records the random draws of a first pass, and puts them in the place of new ones in each later pass of the same code.
 
     Attributes:
-        strayed: Draws that had no counterpart on the tape and so are new ones.
+        tape: Of the first pass each operator, and what it drew; None for what cannot be replayed: attention with dropout inside
+            a kernel.
+        strayed: Draws of the last pass that had no counterpart in the first and so are new ones.
     """
 
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._rest = list(tape)
+    def __init__(self) -> None:
+        self.tape: list[tuple[str, Tensor | None]] | None = None
+        self._rest: list[tuple[str, Tensor | None]] | None = None
         self.strayed = 0
 
-    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator; where it is random, with the tape's outcome."""
-        out = op(*args, **kwargs)  # for its shape and format, and so that the generator moves on as it would
+    def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
+        """Begin a pass."""
+        self._rest = None if self.tape is None else [*self.tape]
+        self.tape = [] if self.tape is None else self.tape
+        self.strayed = 0
+        return super().around(model)
+
+    def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        """Run the operator; where it is random, keep what it drew, or draw the same."""
+        out = run(op, args, kwargs)  # in a replay too: its shape and format count, and the generator moves on
         if not _is_random(op, kwargs, args):
             return out
         name = op.overloadpacket.__name__
+        if self._rest is None:
+            assert self.tape is not None
+            self.tape.append((name, _drawn(op, out)))
+            return out
         if not self._rest or self._rest[0][0] != name:
             self.strayed += 1
             return out

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from castwise.core import _torch
 from castwise.core.casting.trees import map_tensors
+from castwise.lab.passes.observers import Args, Kwargs, Observer, Run
 
 _PRODUCTS = frozenset({
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -24,19 +25,19 @@ _KEPT = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
 """Operators whose further results are statistics in fp32."""
 
 
-class EmulatedProducts(_torch.tensors.OperatorMode):
-    """Runs fp16 products of the CPU in fp32 and rounds their results, as a context manager."""
+class EmulatedProducts(Observer):
+    """Runs fp16 products of the CPU in fp32 and rounds their results."""
 
-    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run the operator, in fp32 where it is a product of fp16 tensors."""
         name = op.overloadpacket.__name__
         if name not in _PRODUCTS or not any(
             isinstance(a, Tensor) and a.dtype is torch.float16 and a.device.type == "cpu" for a in args
         ):
-            return op(*args, **kwargs)
+            return run(op, args, kwargs)
         # an attention mask comes by keyword
-        wide, named = map_tensors(lambda t: t.float() if t.dtype is torch.float16 else t, (args, kwargs))
-        out = op(*wide, **named)
+        wide = map_tensors(lambda t: t.float() if t.dtype is torch.float16 else t, (args, kwargs))
+        out = run(op, *wide)
         if name in _KEPT:
             return (out[0].half(), *out[1:])
         return map_tensors(lambda t: t.half() if t.dtype is torch.float32 else t, out)

@@ -20,6 +20,7 @@ from castwise.core.ranks import ALONE
 from castwise.core.session import Amp
 from castwise.lab.passes.emulation import EmulatedProducts
 from castwise.lab.passes.isolation import copied, seed_all
+from castwise.lab.passes.observers import Observer, observed
 from castwise.lab.workloads.workload import check_loss, check_no_backward
 
 
@@ -89,10 +90,12 @@ def at_scale(plan: Plan, scale: float | None) -> Plan:
     return dataclasses.replace(plan, loss_scale=policy)
 
 
-def emulating(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:
-    """Where fp16 products of an uncompiled model run on a CPU, they are emulated: :class:`EmulatedProducts`."""
+def observed_under(
+    plan: Plan, model: nn.Module, device: torch.device, *observers: Observer
+) -> AbstractContextManager[None]:
+    """Have observers hear of a pass under a plan, whose fp16 products are emulated on a CPU unless the model is compiled."""
     emulates = device.type == "cpu" and "fp16" in plan.formats and plan.compile == "as_given"
-    return EmulatedProducts() if emulates else contextlib.nullcontext()
+    return observed(model, *((EmulatedProducts(),) if emulates else ()), *observers)
 
 
 def run_backward(

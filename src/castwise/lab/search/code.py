@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from castwise.core import _torch
 from castwise.errors import is_users
 
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, types.NoneType)
@@ -25,19 +24,6 @@ def code_digest(model: nn.Module, functions: Iterable[Any]) -> str:
     for function in functions:
         reader.read(function)
     return reader.digest.hexdigest()[:16]
-
-
-class Operators(_torch.tensors.OperatorMode):
-    """The ATen operators that run inside, by name and in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note an operator and run it."""
-        self.names.append(str(op))
-        return op(*args, **kwargs)
 
 
 class _Reader:

@@ -35,7 +35,8 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import read_json
 from castwise.lab.parity.probes import as_real
 from castwise.lab.passes.isolation import seed_all, undisturbed
-from castwise.lab.search.code import Operators, code_digest
+from castwise.lab.passes.observers import Operators, observed
+from castwise.lab.search.code import code_digest
 from castwise.lab.search.evidence import Evidence
 from castwise.lab.search.state import Settings
 from castwise.lab.timing.environment import environment
@@ -91,7 +92,7 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
             batch = next(iter(workload.batches(settings.seed)))
             batch = to_device(batch, device)
             seed_all(settings.seed)
-            with Operators() as seen:
+            with observed(model, seen := Operators()):
                 loss = workload.loss(model, batch)
             loss.backward()
             gradients = [_torch.tensors.dense_values(p.grad.coalesce() if p.grad.is_sparse else p.grad) for p in model.parameters() if p.grad is not None]  # fmt: skip
@@ -99,7 +100,7 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
             said = repr([_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)])
             said = re.sub(r" at 0x[0-9a-f]+", "", said)  # where an object lies in memory
             functions = (workload.model, workload.loss, workload.optimizer, type(optimizer), workload.batches)
-            code = _digest(repr([code_digest(model, functions), seen.names]))
+            code = _digest(repr([code_digest(model, functions), [*map(str, seen.ran)]]))
             return Job(_digest(said), float(loss.detach()), norm, code)
     except (Exception, SystemExit):
         return None

@@ -12,10 +12,9 @@ where all its parts are decided alike it is one region.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from castwise.core.model.resolve import assign
 from castwise.core.plans.plan import Plan, Region
 from castwise.core.plans.rules import UNFUSED
 from castwise.errors import PatternError
+from castwise.lab.passes.observers import Args, Call, Kwargs, Observer, Operators, Run, observed
 
 _TRIVIAL = frozenset({
     "_local_scalar_dense", "_reshape_alias", "_to_copy", "_unsafe_view", "add", "add_", "alias", "arange", "as_strided",
@@ -80,29 +80,37 @@ class Part:
     around: tuple[Container, ...] = ()
 
 
-class _Attribution(_torch.tensors.OperatorMode):
-    """Notes which operators run, and which modules compute on floating tensors themselves."""
+class _Attribution(Observer):
+    """Notes which modules compute on floating tensors themselves."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.running: list[str] = []
         self.leaves: set[str] = set()
-        self.names: set[str] = set()
         self.computes: set[str] = set()
         self.called: set[str] = set()
         self._seen: set[Any] = set()
 
-    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out, name = op(*args, **kwargs), op.overloadpacket.__name__
-        self.names.add(name)
+    def modules(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        modules = dict(model.named_modules())
+        self.leaves = {path for path, module in modules.items() if next(module.children(), None) is None}
+        return modules.items()
+
+    def enter(self, call: Call, args: Args, kwargs: Kwargs) -> None:
+        self._look_back(args)  # what made these is the doing of the module around
+        self.called.add(call.path)
+
+    def leave(self, call: Call, output: Any) -> None:
+        self._look_back(output)
+
+    def operator(self, run: Run, op: Any, args: Args, kwargs: Kwargs) -> Any:
+        out, name = run(op, args, kwargs), op.overloadpacket.__name__
         if self.running and (name not in _TRIVIAL or (name in _SUMS and self._is_no_residual(args))):
             results = out if isinstance(out, (tuple, list)) else (out,)
             if any(isinstance(r, Tensor) and r.is_floating_point() for r in results):
-                self.computes.add(self.running[-1])
+                self.computes.add(self.running[-1].path)
         return out
 
     def _is_no_residual(self, args: tuple[Any, ...]) -> bool:
-        return self.running[-1] in self.leaves or not all(isinstance(arg, Tensor) for arg in args[:2])
+        return self.running[-1].path in self.leaves or not all(isinstance(arg, Tensor) for arg in args[:2])
 
     def _look_back(self, values: Any) -> None:
         """Find the functions with a backward of their own that made some values since the last look."""
@@ -113,29 +121,8 @@ class _Attribution(_torch.tensors.OperatorMode):
                 continue
             self._seen.add(node)
             if self.running and _torch.tensors.is_users_function(node):
-                self.computes.add(self.running[-1])
+                self.computes.add(self.running[-1].path)
             nodes += [before for before, _ in node.next_functions]
-
-    @contextlib.contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._look_back(output)
-            self.running.pop()
-
-        with contextlib.ExitStack() as hooks:
-            for path, module in model.named_modules():
-
-                def enter(_module: nn.Module, args: Any, path: str = path) -> None:
-                    self._look_back(args)  # what made these is the doing of the module around
-                    self.running.append(path)
-                    self.called.add(path)
-
-                if next(module.children(), None) is None:
-                    self.leaves.add(path)
-                hooks.enter_context(module.register_forward_pre_hook(enter))
-                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-            with self:
-                yield
 
 
 def find_parts(model: nn.Module, forward: Callable[[], Any]) -> tuple[Part, ...]:
@@ -144,7 +131,7 @@ def find_parts(model: nn.Module, forward: Callable[[], Any]) -> tuple[Part, ...]
     ``forward`` runs its forward pass as training does: ``lambda: loss(model, batch)``.
     """
     seen = _Attribution()
-    with torch.enable_grad(), seen.watching(model):
+    with torch.enable_grad(), observed(model, seen):
         forward()
     modules = dict(model.named_modules())
     keys = _keys(model)
@@ -221,13 +208,15 @@ def operators_used(forward: Callable[[], Any]) -> frozenset[str]:
 
     Attention is named as it is called too: with dropout on a CPU it is nothing but its parts.
     """
-    seen, called = _Attribution(), _Called()
-    with torch.no_grad(), seen, called:
+    seen, called = Operators(), _Called()
+    with torch.no_grad(), observed(nn.Module(), seen), called:
         forward()
-    return frozenset(seen.names | called.names)
+    return frozenset({op.overloadpacket.__name__ for op in seen.ran} | called.names)
 
 
 class _Called(TorchFunctionMode):
+    """Notes functions by name, since torch takes these apart before it calls an operator that an observer could see."""
+
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
