@@ -49,12 +49,6 @@ class Frame:
     def __deepcopy__(self, memo: object) -> Frame:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        from castwise.core.casting.kernels import frame_of  # kernels stands on this module
-
-        remake = functools.partial(frame_of, surrounding=self.surrounding, cache=self.cache)
-        return remake, (self.device_type, self.dtype, dict(self.rows))
-
     @property
     def enabled(self) -> bool:
         """Whether operators are autocast in this frame."""

@@ -12,6 +12,7 @@ where the autocast key is on.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import hashlib
 import json
@@ -218,6 +219,14 @@ def frame_of(
     )
     tracing.graph_frames[key] = frame
     return frame
+
+
+def _pickled(frame: Frame) -> tuple[Any, ...]:
+    remake = functools.partial(frame_of, surrounding=frame.surrounding, cache=frame.cache)
+    return remake, (frame.device_type, frame.dtype, dict(frame.rows))
+
+
+copyreg.pickle(Frame, _pickled)
 
 
 def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
