@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import importlib
 import itertools
 import os
@@ -14,7 +15,7 @@ import sys
 import textwrap
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,30 @@ def module_of(path: Path) -> types.ModuleType:
 
 
 # --- what importing costs -----------------------------------------------------------------------------------
+
+
+def imported(path: Path, modules: Collection[str]) -> set[str]:
+    """Modules of castwise that a file imports, wherever in it."""
+    out = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            out |= {name if name in modules else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            out |= {alias.name for alias in node.names}
+    return out & set(modules)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Also inside functions and for types alone: who reads one of a circle has to read all of it."""
+    files = {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in SOURCE.rglob("*.py")
+    }
+    graph = {name: imported(path, files) - {name} for name, path in files.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter({**graph, "castwise.errors": {"castwise"}}).prepare()
 
 
 def test_importing_castwise_imports_nothing_else(tmp_path: Path) -> None:
