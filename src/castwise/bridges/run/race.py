@@ -1,4 +1,8 @@
-"""``castwise try``: a script's first steps under several plans, in processes of their own, of which one runs at a time."""
+"""``castwise try``: a script's first steps under several plans, in processes of their own, of which one runs at a time.
+
+It shows ratios with their intervals and takes no plan: :mod:`castwise.lab.search.decision` decides by two starts at the least,
+and each script is started once.
+"""
 
 from __future__ import annotations
 

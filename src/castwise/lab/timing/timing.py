@@ -2,7 +2,8 @@
 
 Every candidate runs a block of steps in every round, so that a slow spell of the machine falls on all of them,
 and ratios are formed within rounds (see :mod:`castwise.lab.timing.stats`). Each round has an order of its own
-(:func:`turn`): a block begins with the caches that the one before it left.
+(:func:`turn`): a block begins with the caches that the one before it left. Candidates run in this process
+(:class:`Runner`) or each in one of its own (:class:`SeparateRunner`).
 """
 
 from __future__ import annotations
