@@ -7,8 +7,9 @@ interval, and how far output and gradients lie from fp64's, relative to their no
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
-import time
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.nn import functional
 import castwise
 from castwise import Plan
 from castwise.lab.timing.stats import paired_speedup
+from castwise.lab.timing.timing import Calls, race
 from common import write
 
 SHAPES = ((8, 4, 128, 64), (8, 6, 128, 32), (8, 3, 145, 64), (2, 4, 512, 64), (1, 4, 1024, 64))
@@ -52,15 +54,12 @@ def row(shape: tuple[int, ...], causal: bool, rounds: int, device: torch.device)
     errors = {
         name: error(attend(plan, given, weight, causal, device.type), truth) for name, plan in PLANS.items()
     }
-    times: dict[str, list[float]] = {name: [] for name in PLANS}
-    for _ in range(rounds):
-        for name, plan in PLANS.items():
-            start = time.perf_counter()
-            for _ in range(PER_ROUND):
-                attend(plan, given, weight, causal, device.type)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - start) / PER_ROUND)
+    loops = [
+        (name, Calls(partial(attend, plan, given, weight, causal, device.type)))
+        for name, plan in PLANS.items()
+    ]
+    laps = race(loops, rounds=rounds, steps=PER_ROUND, device=device, hopeless=math.inf)
+    times = {name: lap.checked() for name, lap in laps.items()}
     ratio = paired_speedup(times["fused"], times["unfused"])
     return {
         "shape": "x".join(map(str, shape)), "causal": causal,

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import statistics
@@ -162,22 +163,12 @@ def race_within(
     device: torch.device,
     seconds: float | None,
 ) -> dict[str, Lap]:
-    """A race of so many rounds as the seconds allow: a few at a time, so that each loop comes first equally often."""
-    if seconds is None and runners:
-        return race(runners, rounds=rounds, steps=steps, device=device)
-    end = time.monotonic() + (seconds or 0.0)
-    laps = {name: Lap() for name, _ in runners}
-    done = 0
-    while going := [(name, runner) for name, runner in runners if not laps[name].done]:
-        if done >= rounds or (done and time.monotonic() >= end):
-            break
-        some = min(rounds - done, max(2, len(runners)))
-        for name, lap in race(going, rounds=some, steps=steps, device=device).items():
-            laps[name] = Lap(laps[name].times_s + lap.times_s, lap.slowdown, lap.error)
-        done += some
-        for lap in laps.values():
-            lap.times_s += [None] * (done - len(lap.times_s))
-    return laps
+    """A race of so many rounds as the seconds allow: it stops where each loop has come first equally often."""
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    return race(
+        runners, rounds=rounds, steps=steps, device=device,
+        is_over=lambda done: done % max(2, len(runners)) == 0 and time.monotonic() >= end,
+    )  # fmt: skip
 
 
 def check_losses_agree(losses: Mapping[str, float], relative: float, start: float = 0.0) -> None:

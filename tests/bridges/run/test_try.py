@@ -94,7 +94,8 @@ def test_a_script_that_catches_all_errors_ends_too(caught: str, gone: bool, here
         f"    try:\n        m(torch.ones(1, 2)).sum().backward(); o.step()\n    except {caught}: pass\n"
     )
     child = race._started("fp32", "train.py", (), here, False, here / "log")
-    assert child.wait()
+    child.wait()
+    assert child.last is not None
     if gone:
         child.pipe.close()
     else:
@@ -152,8 +153,13 @@ def test_a_plan_that_fails_has_a_row_with_its_last_words(here: Path) -> None:
         "        x = F.relu(self.conv1(x))",
         "        x = F.relu(self.conv1(x))\n        assert x.dtype is torch.float32, 'low'",
     )
-    (here / "train.py").write_text(text)
+    (here / "train.py").write_text("import sys\nprint('castwise run: the script', file=sys.stderr)\n" + text)
     result = try_script("train.py", plans=["fp32", "bf16-mixed"], rounds=2)
+    notes = [row.notes for row in result.plans]
+    assert notes == [
+        ("Net trains under fp32",),
+        ("Net trains under bf16-mixed",),
+    ]  # nothing that the script prints
     assert [(row.status, row.reason) for row in result.plans] == [
         ("ok", ""),
         ("failed", "AssertionError: low"),
@@ -168,7 +174,7 @@ def test_a_plan_that_fails_has_a_row_with_its_last_words(here: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("print('done')", "no step of an optimizer was seen. Its last output: castwise run: no model"), ("1 / 0", "seen. Its last output: ZeroDivisionError"),
+    [("print('done')", "no step of an optimizer was seen. Its last output: no model"), ("1 / 0", "seen. Its last output: ZeroDivisionError"),
      ("open('../x')", "ran in a copy of the working folder")],
 )  # fmt: skip
 def test_a_script_without_a_step_is_one_sentence(text: str, said: str, here: Path) -> None:

@@ -650,7 +650,7 @@ def test_what_is_far_slower_is_timed_twice() -> None:
         ("bf16", False): takes("near", 0.004),
         ("fp16", False): takes("far", 0.04),
     }
-    best = part_costs._interleaved(ways, CPU, BY_ITSELF)
+    best = part_costs._least_s(ways, CPU, BY_ITSELF)
     assert count == {"fp32": part_costs.ROUNDS, "near": part_costs.ROUNDS, "far": 2}
     assert set(best) == set(ways)
     assert best["fp16", False] >= 0.04

@@ -157,3 +157,44 @@ def test_the_others_go_on_when_the_baseline_fails(clock: Clock) -> None:
     laps, _ = _race(clock, {"fp32": breaks, "good": lambda _: 1.0})
     assert laps["fp32"].done
     assert laps["good"].times_s == pytest.approx([1.0] * 6)
+
+
+def test_blocks_are_as_long_as_the_first_steps_say_and_the_race_ends_when_it_is_told(clock: Clock) -> None:
+    costs = {"fp32": lambda _: 2.0, "fast": lambda _: 1.0}
+    candidates = {name: Candidate(clock, name, cost) for name, cost in costs.items()}
+    laps = race(
+        list(candidates.items()), rounds=6, device=CPU, is_over=lambda done: done == 2,
+        steps=lambda step_s: {name: round(4.0 / took_s) for name, took_s in step_s.items()},
+    )  # fmt: skip
+    assert {name: candidate.steps for name, candidate in candidates.items()} == {"fp32": 2 + 4, "fast": 2 + 8}
+    assert [lap.seconds for lap in laps.values()] == [[2.0, 2.0], [1.0, 1.0]]
+
+
+class Elsewhere:
+    """Tells the time of its blocks by a clock of its own, until its process ends."""
+
+    def __init__(self, name: str, told: list[str], ends_after: int) -> None:
+        self.name, self.told, self.left = name, told, ends_after
+
+    def wait(self) -> None:
+        self.told.append(f"wait for {self.name}")
+
+    def steps(self, count: int) -> float:
+        self.told.append(self.name)
+        if not self.left:
+            raise EOFError
+        self.left -= 1
+        return 0.5
+
+
+def test_processes_are_waited_for_before_one_takes_a_step_and_time_themselves() -> None:
+    told: list[str] = []
+    laps = race(
+        [(name, Elsewhere(name, told, left)) for name, left in (("a", 9), ("b", 3))],
+        rounds=3, steps=1, device=CPU, warmup=1,
+    )  # fmt: skip
+    assert told == ["wait for a", "wait for b", "a", "b", "a", "b", "b", "a", "b", "a"]
+    assert laps["a"].checked() == [0.5] * 3
+    assert laps["b"].times_s == [0.5, 0.5, None]
+    with pytest.raises(EOFError):
+        laps["b"].checked()

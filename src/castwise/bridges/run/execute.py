@@ -114,8 +114,5 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def last_words(said: Sequence[str]) -> str:
-    """The last line that a script has printed, or else castwise of it."""
-    lines = [line for line in said if line.strip()]
-    return next(
-        (line for line in reversed(lines) if not line.startswith("castwise run:")), (lines or ["none"])[-1]
-    )
+    """The last line that is not empty."""
+    return next((line for line in reversed(said) if line.strip()), "none")

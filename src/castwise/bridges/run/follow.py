@@ -61,12 +61,13 @@ class Follower:
 
     Attributes:
         sessions: By device type, what has prepared the script's models.
+        say: As it was given.
     """
 
     def __init__(self, plan: Plan, *, widen: bool = False, say: Callable[[str], None] = _say) -> None:
         self.plan, self.widen = plan, widen
         self.sessions: dict[str, Amp] = {}
-        self._say = say
+        self.say = say
         self._said: set[str] = set()
         self._numbers = itertools.count()
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
@@ -126,10 +127,10 @@ class Follower:
         while self._undo:
             self._undo.pop()()
         if skipped := self.skipped_steps:
-            self._say(f"{skipped} steps were skipped, since a gradient was not finite")
+            self.say(f"{skipped} steps were skipped, since a gradient was not finite")
             restored = {name for amp in self.sessions.values() for name in amp.restored_buffers}
             if restored:
-                self._say(f"buffers that they had made non-finite were put back: {some(sorted(restored))}")
+                self.say(f"buffers that they had made non-finite were put back: {some(sorted(restored))}")
         elif not self.sessions:
             by = " by one of torch's optimizers" if self._needs_optimizers else ""
             self._once(f"no model was seen in training{by}, so nothing ran under the plan")
@@ -142,7 +143,7 @@ class Follower:
     def _once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            self._say(text)
+            self.say(text)
 
     def _leave_alone(self, model: nn.Module, why: str) -> None:
         self._known.update(model.modules())

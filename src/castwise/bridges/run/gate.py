@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,17 @@ class Block(NamedTuple):
     skipped: int
 
 
+class Note(NamedTuple):
+    """A sentence about the script that its user should know."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The script ended since a file was not there."""
+
+
 class Gate:
     """Lets a script take as many steps as it is told to, and tells what they took.
 
@@ -50,12 +62,13 @@ class Gate:
 
     Args:
         pipe: To whoever tells.
-        follower: What has the script train by a plan.
+        follower: What has the script train by a plan; what it says is told by the pipe.
     """
 
     def __init__(self, pipe: Connection, follower: Follower) -> None:
         self._pipe = pipe
         self._follower = follower
+        follower.say = lambda text: self._tell(Note(text))
         self._first: weakref.ref[Optimizer] | None = None
         self._left = self._count = 1
         self._loss: torch.Tensor | None = None
@@ -68,6 +81,15 @@ class Gate:
         """That of a script that is tried; None in any other process."""
         handle = os.environ.pop(ADDRESS, None)
         return None if handle is None else cls(Connection(int(handle)), follower)
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell whether the script ends for want of a file."""
+        if isinstance(error, FileNotFoundError):
+            self._tell(Missing())
+
+    def _tell(self, what: Note | Missing) -> None:
+        with contextlib.suppress(OSError):  # nobody hears it any more
+            self._pipe.send(what)
 
     def begin(self) -> None:
         """Wait from the end of the first step on."""

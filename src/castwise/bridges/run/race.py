@@ -1,9 +1,14 @@
-"""``castwise try``: a script's first steps under several plans, in processes of their own, of which one runs at a time."""
+"""``castwise try``: a script's first steps under several plans, in processes of their own, of which one runs at a time.
+
+It shows ratios with their intervals and takes no plan: :mod:`castwise.lab.search.decision` decides by two starts at the least,
+and each script is started once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -15,9 +20,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from castwise.bridges.run.copies import copied, into_copy, script_in_copy
 from castwise.bridges.run.execute import check, end, last_words
-from castwise.bridges.run.gate import ADDRESS, Block
+from castwise.bridges.run.gate import ADDRESS, Block, Missing, Note
 from castwise.bridges.run.record import tune_script
 from castwise.commands.jobs import Event, Progress, heard
 from castwise.commands.jobs.tune_result import TuneResult
@@ -29,9 +36,10 @@ from castwise.lab.result import Result
 from castwise.lab.search.axes import name_of
 from castwise.lab.timing import stats
 from castwise.lab.timing.environment import Environment, environment
+from castwise.lab.timing.timing import Lap, race, speedup
 
 PLANS = ("fp32", "bf16-mixed", "bf16-master", "fp16-mixed")
-BLOCK_S, WARMUP = 0.12, 2
+BLOCK_S = 0.12
 GRACE_S = 10
 
 
@@ -97,34 +105,51 @@ class _Child:
     process: subprocess.Popen[bytes]
     pipe: Connection
     log: Path
-    seconds: list[float] = field(default_factory=list)
+    lap: Lap = field(default_factory=Lap)
     losses: list[float | None] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     last: Block | None = None
+    lacks_file: bool = False
     is_over: bool = False
 
-    def wait(self) -> bool:
-        """Take in the block that it runs; whether it came to its end."""
+    def wait(self) -> None:
+        """Wait for the end of its first step; EOFError or ConnectionError where the script ends before."""
+        if self.last is None:
+            self._take_in()
+
+    def steps(self, count: int) -> float:
+        """Have it run a block; seconds per step, or an error as of :meth:`wait`."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(count)
+        return self._take_in().seconds
+
+    def _take_in(self) -> Block:
+        told: Block | Note | Missing | None = None
         try:
-            while not self.pipe.poll(1):  # a process that it has left behind may hold the other end
-                if self.process.poll() is not None and not self.pipe.poll():
-                    raise EOFError
-            self.last = self.pipe.recv()
+            while not isinstance(told, Block):
+                while not self.pipe.poll(1):  # a process that it has left behind may hold the other end
+                    if self.process.poll() is not None and not self.pipe.poll():
+                        raise EOFError
+                told = self.pipe.recv()
+                if isinstance(told, Note):
+                    self.notes.append(told.text)
+                self.lacks_file |= isinstance(told, Missing)
         except (EOFError, ConnectionError):
             self.is_over = True
-            return False
-        self.losses += self.last.losses
-        return True
+            raise
+        self.last = told
+        self.losses += told.losses
+        return told
 
     @property
     def has_failed(self) -> bool:
         """Whether it is over, and not by itself."""
         return self.is_over and self.process.wait() != 0
 
-    def run(self, steps: int) -> float | None:
-        """Seconds per step of a block; None where the script ended in it."""
-        with contextlib.suppress(OSError):
-            self.pipe.send(steps)
-        return self.last.seconds if self.wait() and self.last is not None else None
+    @property
+    def is_timed(self) -> bool:
+        """Whether its times can be compared."""
+        return bool(self.lap.seconds) and not self.has_failed
 
     def close(self, *interrupted: object) -> None:
         """Have it end, and whatever it has started; at once after an interrupt."""
@@ -134,8 +159,9 @@ class _Child:
         end(self.process, 0 if any(interrupted) else GRACE_S)
 
     @property
-    def said(self) -> list[str]:
-        return self.log.read_text(errors="replace").splitlines()
+    def last_words(self) -> str:
+        """The last line that the script has printed, or else the last that castwise said of it."""
+        return last_words([*self.notes, *self.log.read_text(errors="replace").splitlines()])
 
 
 def try_script(
@@ -203,12 +229,14 @@ def try_script(
                 _started(name, *placed(scratch / str(number)), is_module, scratch / f"{number}.log")
             )
             stack.push(children[-1].close)
-        steps = _race(children, rounds, tell)
+        _race(children, rounds, tell)
         for child in children:
             child.close()
         _check_first(children[0], script, in_place)
+        timed = [child for child in children if child.is_timed]
+        steps = min(len(child.losses) for child in timed)
         return TryResult(
-            script, steps, min(len(child.seconds) for child in children if child.seconds), environment(default_device_type()),
+            script, steps, min(len(child.lap.seconds) for child in timed), environment(default_device_type()),
             tuple(_tried(child, children[0], steps) for child in children),
             **({} if found is None else _told(found)),
         )  # fmt: skip
@@ -237,60 +265,45 @@ def _started(
     return _Child(name, process, here, log)
 
 
-def _race(children: Sequence[_Child], rounds: int, tell: Progress) -> int:
-    """Time blocks of steps in turns; returns how many steps every script took that took any."""
+def _race(children: Sequence[_Child], rounds: int, tell: Progress) -> None:
+    def is_over(done: int) -> bool:
+        for child in children:
+            if not child.is_over:
+                tell(Event("timing", child.name, done, rounds))
+        return any(child.is_over and not child.has_failed for child in children)  # a script of so few steps
+
     for child in children:
-        child.wait()  # the first step: all start at once, since starting is not timed
+        with contextlib.suppress(EOFError, ConnectionError):  # the race will tell
+            child.wait()
         tell(Event("starting", child.name, 1, 1))
-    step_s = {}
+    laps = race(
+        [(child.name, child) for child in children], rounds=rounds, device=torch.device(default_device_type()), hopeless=math.inf,
+        steps=lambda step_s: dict.fromkeys(step_s, max(1, round(BLOCK_S / min(step_s.values())))), is_over=is_over,
+    )  # fmt: skip
     for child in children:
-        warm = [child.run(1) for _ in range(WARMUP) if not child.is_over]
-        if warm and warm[-1] is not None:
-            step_s[child.name] = warm[-1]
-    racing = [child for child in children if child.name in step_s]
-    if not racing:
-        return 0
-    block = max(1, round(BLOCK_S / min(step_s.values())))
-    done = 0
-    for number in range(rounds):
-        order = [racing[(number + turn) % len(racing)] for turn in range(len(racing))]
-        taken = {child.name: child.run(block) for child in (order if number % 2 == 0 else order[::-1])}
-        for child in racing:
-            if child.has_failed:
-                child.seconds.clear()
-        racing = [child for child in racing if not child.has_failed]
-        if not racing or any(child.is_over for child in racing):
-            break  # a script of so few steps
-        for child in racing:
-            child.seconds.append(taken[child.name] or 0.0)
-            tell(Event("timing", child.name, number + 1, rounds))
-        done += block
-    return 1 + WARMUP + done
+        child.lap = laps[child.name]
 
 
 def _check_first(child: _Child, script: str, in_place: bool) -> None:
-    if not child.seconds:
+    if not child.is_timed:
         took = (
             "no step of an optimizer was seen" if child.last is None else "it ended before it could be timed"
         )
-        last = last_words(child.said)
-        lacks = "" if in_place or "No such file" not in last else (
+        lacks = "" if in_place or not child.lacks_file else (
             ". It ran in a copy of the working folder: what lies beside that is named by its whole path, or is found with --in-place"
         )  # fmt: skip
         raise CastwiseError(
-            f"castwise try {script!r}: under {child.name} {took}. Its last output: {last}{lacks}. Run it by castwise run --plan "
-            f"{child.name} to see all that it says"
+            f"castwise try {script!r}: under {child.name} {took}. Its last output: {child.last_words}{lacks}. Run it by castwise "
+            f"run --plan {child.name} to see all that it says"
         )
 
 
 def _tried(child: _Child, first: _Child, steps: int) -> Tried:
-    said = child.said
-    notes = tuple(line.removeprefix("castwise run: ") for line in said if line.startswith("castwise run: "))
-    row = Tried(child.name, in_words(child.name), notes=notes)
-    if not child.seconds:
-        return dataclasses.replace(row, status="failed", reason=last_words(said))
+    row = Tried(child.name, in_words(child.name), notes=tuple(child.notes))
+    if not child.is_timed:
+        return dataclasses.replace(row, status="failed", reason=child.last_words)
     assert child.last is not None
     return dataclasses.replace(
-        row, step=stats.summarise(child.seconds), final_loss=child.losses[steps - 1], peak_bytes=child.last.peak_bytes,
-        speedup=None if child is first else stats.paired_speedup(first.seconds, child.seconds), skipped=child.last.skipped,
+        row, step=stats.summarise(child.lap.seconds), final_loss=child.losses[steps - 1], peak_bytes=child.last.peak_bytes,
+        speedup=None if child is first else speedup(first.lap, child.lap), skipped=child.last.skipped,
     )  # fmt: skip

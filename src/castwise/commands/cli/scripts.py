@@ -50,6 +50,10 @@ def run(
         execute(script, arguments or (), is_module=module)
     except EnoughError:
         os._exit(0)  # what the script would do at its end is not wanted
+    except SystemExit as end:
+        if gate is not None:
+            gate.end(end.__context__)
+        raise
     finally:
         follower.end()
 

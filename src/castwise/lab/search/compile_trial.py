@@ -45,7 +45,7 @@ from castwise.lab.passes.passes import gradients_of, run_backward
 from castwise.lab.timing.processes import received
 from castwise.lab.timing.served import belong_to
 from castwise.lab.timing.steps import TrainingRun
-from castwise.lab.timing.timing import synchronize
+from castwise.lab.timing.timing import race
 from castwise.lab.workloads.workload import Workload
 
 BATCHES = 3
@@ -138,8 +138,7 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
             return CompileTrial(
                 "not compiled: it is compiled anew at every step", compiled.compile_s, difference=worst
             )
-        eager.block(2)
-        eager_s, step_s = _times([eager, compiled], device)
+        eager_s, step_s = _times(eager, compiled, device)
     except Exception as error:
         if _torch.dynamo.gave_up(error):
             return CompileTrial(
@@ -313,19 +312,10 @@ def _moved(model: torch.nn.Module, eps: float, seed: int) -> Iterator[None]:
             p.data.copy_(weight)
 
 
-def _times(runs: Sequence[TrainingRun], device: torch.device) -> list[float]:
-    """Seconds per step of each, in turns."""
-    times: list[list[float]] = [[] for _ in runs]
-    count = 1
-    for number in range(1 + TIMED):
-        for run, found in zip(runs, times, strict=True):
-            run.before(count)
-            synchronize(device)
-            start = time.perf_counter()
-            run.run(count)
-            synchronize(device)
-            found.append((time.perf_counter() - start) / count)
-            run.after()
-        if number == 0:
-            count = max(1, min(64, round(BLOCK_S / min(found[0] for found in times))))
-    return [statistics.median(found[1:]) for found in times]
+def _times(eager: TrainingRun, compiled: TrainingRun, device: torch.device) -> list[float]:
+    """Median seconds per step of the two."""
+    laps = race(
+        [("eager", eager), ("compiled", compiled)], rounds=TIMED, device=device, hopeless=math.inf,
+        steps=lambda step_s: dict.fromkeys(step_s, max(1, min(64, round(BLOCK_S / min(step_s.values()))))),
+    )  # fmt: skip
+    return [statistics.median(lap.checked()) for lap in laps.values()]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +27,7 @@ from castwise.lab.passes.isolation import unspoilt
 from castwise.lab.search.parts import Part
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
-from castwise.lab.timing.timing import synchronize
+from castwise.lab.timing.timing import Calls, Name, race
 
 HOPELESS = 10.0
 """A format that takes this many times fp32's time on a small piece of the input is not tried on all of it."""
@@ -260,7 +259,7 @@ def _time(
             if not cannot_run(error):
                 raise
             reasons[name] = unfit(error)
-    seconds = _interleaved(ways, device, ranks)
+    seconds = _least_s(ways, device, ranks)
     return Cost(
         {name: best for (name, bordered), best in seconds.items() if not bordered},
         {name: best for (name, bordered), best in seconds.items() if bordered},
@@ -284,31 +283,15 @@ def _to_channels_last(tensor: Tensor) -> Tensor:
     return tensor.detach().to(memory_format=torch.channels_last).requires_grad_(tensor.requires_grad)
 
 
-def _interleaved(
-    ways: dict[tuple[str, bool], Callable[[], None]], device: torch.device, ranks: Lockstep, least: int = 2
-) -> dict[tuple[str, bool], float]:
-    """The least seconds of each; after the ``least`` rounds what is far slower is timed no more."""
-
-    def a_round(among: Collection[tuple[str, bool]]) -> list[float]:
-        seconds = []
-        for way in among:
-            synchronize(device)
-            start = time.perf_counter()
-            ways[way]()
-            synchronize(device)
-            seconds.append(time.perf_counter() - start)
-        return seconds
-
-    best: dict[tuple[str, bool], float] = {}
-    left = list(ways)
-    for number in range(ROUNDS):
-        for way, time_s in zip(
-            left, ranks.at("a round of a module").slowest(partial(a_round, left)), strict=True
-        ):
-            best[way] = min(time_s, best.get(way, math.inf))
-        if number + 1 >= least:  # by more than a hiccup
-            left = [way for way in left if best[way] < FAR * best["fp32", False]]
-    return best
+def _least_s(
+    ways: Mapping[Name, Callable[[], None]], device: torch.device, ranks: Lockstep, hopeless: float = FAR
+) -> dict[Name, float]:
+    """The least seconds of each; one that is so many times as slow as the first is timed twice alone."""
+    laps = race(
+        [(name, Calls(way)) for name, way in ways.items()], rounds=ROUNDS, steps=1, device=device, warmup=0, hopeless=hopeless,
+        ranks=ranks,
+    )  # fmt: skip
+    return {name: min(lap.checked()) for name, lap in laps.items()}
 
 
 def _runner(
@@ -362,8 +345,8 @@ def _slowdown_on_a_piece(
     else:
         return 1.0
     ranks.at(f"a module on a piece in {low}").each(reduced)
-    seconds = _interleaved({("fp32", False): plain, (low, False): reduced}, device, ranks, ROUNDS)
-    return seconds[low, False] / max(seconds["fp32", False], 2e-5)  # dispatch alone says nothing
+    seconds = _least_s({"fp32": plain, low: reduced}, device, ranks, math.inf)
+    return seconds[low] / max(seconds["fp32"], 2e-5)  # dispatch alone says nothing
 
 
 def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -24,7 +22,7 @@ from castwise.lab.timing.processes import Home, received
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 from castwise.lab.timing.served import belong_to, libraries, page_faults
 from castwise.lab.timing.steps import InferenceRun, TrainingRun
-from castwise.lab.timing.timing import WARMUP, synchronize, turn
+from castwise.lab.timing.timing import WARMUP, block_s, race
 
 BLOCK_S = 0.12
 """A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
@@ -121,7 +119,7 @@ def _run(
     pipe.send((False, None))
     taken = first = since = 0
     while count := pipe.recv():
-        pipe.send((False, _seconds(run, count, where)))
+        pipe.send((False, block_s(run, count, where, rest_s=REST_S)))
         taken += count
         if taken <= WARMUP:
             first, since = taken, page_faults()
@@ -131,19 +129,6 @@ def _run(
         (page_faults() - since) / max(1, taken - first),
         libraries(name for name in list(sys.modules) if name not in before),
     )
-
-
-def _seconds(run: TrainingRun | InferenceRun, steps: int, device: torch.device) -> float:
-    try:
-        run.before(steps)
-        synchronize(device)
-        time.sleep(REST_S)
-        start = time.perf_counter()
-        run.run(steps)
-        synchronize(device)
-        return (time.perf_counter() - start) / steps
-    finally:
-        run.after()
 
 
 @dataclass
@@ -199,45 +184,27 @@ def race_apart(
     Returns:
         By plan what it gave.
     """
-    out = [Timed() for _ in plans]
+    warmup = WARMUP + COMPILING * any(plan.compile != "as_given" for plan in plans)
+
+    def blocks(step_s: Mapping[int, float]) -> dict[int, int]:
+        found = {index: max(1, min(64, round(BLOCK_S / took_s))) for index, took_s in step_s.items()}
+        if steps is None:
+            return found
+        return dict.fromkeys(found, min(max(1, (steps - warmup) // rounds), *found.values()))
+
+    def is_over(done: int) -> bool:
+        on_round(done)
+        return done >= LEAST_ROUNDS and ranks.now() > until
+
     with contextlib.ExitStack() as stack:
         runs = [SeparateRun(home, workload, plan, device, seed, kind) for plan in plans]
         for run in runs:
             stack.callback(run.close)
-
-        def one(work: Callable[[SeparateRun], float], run: SeparateRun) -> list[float]:
-            return [work(run)]
-
-        def built(run: SeparateRun) -> float:
-            run.wait()
-            return 0.0
-
-        def each(what: str, work: Callable[[SeparateRun], float], order: Iterable[int]) -> dict[int, float]:
-            found = {}
-            for index in order:
-                if out[index].error is None:
-                    try:
-                        found[index] = ranks.at(what).slowest(partial(one, work, runs[index]))[0]
-                    except Exception as error:  # its own end, not that of the others
-                        out[index].error = error
-            return found
-
-        warmup = WARMUP + COMPILING * any(plan.compile != "as_given" for plan in plans)
-        each(
-            "building the models", built, range(len(runs))
-        )  # the steps of one would be slow while others build
-        step_s = each("the first steps", lambda run: run.warm_up(warmup), range(len(runs)))
-        blocks = {runs[index]: max(1, min(64, round(BLOCK_S / took_s))) for index, took_s in step_s.items()}
-        if steps is not None:
-            most = max(1, (steps - warmup) // rounds)
-            blocks = dict.fromkeys(blocks, min([most, *blocks.values()]))
-        for number in range(rounds):
-            if number >= LEAST_ROUNDS and ranks.now() > until:
-                break
-            order = turn(len(runs), first + number)
-            for index, step in each("a block", lambda run: run.steps(blocks[run]), order).items():
-                out[index].times_s.append(step)
-            on_round(number + 1)
+        laps = race(
+            list(enumerate(runs)), rounds=rounds, steps=blocks, device=device, warmup=warmup, hopeless=math.inf, first=first,
+            is_over=is_over, ranks=ranks,
+        )  # fmt: skip
+    out = [Timed(lap.seconds, error=lap.error) for lap in laps.values()]
     told = (run.losses for run, timed in zip(runs, out, strict=True) if timed.error is None)
     common = min((len(losses) for losses in told if losses), default=0)
     for run, timed in zip(runs, out, strict=True):

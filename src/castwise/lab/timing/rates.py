@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,7 +22,7 @@ from castwise.core.ranks.group import first_line
 from castwise.core.session.process import Claim, check_device
 from castwise.errors import DeviceError
 from castwise.lab.timing import stats
-from castwise.lab.timing.timing import Lap, race, speedup, synchronize
+from castwise.lab.timing.timing import Calls, Lap, race, speedup
 
 Verdict = Literal["fast", "no gain", "avoid"]
 
@@ -335,10 +334,7 @@ def _rates(kernel: Kernel, run: Sequence[Variant], device: torch.device, rounds:
 
 def _least_s(loop: Loop, device: torch.device) -> float:
     """The least of six single calls, after one that builds the kernel: a busy neighbour only ever makes one longer."""
-    lap = race([("", loop)], rounds=6, steps=1, device=device, warmup=1)[""]
-    if lap.error is not None:
-        raise lap.error
-    return min(lap.seconds)
+    return min(race([("", loop)], rounds=6, steps=1, device=device, warmup=1)[""].checked())
 
 
 def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
@@ -390,15 +386,9 @@ def measure_bandwidth(
     """Time copies of a tensor of so many bytes, a multiple of 4; it is held twice."""
     source = torch.ones(copied_bytes // 4, device=device)
     target = torch.empty_like(source)
-    taken = []
+    copies = Calls(lambda: target.copy_(source))
     calls = 1 if device.type == "cpu" else 10
-    for repetition in range(repetitions + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            target.copy_(source)
-        synchronize(device)
-        if repetition:  # the first touches the target's pages
-            taken.append((time.perf_counter() - start) / calls)
+    lap = race([("", copies)], rounds=repetitions, steps=calls, device=device, warmup=1)[""]
+    taken = lap.checked()  # without the first, which touches the target's pages
     middle, low, high = (2 * copied_bytes / stats.quantile(taken, q) / 1e9 for q in (0.5, 0.75, 0.25))
     return Bandwidth(middle, low, high, copied_bytes)

@@ -2,16 +2,17 @@
 
 Every candidate runs a block of steps in every round, so that a slow spell of the machine falls on all of them,
 and ratios are formed within rounds (see :mod:`castwise.lab.timing.stats`). Each round has an order of its own
-(:func:`turn`): a block begins with the caches that the one before it left.
+(:func:`turn`): a block begins with the caches that the one before it left. Candidates run in this process
+(:class:`Runner`) or each in one of its own (:class:`SeparateRunner`).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -25,6 +26,8 @@ PATIENCE_S = 30.0
 SURE_S = 1.0
 """A shorter step can look hopeless by a neighbour's doing, so two rounds beside the baseline must agree."""
 WARMUP = 2
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def turn(count: int, number: int) -> list[int]:
@@ -47,6 +50,35 @@ class Runner(Protocol):
 
     def after(self) -> None:
         """Clean up after a block, a failed one too."""
+
+
+@runtime_checkable
+class SeparateRunner(Protocol):
+    """One candidate in a process of its own, which times its blocks itself."""
+
+    def wait(self) -> None:
+        """Wait until it can take steps: no candidate takes one before all can."""
+
+    def steps(self, count: int) -> float:
+        """Run a block of steps; seconds per step."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A function as a candidate: a step is a call of it."""
+
+    call: Callable[[], object]
+
+    def before(self, steps: int) -> None:
+        """Nothing to get ready."""
+
+    def run(self, steps: int) -> None:
+        """Call it."""
+        for _ in range(steps):
+            self.call()
+
+    def after(self) -> None:
+        """Nothing to clean up."""
 
 
 @dataclass
@@ -73,6 +105,16 @@ class Lap:
         """Whether the candidate has left the race early."""
         return self.slowdown is not None or self.error is not None
 
+    def checked(self) -> list[float]:
+        """Its times, of the rounds that it ran.
+
+        Raises:
+            Exception: What ended it.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.seconds
+
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what was asked of it; nothing to wait for on a CPU."""
@@ -80,10 +122,19 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _block_s(runner: Runner, steps: int, device: torch.device, ranks: Lockstep) -> float:
+def block_s(
+    runner: Runner, steps: int, device: torch.device, ranks: Lockstep = BY_ITSELF, rest_s: float = 0.0
+) -> float:
+    """Run a block, after so many seconds of rest; seconds per step.
+
+    Raises:
+        Exception: What the candidate raised; it has been cleaned up after.
+    """
+
     def get_ready() -> None:
         runner.before(steps)
         synchronize(device)
+        time.sleep(rest_s)
 
     def timed() -> list[float]:
         try:
@@ -103,25 +154,26 @@ def _block_s(runner: Runner, steps: int, device: torch.device, ranks: Lockstep) 
 
 
 def race(
-    runners: Sequence[tuple[str, Runner]],
+    runners: Sequence[tuple[Name, Runner | SeparateRunner]],
     *,
     rounds: int,
-    steps: int,
+    steps: int | Callable[[Mapping[Name, float]], Mapping[Name, int]],
     device: torch.device,
     warmup: int = WARMUP,
     hopeless: float = HOPELESS,
     sure_s: float = SURE_S,
     against_s: Sequence[float] = (),
     first: int = 0,
-    on_block: Callable[[str, int], None] | None = None,
+    on_block: Callable[[Name, int], None] | None = None,
+    is_over: Callable[[int], bool] = lambda _done: False,
     ranks: Lockstep = BY_ITSELF,
-) -> dict[str, Lap]:
+) -> dict[Name, Lap]:
     """Time candidates against each other.
 
     Args:
         runners: Names and candidates; the first is the baseline, unless there is ``against_s``.
         rounds: Rounds in which every candidate runs one block.
-        steps: Steps per block.
+        steps: Steps per block, or what says so by name from the seconds of each candidate's last step before the first round.
         device: Waited for at both ends of each block.
         warmup: Single steps before the first round, not counted.
         hopeless: A candidate that takes more than this many times the baseline's time is stopped: after its first step if
@@ -132,47 +184,65 @@ def race(
         against_s: Seconds of a baseline's steps, where that has run before and is none of the runners.
         first: Rounds of these candidates that there were before; the order goes on from there.
         on_block: Called with a name and the steps just run, after each block.
+        is_over: Called with the number of rounds that are done, after each: whether to stop there.
         ranks: Run each block at once: times are the slowest rank's, and a candidate that fails on one fails on all.
 
     Returns:
         Per name what was measured. An exception ends its candidate alone and is kept in ``error``.
     """
     laps = {name: Lap() for name, _ in runners}
-    reference = list(against_s)
+
+    def taken_s(name: Name, runner: Runner | SeparateRunner, count: int) -> float | None:
+        """Seconds per step of a block; None where an exception has ended the candidate, which is no end of the others."""
+        found = None
+        try:
+            if isinstance(runner, SeparateRunner):
+                found = ranks.at("a block").slowest(lambda: [runner.steps(count)])[0]
+            else:
+                found = block_s(runner, count, device, ranks)
+        except Exception as error:
+            laps[name].error = error
+        return found
+
+    for name, runner in runners:
+        if isinstance(runner, SeparateRunner):
+            try:
+                ranks.at("the start of a process").each(runner.wait)
+            except Exception as error:
+                laps[name].error = error
+    reference, last_s = list(against_s), {}
     for index, (name, runner) in enumerate(runners):
         taken: list[float] = []
-        for _ in range(warmup):
+        while len(taken) < warmup and not laps[name].done:
             compiled_s = getattr(runner, "compile_s", 0.0)
-            try:
-                step_s = _block_s(runner, 1, device, ranks)
-                taken.append(step_s - getattr(runner, "compile_s", 0.0) + compiled_s)
-            except Exception as error:  # one candidate's failure is its result, not the end of the others
-                laps[name].error = error
+            step_s = taken_s(name, runner, 1)
+            if step_s is None:
                 break
+            taken.append(step_s - getattr(runner, "compile_s", 0.0) + compiled_s)
             if on_block is not None:
                 on_block(name, 1)
             if (index or against_s) and reference:
                 laps[name].slowdown = _hopeless(taken, reference, hopeless, sure_s)
-                if laps[name].done:
-                    break
-        if index == 0 and not against_s and not laps[name].done:
-            reference = taken
+        if taken and not laps[name].done:
+            last_s[name] = taken[-1]
+            if index == 0 and not against_s:
+                reference = taken
+    blocks = dict.fromkeys(laps, steps) if isinstance(steps, int) else steps(last_s) if last_s else {}
     for number in range(rounds):
         for index in turn(len(runners), first + number):
             name, runner = runners[index]
             lap = laps[name]
-            seconds: float | None = None
-            if not lap.done:
-                try:
-                    seconds = _block_s(runner, steps, device, ranks)
-                except Exception as error:
-                    lap.error = error
-                if on_block is not None:
-                    on_block(name, steps)
-            lap.times_s.append(seconds)
+            if lap.done:
+                lap.times_s.append(None)
+                continue
+            lap.times_s.append(taken_s(name, runner, blocks[name]))
+            if on_block is not None:
+                on_block(name, blocks[name])
         for name, _ in runners[1:]:
             if not laps[name].done:
                 laps[name].slowdown = _hopeless_rounds(laps[runners[0][0]], laps[name], hopeless)
+        if is_over(number + 1):
+            break
     return laps
 
 
