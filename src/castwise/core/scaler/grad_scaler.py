@@ -522,14 +522,8 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         for state in states.values():
             flags = state["found_inf_per_device"]
             if len(flags) == 1 and scale is not None and tracker is not None and scale.device in flags:
-                _torch.grad_scaler.update_scale(
-                    scale,
-                    tracker,
-                    flags[scale.device],
-                    self.get_growth_factor(),
-                    self.get_backoff_factor(),
-                    self.get_growth_interval(),
-                )
+                rule = self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval()
+                _torch.grad_scaler.update_scale(scale, tracker, flags[scale.device], *rule)
                 self.flags.restart()
                 return
         super().update()

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from castwise.core import _torch
 from castwise.core.scaler import gradients
 
-_Reduce = Callable[[torch.Tensor], torch.Tensor | None]
 _Flags = dict[torch.device, torch.Tensor]
 
 
@@ -47,7 +46,7 @@ class Unscaling:
 
     def __init__(
         self,
-        reduce: _Reduce | None,
+        reduce: Callable[[torch.Tensor], torch.Tensor | None] | None,
         process_group: Any,
         allow_fp16: bool,
         others: Callable[[Optimizer, torch.Tensor, torch.Tensor, bool], _Flags] = unscale_others,
@@ -87,12 +86,10 @@ class Unscaling:
             return self.unscale(optimizer, inverse, flag, allow_fp16)
         else:
             flags = self._others(optimizer, inverse, flag, allow_fp16)
-        if self._reduce is None and self._process_group is None:
-            groups = gradients.mesh_groups(optimizer)
-            if not groups:
-                return flags
-        else:
-            groups = []
+        alone = self._reduce is None and self._process_group is None
+        groups = gradients.mesh_groups(optimizer) if alone else []
+        if alone and not groups:
+            return flags
         # One flag whatever the number of devices, and one also from a rank without gradients: all ranks must make
         # the same calls.
         joint = self.agreed(gradients.largest([*flags.values()], flag.device), groups)
