@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -46,54 +45,50 @@ update_scale = torch._amp_update_scale_
 """``(scale, growth_tracker, flag, growth, backoff, interval)``: move a scale in place by its rule."""
 
 
+def unscale_grads(
+    optimizer: torch.optim.Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+) -> dict[torch.device, torch.Tensor]:
+    """Multiply an optimizer's gradients by ``inverse``, as torch's scaler does; returns a flag per device."""
+    unscale: Any = torch.amp.GradScaler._unscale_grads_
+    return unscale(None, optimizer, inverse, flag, allow_fp16)  # type: ignore[no-any-return]  # it needs no scaler
+
+
 class OpenGradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` by names without underscores, for a subclass that works on what it keeps."""
+    """``torch.amp.GradScaler`` by names without underscores, for a subclass that keeps its parts elsewhere."""
 
     works: bool
     """Whether it was enabled, on a device that is there; otherwise it passes everything through."""
-    optimizer_states: dict[int, dict[str, Any]]
-    """By the optimizers' ``id`` their stage, and their flags by device."""
-    current: Any
-    """What holds ``scale`` and ``growth_tracker``, None before the first use; its ``allocate(device)`` makes them."""
+    losses: Any
+    """Its ``current`` holds ``scale`` and ``growth_tracker``, None before the first use, and has ``allocate(device)`` to make them."""
+    flags: Any
+    """Its ``states`` holds, by the optimizers' ``id``, their stage and their flags by device."""
+    unscaling: Any
+    """Its ``unscale(optimizer, inverse, flag, allow_fp16)`` multiplies gradients and returns a flag per device."""
     step_or_skip: Callable[..., Any]
     """``(optimizer, state, *args, **kwargs)``: call the optimizer's step unless a flag of its ``state`` is set."""
 
     _enabled = property(lambda self: self.works, lambda self, value: setattr(self, "works", value))
     _per_optimizer_states = property(
-        lambda self: self.optimizer_states, lambda self, value: setattr(self, "optimizer_states", value)
+        lambda self: self.flags.states, lambda self, value: setattr(self.flags, "states", value)
     )
     _scale = property(
-        lambda self: self.current.scale, lambda self, value: setattr(self.current, "scale", value)
+        lambda self: self.losses.current.scale,
+        lambda self, value: setattr(self.losses.current, "scale", value),
     )
     _growth_tracker = property(
-        lambda self: self.current.growth_tracker,
-        lambda self, value: setattr(self.current, "growth_tracker", value),
+        lambda self: self.losses.current.growth_tracker,
+        lambda self, value: setattr(self.losses.current, "growth_tracker", value),
     )
-
-    @property
-    def device_type(self) -> str:
-        """Of the gradients."""
-        return str(self._device)
-
-    def unscale_grads(
-        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        """Multiply an optimizer's gradients by ``inverse``; a flag per device."""
-        return super()._unscale_grads_(optimizer, inverse, flag, allow_fp16)
 
     def check_scaled(self, call: str) -> torch.Tensor:
         """The scale; an error as torch's where nothing was ever scaled."""
         return self._check_scale_growth_tracker(call)[0]
 
-    def start_states(self) -> None:
-        """Go on with fresh states; those that were are left as they are."""
-        self.optimizer_states = defaultdict(self.optimizer_states.default_factory)  # type: ignore[attr-defined]
-
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self.current.allocate(dev)
+        self.losses.current.allocate(dev)
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
-        return self.unscale_grads(*args)
+        return self.unscaling.unscale(*args)  # type: ignore[no-any-return]
 
     def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.step_or_skip(*args, **kwargs)

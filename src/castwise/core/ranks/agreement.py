@@ -262,7 +262,8 @@ class Agreement:
         held = window.optimizers if window is not None else []
         norms = [_norm_here(optimizer) for optimizer in held]
         supposed = {at for at, optimizer in enumerate(held) if any(optimizer is one for one in summed)}
-        scale = None if window is None else (window.scaler.current.name, window.scaler.current.numbers())
+        loss = None if window is None else window.scaler.losses.current
+        scale = None if loss is None else (loss.name, loss.numbers())
         heard = self._who_steps().meet((norms, supposed, scale))
         apart = [
             place
@@ -307,10 +308,11 @@ class Agreement:
 
     def decide(self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer]) -> None:
         """Unscale, and have these optimizers of all ranks step or skip together, by one message however many they are here."""
+        flags = scaler.flags
         if self._unscale(window, optimizers):
-            scaler.set_flag(optimizers, self.agree(scaler.joint_flag(optimizers)))
+            flags.set(optimizers, self.agree(flags.joint(optimizers, scaler.scale_tensor().device)))
         else:
-            scaler.decide_together(optimizers)
+            flags.join(optimizers)
 
     def decide_and_clip(
         self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer], max_norm: float
@@ -323,18 +325,18 @@ class Agreement:
             norm = self.clip(_params_of(optimizers), max_norm)
             window.note_norm(optimizers, norm)
             return norm
-        late = any(scaler.is_unscaled(optimizer) for optimizer in optimizers)
+        late = any(scaler.flags.is_unscaled(optimizer) for optimizer in optimizers)
         differ, params = self._unscale(window, optimizers), _params_of(optimizers)
-        flag = scaler.joint_flag(optimizers) if differ else None
+        flag = scaler.flags.joint(optimizers, scaler.scale_tensor().device) if differ else None
         if flag is not None and self._is_local:
-            scaler.set_flag(optimizers, self.agree(flag))
+            scaler.flags.set(optimizers, self.agree(flag))
         elif flag is not None:
             norm = self.norm(params, joined=True, flag=flag)
-            scaler.set_flag(optimizers, flag)
+            scaler.flags.set(optimizers, flag)
             _clip_by(norm, params, max_norm)
             return norm
         else:
-            scaler.decide_together(optimizers)
+            scaler.flags.join(optimizers)
         norm = self.clip(params, max_norm)
         if late:  # gradients may have changed since they were looked at
             window.note_norm(optimizers, norm)

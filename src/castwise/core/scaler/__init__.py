@@ -1,8 +1,8 @@
 """Loss scaling: a pure rule for the scale, and the GradScaler around it.
 
-``state``: the rule, as a function and as device operations. ``grad_scaler``: the scaler, on ``losses``, its records of named
-losses, and ``verdicts``, what it knows of gradients. ``gradients``: what it does to them. ``result`` and ``outcomes``: what
-became of a step, and of all so far. ``closure``: steps that evaluate the loss themselves. ``window``: whose gradients there
+``state``: the rule, as a function and as device operations. ``grad_scaler``: the scaler, which keeps the scales of named losses
+(``losses``), what is known of each optimizer's gradients (``flags``), and what unscales them (``unscaling``). ``gradients``:
+operations on them. ``result`` and ``outcomes``: what became of a step, and of all so far. ``closure``: steps that evaluate the loss themselves. ``window``: whose gradients there
 are, at which scale; ``held``: which of one optimizer's hold it. ``buffers``: what a skipped step must not leave poisoned.
 ``watch``: steps that somebody else makes. ``step_guard``: the scaler of plans without a loss scale.
 ``foreign``: state dicts of Apex and Colossal-AI.

@@ -15,11 +15,12 @@ from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import LossScale
 from castwise.core.scaler import gradients
 from castwise.core.scaler.closure import step_or_restore
-from castwise.core.scaler.losses import DEFAULT, LossState
+from castwise.core.scaler.flags import Flags
+from castwise.core.scaler.losses import DEFAULT, Losses
 from castwise.core.scaler.outcomes import Outcomes, stuck_error
 from castwise.core.scaler.result import StepResult, peek, read_on_host
-from castwise.core.scaler.state import ScalePolicy, ScaleState, next_state, update_on_device
-from castwise.core.scaler.verdicts import Verdicts
+from castwise.core.scaler.state import ScalePolicy, ScaleState, next_state
+from castwise.core.scaler.unscaling import Unscaling
 from castwise.errors import PlanError, StateError
 
 STEPPED = StepResult(None)
@@ -28,7 +29,7 @@ _Outputs = TypeVar("_Outputs", bound=torch.Tensor | Iterable[torch.Tensor])
 _TINY = torch.finfo(torch.float32).tiny
 
 
-class GradScaler(Verdicts):
+class GradScaler(_torch.grad_scaler.OpenGradScaler):
     """A loss scaler that by default cannot be told from ``torch.amp.GradScaler``, and can do more.
 
     Beyond torch: hysteresis, a floor and a ceiling; a scale per named loss; agreement between ranks on non-finite
@@ -95,10 +96,13 @@ class GradScaler(Verdicts):
             )
         if reduce is not None and process_group is not None:
             raise PlanError("GradScaler: give reduce or process_group, not both; either makes ranks agree")
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled,
-            limits=limits, reduce=reduce, process_group=process_group, allow_fp16_grads=allow_fp16_grads,
-        )  # fmt: skip
+        self.losses: Losses = Losses(init_scale, device)
+        self.flags: Flags = Flags()
+        self.unscaling: Unscaling = Unscaling(reduce, process_group, allow_fp16_grads)
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        # Whether losses are multiplied.
+        self.scales = self.works
+        self._limits = limits
         # Torch's kernel does the update, up to bounds, unless overflows are counted or nothing moves at all.
         self._by_torch = dynamic and hysteresis == 1
         self._overridden = type(self).unscale_ is not torch.amp.GradScaler.unscale_
@@ -132,6 +136,10 @@ class GradScaler(Verdicts):
             **extras,
         )
 
+    def is_enabled(self) -> bool:
+        """Whether losses are multiplied."""
+        return self.scales
+
     # --- scales -------------------------------------------------------------------------------------------
 
     @property
@@ -151,15 +159,19 @@ class GradScaler(Verdicts):
 
     def _state_now(self) -> Callable[[str], ScaleState]:
         over = self.is_over is not None and (self.is_over() or self.left_out() or self.returned())
-        return self.state_after_update if over else self._state_of
+        return self.state_after_update if over else self.losses.state_of
+
+    def scale_tensor(self, name: str | None = None) -> torch.Tensor:
+        """The scale of a loss, by default that of this window: 0-dim fp32 on the device, so nothing waits for it."""
+        return self.losses.scale_tensor(name)
 
     def next_state(self, found_inf: bool, name: str = DEFAULT) -> ScaleState:
         """What the state of a loss would be after an update with this outcome. Changes nothing; synchronises."""
-        return next_state(self._state_of(name), found_inf, self.policy)
+        return next_state(self.losses.state_of(name), found_inf, self.policy)
 
     def state_after_update(self, name: str = DEFAULT) -> ScaleState:
         """What the state of a loss will be after :meth:`update`, by the steps so far. Changes nothing; synchronises."""
-        state = self._state_of(name)
+        state = self.losses.state_of(name)
         if any(bool(flag > 0) for of, flag in self.returned() if of == name):
             state = next_state(state, True, self.policy)
         flag = self._outcome(self.left_out()).get(name)
@@ -169,16 +181,16 @@ class GradScaler(Verdicts):
 
     def _outcome(self, left_out: Iterable[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
         """The losses whose scales :meth:`update` will move, and whether one of their gradients was not finite."""
-        found = [*self._found(), *left_out]
+        found = [*self.flags.of(), *left_out]
         if not found:
             return {}
-        name, flag = self.current.name, gradients.largest(found, self.scale_tensor().device)
-        if not self._flags:
+        name, flags = self.losses.current.name, self.losses.flags
+        flag = gradients.largest(found, self.losses.scale_tensor().device)
+        if not flags:
             return {name: flag}
         # What no loss overflowed in by itself happened at the window's scale: bringing gradients to it, adding.
-        known = gradients.largest([*self._flags.values()], flag.device)
-        own = self._flags[name].to(flag.device)
-        return {**self._flags, name: torch.maximum(own, (flag > known).float())}
+        known = gradients.largest([*flags.values()], flag.device)
+        return {**flags, name: torch.maximum(flags[name].to(flag.device), (flag > known).float())}
 
     def scale(self, outputs: _Outputs, name: str = DEFAULT) -> _Outputs:
         """Multiply a loss, or several, by the scale of ``name``.
@@ -195,29 +207,30 @@ class GradScaler(Verdicts):
         """
         if not self.scales:
             return outputs
-        if self.opened_by != name:
-            if self.opened_by is None and name == self.current.name:
-                self.opened_by = name
+        losses = self.losses
+        if losses.opened_by != name:
+            if losses.opened_by is None and name == losses.current.name:
+                losses.opened_by = name
             else:
                 self._open_window(name, outputs)
-        scale = self.current.scale
+        scale = losses.current.scale
         if scale is not None and isinstance(outputs, torch.Tensor):
             wide: Any = outputs.float() if outputs.dim() and outputs.dtype in LOW_DTYPES else outputs
             return wide * scale.to(wide.device, non_blocking=True)  # type: ignore[no-any-return]
         return super().scale(gradients.lift_low(outputs))  # type: ignore[no-any-return]
 
     def _open_window(self, name: str, outputs: Any) -> None:
-        if self.opened_by is not None:
+        if self.losses.opened_by is not None:
             way = (
                 "scaler.backward(loss, name, params=...) or Amp.backward(loss, name), which keep them apart, or call update()"
                 if self.is_over is None
                 else "amp.backward(loss, name), which keeps them apart, or call amp.step(optimizer)"
             )
             raise StateError(
-                f"scale(loss, {name!r}): the loss {self.opened_by!r} was scaled in this window, and gradients of losses with "
+                f"scale(loss, {name!r}): the loss {self.losses.opened_by!r} was scaled in this window, and gradients of losses with "
                 f"different scales must not be added up. Use {way} in between."
             )
-        self.open_for(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
+        self.losses.open(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
 
     def backward(
         self,
@@ -238,8 +251,8 @@ class GradScaler(Verdicts):
             params: Parameters that this or an earlier loss of the window reaches, or a function that gives them.
             kwargs: As in ``Tensor.backward``.
         """
-        base = self.opened_by
-        if base is None or self.is_first(name):
+        losses, base = self.losses, self.losses.opened_by
+        if base is None or losses.is_first(name):
             scaled = self.scale(loss, name)
             if kwargs:
                 scaled.backward(**kwargs)
@@ -249,23 +262,24 @@ class GradScaler(Verdicts):
         everything = list(params() if callable(params) else params)
         aside = gradients.set_aside(everything)
         try:
-            if base not in self._flags:
-                self._flags[base] = self._flag_of_base([grad for _, grad in aside])
-            self._loss(name, loss.device)
-            base_scale, own_scale = self._scale_of(base), self._scale_of(name)
+            flags = losses.flags
+            if base not in flags:
+                flags[base] = self._flag_of_base([grad for _, grad in aside])
+            losses.get(name, loss.device)
+            base_scale, own_scale = losses.scale_tensor(base), losses.scale_tensor(name)
             (gradients.lift_low(loss) * own_scale.to(loss.device, non_blocking=True)).backward(**kwargs)
             fresh = [parameter.grad for parameter in everything if parameter.grad is not None]
             factor = None if name == base else (base_scale.double() / own_scale.double()).float()
-            flag = self._agreed(gradients.check_and_multiply(fresh, factor, own_scale.device))
-            self._flags[name] = torch.maximum(self._flags[name], flag) if name in self._flags else flag
+            flag = self.unscaling.agreed(gradients.check_and_multiply(fresh, factor, own_scale.device))
+            flags[name] = torch.maximum(flags[name], flag) if name in flags else flag
         finally:
             gradients.add_up(aside)
 
     def _flag_of_base(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """What is known of the loss that was alone in the window so far, from gradients and from steps made."""
-        home = self.scale_tensor().device
-        now = self._agreed(gradients.check_and_multiply(grads, None, home))
-        return gradients.largest([now, *self._found()], home)
+        home = self.losses.scale_tensor().device
+        now = self.unscaling.agreed(gradients.check_and_multiply(grads, None, home))
+        return gradients.largest([now, *self.flags.of()], home)
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -307,14 +321,14 @@ class GradScaler(Verdicts):
             first = not optimizer.state
             value = super().step(optimizer, *args, **kwargs)
             if first:
-                gradients.forget_unwritten(optimizer, self._found((optimizer,)))
+                gradients.forget_unwritten(optimizer, self.flags.of((optimizer,)))
         else:
             value = self._plain_step(optimizer)
         key, outcomes = id(optimizer), self._outcomes
         outcomes.last_stepped = key
         skipped = outcomes.skips.get(key)
         if skipped is None:  # a fused kernel decided
-            skipped = read_on_host(self.optimizer_states[key]["found_inf_per_device"].values())
+            skipped = read_on_host(self.flags.states[key]["found_inf_per_device"].values())
         self.note_outcome(optimizer, skipped)
         return value
 
@@ -327,15 +341,9 @@ class GradScaler(Verdicts):
         if skipped is not None:
             self._outcomes.skips[id(optimizer)] = skipped
         if skipped is not False:
-            streak = self._streak(optimizer, *(self._flags or (self.current.name,)))
+            streak = self._outcomes.streak(id(optimizer), *(self.losses.flags or (self.losses.current.name,)))
             if streak + bool(skipped) >= self._patience:
                 self._refuse_to_go_on(optimizer)
-
-    def _streak(self, optimizer: Optimizer, *names: str) -> int:
-        """How many windows in a row this optimizer was skipped in, or one of these losses overflowed in."""
-        streaks = self._outcomes.streaks
-        keys: tuple[int | str, ...] = (id(optimizer), *names)
-        return max(streaks.get(key, 0) for key in keys) if streaks else 0
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """:meth:`step`, and what became of it."""
@@ -347,7 +355,7 @@ class GradScaler(Verdicts):
     def _plain_step(self, optimizer: Optimizer) -> Any:
         """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
         self.check_scaled("step")
-        state = self.optimizer_states[id(optimizer)]
+        state = self.flags.states[id(optimizer)]
         if state["stage"] is OptState.READY:
             state["found_inf_per_device"] = self._unscaled(optimizer)
             state["stage"] = OptState.UNSCALED
@@ -368,20 +376,26 @@ class GradScaler(Verdicts):
             inverse = gradients.inverse(scale)
             self._inverse = value, inverse
         found = gradients.number(0.0, scale.device)
-        return self.unscale_grads(optimizer, inverse, found, allow_fp16=False)
+        return self.unscaling.unscale(optimizer, inverse, found, allow_fp16=False)
+
+    def note_unscaled(self, optimizer: Optimizer) -> None:
+        """Take an optimizer's gradients, however they came there, as unscaled, and look for infinities."""
+        one = gradients.number(1.0, self.losses.scale_tensor().device)
+        found = self.unscaling.unscale(optimizer, one, torch.zeros_like(one), allow_fp16=True)
+        self.flags.add(id(optimizer), found)
 
     def _step_with_closure(
         self, optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        state = self.optimizer_states[id(optimizer)]
+        state = self.flags.states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if self.opened_by is not None and state["stage"] is OptState.READY:
+        if self.losses.opened_by is not None and state["stage"] is OptState.READY:
             self._unscaled(optimizer)
 
         def look() -> Iterable[torch.Tensor]:
             state["found_inf_per_device"] = self._unscaled(optimizer)
-            return self._found((optimizer,))
+            return self.flags.of((optimizer,))
 
         value, skipped = step_or_restore(optimizer, closure, look, args, kwargs)
         self._outcomes.skips[id(optimizer)] = skipped
@@ -390,22 +404,22 @@ class GradScaler(Verdicts):
 
     def _refuse_to_go_on(self, optimizer: Optimizer) -> None:
         """Raise if a scale that overflows again and again cannot shrink any more."""
-        found = self.joint_flag((optimizer,))
+        found = self.flags.joint((optimizer,), self.losses.scale_tensor().device)
         limits = self._limits
         floor = _TINY if limits.floor is None else limits.bounded(limits.floor)
         stuck = [
             name
-            for name, flag in (self._flags or {self.current.name: found}).items()
-            if bool(flag > 0) and (not limits.dynamic or self._state_of(name).scale <= floor)
+            for name, flag in (self.losses.flags or {self.losses.current.name: found}).items()
+            if bool(flag > 0) and (not limits.dynamic or self.losses.state_of(name).scale <= floor)
         ]
         if not stuck:
             return
         raise stuck_error(
             optimizer,
-            self._streak(optimizer, *stuck) + 1,
+            self._outcomes.streak(id(optimizer), *stuck) + 1,
             self.non_finite_params(optimizer),
             loss=stuck[0],
-            scale=self._state_of(stuck[0]).scale,
+            scale=self.losses.state_of(stuck[0]).scale,
             floor=floor if limits.dynamic else None,
         )
 
@@ -424,14 +438,14 @@ class GradScaler(Verdicts):
         """
         if not self.works:
             return StepResult(None, grad_norm=grad_norm)
-        results = [self._outcomes.result(self.optimizer_states, id(optimizer)) for optimizer in optimizers]
+        results = [self._outcomes.result(self.flags.states, id(optimizer)) for optimizer in optimizers]
         return StepResult.join(results, grad_norm)
 
     @property
     def last_result(self) -> StepResult | None:
         """What became of the last step of any optimizer; None before the first or when disabled."""
         key = self._outcomes.last_stepped
-        return None if key is None else self._outcomes.result(self.optimizer_states, key)
+        return None if key is None else self._outcomes.result(self.flags.states, key)
 
     @property
     def previous_skipped(self) -> bool | None:
@@ -450,14 +464,15 @@ class GradScaler(Verdicts):
         """
         if not self.scales:
             return
-        states, flags = self.optimizer_states, self._flags
-        losses: Mapping[str, torch.Tensor | None] = {self.current.name: None}
+        states, flags = self.flags.states, self.losses.flags
+        losses: Mapping[str, torch.Tensor | None] = {self.losses.current.name: None}
         if new_scale is not None:
-            if self.opened_by is None:
-                self.open_for(DEFAULT)
+            if self.losses.opened_by is None:
+                self.losses.open(DEFAULT)
             super().update(new_scale)
             self._clamp()
-            self._move({name: flag for name, flag in flags.items() if name != self.opened_by})
+            others = {name: flag for name, flag in flags.items() if name != self.losses.opened_by}
+            self.losses.move(others, self.policy)
         elif self._by_torch and not flags and len(states) < 2:
             self._update_alone(states)
             if self._limits.ceiling is not None or [*self._outcomes.skips.values()] != [False]:
@@ -468,12 +483,12 @@ class GradScaler(Verdicts):
             outcome = self._outcome()
             if not outcome:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            self._move(outcome)
-            self.start_states()
+            self.losses.move(outcome, self.policy)
+            self.flags.restart()
             losses = outcome if flags else losses
-        self.opened_by = None
+        self.losses.opened_by = None
         if flags:
-            self._flags = {}
+            self.losses.flags = {}
         self._outcomes.close(states, losses, restart=new_scale is not None)
 
     def note_dropped(self, dropped: Mapping[int, Mapping[torch.device, torch.Tensor]], stepped: bool) -> None:
@@ -489,57 +504,35 @@ class GradScaler(Verdicts):
             bad = read_on_host(flags.values())
             if bad is not None:
                 self._outcomes.skips.setdefault(key, bad)
-            self.add_flags(key, flags)
+            self.flags.add(key, flags)
         if not stepped:
-            self._hold_back(self._outcome())
+            if self._limits.dynamic:
+                self.losses.hold_back(self._outcome())
             self.update()
 
     def note_left(self, returned: dict[str, torch.Tensor]) -> None:
         """Move the scales of losses whose gradients were computed, were not finite, and were never set on parameters."""
-        self._hold_back(returned)
         if self._limits.dynamic:
-            self._move(returned)
-
-    def _hold_back(self, outcome: Mapping[str, torch.Tensor]) -> None:
-        """Where gradients were finite, take back what the update that follows adds to the counter of such steps."""
-        for name, flag in outcome.items():
-            tracker = self._loss(name, flag.device).growth_tracker
-            assert tracker is not None
-            if self._limits.dynamic:
-                tracker.sub_((flag.to(tracker.device) == 0).to(tracker.dtype))
+            self.losses.hold_back(returned)
+            self.losses.move(returned, self.policy)
 
     def _update_alone(self, states: dict[int, dict[str, Any]]) -> None:
         """Torch's update, without the questions that do not arise for one optimizer on the scale's device."""
-        scale, tracker = self.current.scale, self.current.growth_tracker
+        scale, tracker = self.losses.current.scale, self.losses.current.growth_tracker
         for state in states.values():
             flags = state["found_inf_per_device"]
             if len(flags) == 1 and scale is not None and tracker is not None and scale.device in flags:
-                _torch.grad_scaler.update_scale(
-                    scale,
-                    tracker,
-                    flags[scale.device],
-                    self.get_growth_factor(),
-                    self.get_backoff_factor(),
-                    self.get_growth_interval(),
-                )
-                self.start_states()
+                rule = self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval()
+                _torch.grad_scaler.update_scale(scale, tracker, flags[scale.device], *rule)
+                self.flags.restart()
                 return
         super().update()
 
     def _clamp(self) -> None:
         floor, ceiling = self._limits.floor, self._limits.ceiling
         if floor is not None or ceiling is not None:
-            assert self.current.scale is not None
-            self.current.scale.clamp_(floor, ceiling)
-
-    def _move(self, flags: dict[str, torch.Tensor]) -> None:
-        policy = self.policy
-        for name, flag in flags.items():
-            scale = self._scale_of(name)
-            loss = self._losses[name]
-            assert loss.growth_tracker is not None
-            flag = flag.to(scale.device, non_blocking=True)
-            update_on_device(scale, loss.growth_tracker, loss.hysteresis_tracker, flag, policy)
+            assert self.losses.current.scale is not None
+            self.losses.current.scale.clamp_(floor, ceiling)
 
     # --- state --------------------------------------------------------------------------------------------
 
@@ -548,7 +541,7 @@ class GradScaler(Verdicts):
         if not self.scales:
             return {}
         state_of = self._state_now()
-        losses = {name: state_of(name).saved() for name in self._losses}
+        losses = {name: state_of(name).saved() for name in self.losses.by_name}
         first = losses.pop(DEFAULT)
         if self._limits.hysteresis == 1:
             del first["hysteresis_tracker"]
@@ -558,24 +551,19 @@ class GradScaler(Verdicts):
         """Load a state of this class, or of torch's scaler. Scales outside of floor and ceiling are moved to them."""
         if self.scales:
             super().load_state_dict(state_dict)
-            self._take(state_dict)
-            self.opened_by, self._flags = None, {}
+            self.losses.load(state_dict, self._limits)
             self._outcomes.streaks.clear()
             if self.is_over is not None:
-                self.forget()
+                self.flags.restart()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        losses = {name: LossState(name, loss.numbers()) for name, loss in self._losses.items()}
-        state.update(
-            _losses=losses, current=losses[DEFAULT], param_names=None, admit=None, is_over=None, left_out=list, returned=list, opened_by=None, _flags={},
-            _inverse=(None, None), _outcomes=Outcomes(eager=self._limits.floor is not None),
-        )  # fmt: skip
-        if self.admit is not None:  # a session's, whose ranks it asks
-            state["_reduce"] = None
-        return state
+        return super().__getstate__() | {
+            "losses": self.losses.without_tensors(), "flags": Flags(), "unscaling": self.unscaling.outside_session(),
+            "param_names": None, "is_over": None, "left_out": list, "returned": list,
+            "_inverse": (None, None), "_outcomes": Outcomes(eager=self._limits.floor is not None),
+        }  # fmt: skip
 
 
 # Only scale() may be traced into a graph; the rest is between graphs.
-for _name in ("backward", "step", "update", "result_of", "decide_together", "step_or_skip", "_open_window"):
+for _name in ("backward", "step", "update", "result_of", "step_or_skip", "_open_window"):
     _torch.tensors.never_trace(getattr(GradScaler, _name))

@@ -1,18 +1,15 @@
-"""Named losses: a scale and its counters each.
-
-torch's scaler works on one scale, in attributes that its users know (``_scale``, ``_growth_tracker``). These show the state
-of the loss whose window is open.
-"""
+"""Named losses: a scale and its counters each."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 
 from castwise.core import _torch
-from castwise.core.scaler.state import ScalePolicy, ScaleState
+from castwise.core.scaler.state import ScalePolicy, ScaleState, update_on_device
 
 DEFAULT = "loss"
 """Name of the loss that torch's own state dict is about."""
@@ -62,82 +59,102 @@ class LossState:
         return [tensor for tensor in tensors if tensor is not None]
 
 
-class NamedLosses(_torch.grad_scaler.OpenGradScaler):
-    """Torch's scaler with a state per loss, made at first use, of which one is in torch's attributes."""
+class Losses:
+    """The scales of named losses, each made at its first use, and the one that the gradients of this window are at.
 
-    current: LossState
+    Attributes:
+        by_name: All, in order of first use, which Apex's states go by.
+        current: The loss of this window, or of the last one.
+        opened_by: Its name once it was scaled in this window, else None.
+        flags: By name, whether gradients of the losses of this window were not finite, once there are two.
 
-    def __init__(self, device: str, init_scale: float, *others: Any, limits: ScalePolicy) -> None:
-        self.current = LossState(DEFAULT, ScaleState(init_scale))
-        self._losses = {DEFAULT: self.current}  # in order of first use, which Apex's states go by
-        self._first_scale = init_scale
-        self._limits = limits
+    Args:
+        init_scale: First scale of each.
+        device_type: Where a scale is kept that is asked for before any loss was scaled.
+    """
+
+    def __init__(self, init_scale: float, device_type: str) -> None:
+        self._first = ScaleState(init_scale)
+        self._device_type = device_type
+        self.current = LossState(DEFAULT, self._first)
+        self.by_name = {DEFAULT: self.current}
         self.opened_by: str | None = None
-        """The loss at whose scale the gradients of this window are, which is the current one; None while there is none."""
-        self._flags: dict[str, torch.Tensor] = {}
-        """Of the losses of this window, once there are two."""
-        super().__init__(device, init_scale, *others)
-        self.scales = self.works
-        """Whether losses are multiplied."""
+        self.flags: dict[str, torch.Tensor] = {}
 
-    def is_enabled(self) -> bool:
-        """Whether losses are multiplied."""
-        return self.scales
-
-    def _state_of(self, name: str) -> ScaleState:
+    def state_of(self, name: str) -> ScaleState:
         """A loss's state as numbers, without making one. Synchronises with the device."""
-        loss = self._losses.get(name)
-        return ScaleState(self._first_scale) if loss is None else loss.numbers()
+        loss = self.by_name.get(name)
+        return self._first if loss is None else loss.numbers()
 
-    def _loss(self, name: str, device: torch.device | None = None) -> LossState:
+    def get(self, name: str, device: torch.device | None = None) -> LossState:
         """The state of a loss, made at its first use."""
-        loss = self._losses.get(name)
+        loss = self.by_name.get(name)
         if loss is None:
-            loss = self._losses[name] = LossState(name, ScaleState(self._first_scale))
+            loss = self.by_name[name] = LossState(name, self._first)
         if loss.scale is None:
             now = self.current.scale
-            loss.allocate(device or (torch.device(self.device_type) if now is None else now.device))
+            loss.allocate(device or (torch.device(self._device_type) if now is None else now.device))
         return loss
 
-    def open_for(self, name: str, device: torch.device | None = None) -> None:
-        """Begin a window at the scale of a loss, and let torch's attributes show this one."""
-        if name != self.current.name:
-            self.current = self._loss(name, device)
-        self.opened_by = name
-
-    def _scale_of(self, name: str) -> torch.Tensor:
-        scale = self._loss(name).scale
+    def scale_tensor(self, name: str | None = None) -> torch.Tensor:
+        """The scale of a loss, by default the current one: 0-dim fp32 on the device."""
+        scale = self.get(name or self.current.name).scale
         assert scale is not None
         return scale
 
-    def scale_tensor(self, name: str | None = None) -> torch.Tensor:
-        """The scale of a loss (by default the one that opened the window) as a 0-dim fp32 tensor on the device."""
-        return self._scale_of(name or self.current.name)
-
-    def scale_for_grad(self, name: str | None) -> torch.Tensor:
+    def scale_or_smallest(self, name: str | None) -> torch.Tensor:
         """The scale of a loss, or the smallest of all: 0-dim fp32, on the device of the current one."""
         home = self.scale_tensor().device
         if name is not None:
             return self.scale_tensor(name).to(home)
-        scales = [self.scale_tensor(each).to(home) for each in self._losses]
+        scales = [self.scale_tensor(each).to(home) for each in self.by_name]
         return scales[0] if len(scales) == 1 else torch.stack(scales).amin(0)
+
+    def open(self, name: str, device: torch.device | None = None) -> None:
+        """Begin a window at the scale of a loss."""
+        if name != self.current.name:
+            self.current = self.get(name, device)
+        self.opened_by = name
 
     def is_first(self, name: str) -> bool:
         """Whether no other loss has been scaled in this window, so that gradients need not be kept apart."""
-        return self.opened_by is None or (self.opened_by == name and not self._flags)
+        return self.opened_by is None or (self.opened_by == name and not self.flags)
 
-    def _take(self, state: dict[str, Any]) -> None:
-        """Take the numbers of all losses from a saved state; scales are moved to their limits."""
+    def move(self, flags: Mapping[str, torch.Tensor], policy: ScalePolicy) -> None:
+        """Move the scales of losses by their flags."""
+        for name, flag in flags.items():
+            loss, scale = self.get(name), self.scale_tensor(name)
+            assert loss.growth_tracker is not None
+            flag = flag.to(scale.device, non_blocking=True)
+            update_on_device(scale, loss.growth_tracker, loss.hysteresis_tracker, flag, policy)
 
-        def saved(entry: dict[str, Any]) -> ScaleState:
+    def hold_back(self, flags: Mapping[str, torch.Tensor]) -> None:
+        """Take back, before :meth:`move`, what it will add to the counters of losses whose gradients were finite."""
+        for name, flag in flags.items():
+            tracker = self.get(name, flag.device).growth_tracker
+            assert tracker is not None
+            tracker.sub_((flag.to(tracker.device) == 0).to(tracker.dtype))
+
+    def load(self, state: Mapping[str, Any], limits: ScalePolicy) -> None:
+        """Go on with the numbers of a saved state, in a new window; scales are moved to their limits."""
+
+        def saved(entry: Mapping[str, Any]) -> ScaleState:
             return ScaleState(
-                self._limits.bounded(float(entry["scale"])),
+                limits.bounded(float(entry["scale"])),
                 int(entry["_growth_tracker"]),
                 int(entry.get("hysteresis_tracker", 0)),
             )
 
-        first = self._losses[DEFAULT]
+        first = self.by_name[DEFAULT]
         first.set(saved(state))
         others = state.get("losses", {}).items()
         self.current = first
-        self._losses = {DEFAULT: first, **{name: LossState(name, saved(entry)) for name, entry in others}}
+        self.by_name = {DEFAULT: first, **{name: LossState(name, saved(entry)) for name, entry in others}}
+        self.opened_by, self.flags = None, {}
+
+    def without_tensors(self) -> Losses:
+        """A copy for a scaler that is copied or saved, with no window open. Synchronises with the device."""
+        copy = Losses(self._first.scale, self._device_type)
+        copy.by_name = {name: LossState(name, loss.numbers()) for name, loss in self.by_name.items()}
+        copy.current = copy.by_name[DEFAULT]
+        return copy

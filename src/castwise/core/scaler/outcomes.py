@@ -87,6 +87,10 @@ class Outcomes:
         if restart:
             self.streaks.clear()
 
+    def streak(self, *keys: int | str) -> int:
+        """The most windows in a row that one of these optimizers was skipped in, or one of these losses overflowed in."""
+        return max(self.streaks.get(key, 0) for key in keys) if self.streaks else 0
+
     def _count(self, key: int | str, skipped: bool) -> None:
         if skipped:
             self.streaks[key] = self.streaks.get(key, 0) + 1

@@ -18,6 +18,7 @@ from castwise.core.scaler import gradients
 from castwise.core.scaler.closure import step_or_restore
 from castwise.core.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.core.scaler.result import StepResult, read_on_host, view_on_host
+from castwise.core.scaler.unscaling import Unscaling, unscale_others
 from castwise.errors import NonFiniteError
 
 
@@ -30,6 +31,16 @@ def take_back(optimizer: Any) -> None:
     """Undo :func:`hand_over`."""
     vars(optimizer).pop("grad_scale", None)
     vars(optimizer).pop("found_inf", None)
+
+
+def _look_at_others(
+    optimizer: Optimizer, one: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+) -> dict[torch.device, torch.Tensor]:
+    """As :func:`unscale_others` by one, without writing where that is possible."""
+    grads = gradients.held(optimizer)
+    if any(hasattr(grad, "placements") for grad in grads):  # partial sums, which torch's operator adds up
+        return unscale_others(optimizer, one, flag, allow_fp16)
+    return {flag.device: gradients.are_finite(grads, flag.device)}
 
 
 _Found = tuple[dict[torch.device, torch.Tensor], ctypes.c_float | None]
@@ -58,8 +69,9 @@ class StepGuard(GradScaler):
         patience: int,
         reduce: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
     ) -> None:
-        super().__init__(device, 1.0, dynamic=False, reduce=reduce, allow_fp16_grads=True, patience=patience)
+        super().__init__(device, 1.0, dynamic=False, patience=patience)
         self.scales = False
+        self.unscaling = Unscaling(reduce, None, True, _look_at_others)
         self._refuse = refuse
         self._clean: _Found | None = None  # zero, and nobody else's
         self._start()
@@ -77,33 +89,25 @@ class StepGuard(GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Look at an optimizer's gradients before somebody clips them, which may hide an infinity."""
-        state = self.optimizer_states[id(optimizer)]
+        state = self.flags.states[id(optimizer)]
         state["found_inf_per_device"], state["stage"] = self.look(optimizer), OptState.UNSCALED
-
-    def _unscale_others(
-        self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        grads = gradients.held(optimizer)
-        if any(hasattr(grad, "placements") for grad in grads):  # partial sums, which torch's operator adds up
-            return super()._unscale_others(optimizer, inverse, flag, allow_fp16)
-        return {flag.device: gradients.are_finite(grads, flag.device)}
 
     def look(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
         """Whether gradients of an optimizer are not finite, as all ranks that act together see it; a flag per device."""
         return self._look(optimizer)[0]
 
     def _look(self, optimizer: Optimizer) -> _Found:
-        one = self.current.scale
+        one = self.losses.current.scale
         if one is None:
-            one = self.scale_tensor()
+            one = self.losses.scale_tensor()
         found, self._clean = self._clean, None
         if found is None:
             flag = gradients.number(0.0, one.device)
             found = {one.device: flag}, view_on_host(flag)
         (flag,) = found[0].values()
         if not gradients.unscale_plain(optimizer, one, flag, allow_fp16=True):
-            return self.unscale_grads(optimizer, one, flag, allow_fp16=False), None
-        agreed = self._agreed(flag)
+            return self.unscaling.unscale(optimizer, one, flag, allow_fp16=False), None
+        agreed = self.unscaling.agreed(flag)
         return found if agreed is flag else ({one.device: agreed}, None)
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
@@ -114,7 +118,7 @@ class StepGuard(GradScaler):
         """
         if closure is not None:
             return self._take_with_closure(optimizer, closure)
-        state = self.optimizer_states.pop(id(optimizer), None)
+        state = self.flags.states.pop(id(optimizer), None)
         found = flags, value = (
             self._look(optimizer) if state is None else (state["found_inf_per_device"], None)
         )
@@ -140,7 +144,7 @@ class StepGuard(GradScaler):
             earlier = reference()
             if earlier is not None and (result.skipped or self._streaks):
                 self.note_outcome(earlier, result.skipped)
-        hand_over(optimizer, gradients.largest([*flags.values()], self.scale_tensor().device))
+        hand_over(optimizer, gradients.largest([*flags.values()], self.losses.scale_tensor().device))
         first = not optimizer.state
         try:
             optimizer.step()
@@ -160,7 +164,7 @@ class StepGuard(GradScaler):
             return flags.values()
 
         _, skipped = step_or_restore(optimizer, closure, look, (), {})
-        self.optimizer_states.pop(id(optimizer), None)
+        self.flags.states.pop(id(optimizer), None)
         self.note_outcome(optimizer, skipped)
         return StepResult(list(flags.values()), skipped=skipped)
 
