@@ -38,7 +38,7 @@ from castwise.lab.timing import timing
 from castwise.lab.timing.apart import start_apart
 from castwise.lab.timing.failures import cannot_run
 from castwise.lab.timing.processes import Home, portable
-from castwise.lab.timing.steps import TrainingRun
+from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.workloads.workload import find_workload
 from common import RESULTS, sentence, show, store
 

@@ -9,8 +9,8 @@ import torch
 
 from castwise import Plan
 from castwise.lab.timing.processes import received
+from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.served import belong_to
-from castwise.lab.timing.steps import TrainingRun
 
 
 def steps_in_turn(pipe: Connection, workload: bytes, line: str, rest_s: float) -> None:

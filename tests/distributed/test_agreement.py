@@ -19,7 +19,7 @@ from castwise import LossScale, Plan
 from castwise.core.ranks import ALONE, Agreement, Ranks
 from castwise.core.session import storage
 from castwise.errors import CheckpointError, PatternError, PlanError, RankError, StateError
-from castwise.lab.timing.steps import InferenceRun, TrainingRun
+from castwise.lab.timing.runners import InferenceRun, TrainingRun
 from tests.distributed import model
 from tests.distributed.model import LOSS, Options, build, mesh_of
 from tests.distributed.world import World

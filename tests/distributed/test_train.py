@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from castwise.commands.jobs.parts import Whole, build_whole
+from castwise.commands.jobs.layouts import Whole, build_whole
 from castwise.commands.jobs.processes import join
 from castwise.commands.jobs.train import train
 from castwise.core.session import Amp

@@ -11,7 +11,7 @@ from tests.soak import each_value
 from torch import nn
 
 from castwise.commands.jobs.layout import Coordinate, Layout, check_microbatches, check_splits, slice_batch
-from castwise.commands.jobs.parts import check_workload
+from castwise.commands.jobs.layouts import check_workload
 from castwise.commands.jobs.train import train
 from castwise.errors import PlanError, WorkloadError
 from castwise.lab.workloads.workload import Pipeline, Workload, find_workload

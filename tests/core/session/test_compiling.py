@@ -23,7 +23,7 @@ from castwise.commands.jobs.train import train
 from castwise.core.casting import frames
 from castwise.errors import StateError
 from castwise.lab.timing import timing
-from castwise.lab.timing.steps import InferenceRun, TrainingRun
+from castwise.lab.timing.runners import InferenceRun, TrainingRun
 from castwise.lab.workloads.workload import Workload, find_workload
 from tests.soak import every
 

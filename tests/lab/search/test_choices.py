@@ -49,7 +49,7 @@ from castwise.lab.search.part_costs import (
     measure_costs,
     not_faster,
 )
-from castwise.lab.search.parts import Part, find_parts
+from castwise.lab.search.regions import Part, find_parts
 from castwise.lab.search.state import SearchState
 from castwise.lab.timing.ranks import BY_ITSELF
 from tests.soak import every

@@ -29,8 +29,8 @@ from castwise.lab.search.final import Final
 from castwise.lab.search.record import evidence
 from castwise.lab.search.search import Search, Settings
 from castwise.lab.timing.processes import portable
+from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.served import COMPILED, belong_to
-from castwise.lab.timing.steps import TrainingRun
 from castwise.report.tune import plan_grid
 from tests.report.evidence import make_candidate, make_evidence, make_record
 from tests.soak import every, pairs, soaks

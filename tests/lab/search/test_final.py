@@ -26,7 +26,7 @@ from castwise.lab.search.fastest import each_numerics_first, formats_not_reached
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.part_costs import Cost
-from castwise.lab.search.parts import find_parts
+from castwise.lab.search.regions import find_parts
 from castwise.lab.search.search import Settings
 from castwise.lab.search.sound import low_share
 from castwise.lab.search.starts import race_final

@@ -23,7 +23,7 @@ from castwise.lab.search.fastest import with_plans_from_elsewhere
 from castwise.lab.search.finalists import with_lossless
 from castwise.lab.search.fusing import saves_time
 from castwise.lab.search.search import Search, Settings
-from castwise.lab.timing.steps import TrainingRun
+from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.timing import Lap
 from tests.lab.search.test_choices import CPU, left_for, workload
 

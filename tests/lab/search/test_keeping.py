@@ -25,8 +25,8 @@ from castwise.lab.search.search import Settings
 from castwise.lab.search.starts import race_final
 from castwise.lab.search.state import SearchState
 from castwise.lab.timing.processes import Home
+from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.served import belong_to
-from castwise.lab.timing.steps import TrainingRun
 from tests.lab.search.test_choices import CPU, sgd, workload
 
 KEPT, KEPT_FP32 = (Plan.parse(f"{name}+host_memory=keep") for name in ("bf16-mixed", "fp32"))

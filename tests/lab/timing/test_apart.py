@@ -25,7 +25,7 @@ from castwise.lab.timing import processes
 from castwise.lab.timing.apart import REST_S, SeparateRun, _run, race_apart
 from castwise.lab.timing.failures import unfit
 from castwise.lab.timing.processes import Home, not_there, portable
-from castwise.lab.timing.steps import TrainingRun
+from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.timing import WARMUP
 
 CPU = torch.device("cpu")

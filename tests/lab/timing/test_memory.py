@@ -14,7 +14,7 @@ from torch import nn
 from castwise.core.plans.plan import Plan
 from castwise.errors import CastwiseError
 from castwise.lab.timing.memory import Memory, count_saved_bytes, measure_memory, peak_bytes
-from castwise.lab.timing.steps import InferenceRun, TrainingRun
+from castwise.lab.timing.runners import InferenceRun, TrainingRun
 from castwise.lab.workloads.workload import find_workload
 
 CPU = torch.device("cpu")

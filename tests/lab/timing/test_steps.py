@@ -10,7 +10,7 @@ from torch import nn
 
 from castwise.core.plans.plan import Plan
 from castwise.errors import DeviceError, WorkloadError
-from castwise.lab.timing.steps import InferenceRun, TrainingRun, build_model
+from castwise.lab.timing.runners import InferenceRun, TrainingRun, build_model
 from castwise.lab.workloads.workload import Workload, find_workload
 
 CPU = torch.device("cpu")

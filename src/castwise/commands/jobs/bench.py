@@ -30,7 +30,7 @@ from castwise.lab.timing.apart import Kind, start_apart
 from castwise.lab.timing.environment import environment
 from castwise.lab.timing.memory import measure_memory
 from castwise.lab.timing.processes import Home, NotThereError, delivered, not_there
-from castwise.lab.timing.steps import InferenceRun, TrainingRun
+from castwise.lab.timing.runners import InferenceRun, TrainingRun
 from castwise.lab.timing.timing import HOPELESS, WARMUP, Lap, Runner, race
 from castwise.lab.workloads.workload import Workload, about_data, find_workload, users_code
 

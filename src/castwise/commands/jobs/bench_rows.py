@@ -16,7 +16,7 @@ from castwise.core.plans.plan import PRESETS, Plan, as_plan
 from castwise.lab.search.axes import name_of
 from castwise.lab.timing import stats
 from castwise.lab.timing.apart import Kind
-from castwise.lab.timing.steps import TrainingRun
+from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.timing import Lap, speedup
 
 BASELINE = "fp32"

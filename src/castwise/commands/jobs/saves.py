@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from castwise.commands.jobs.parts import Parts
+from castwise.commands.jobs.layouts import Parts
 from castwise.core import checkpoint
 from castwise.errors import CheckpointError
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from castwise.commands.jobs.faults import calls
 from castwise.commands.jobs.layout import check_splits
-from castwise.commands.jobs.parts import blocks_of, full_weights, shard
+from castwise.commands.jobs.layouts import blocks_of, full_weights, shard
 from castwise.commands.jobs.processes import TrainingRanks
 from castwise.core.casting.trees import map_tensors
 from castwise.core.model.arrival import widen_for
@@ -95,7 +95,7 @@ class Stages:
         return check_loss(loss, self._workload)
 
     def backward(self, batch: Any) -> Tensor | None:
-        """Compute gradients; see :class:`castwise.commands.jobs.parts.Parts`."""
+        """Compute gradients; see :class:`castwise.commands.jobs.layouts.Parts`."""
         with calls(self._workload, "pipeline.inputs(batch)"):
             inputs = tuple(self._pipeline.inputs(batch))
         with calls(self._workload, "pipeline.target(batch)"):
@@ -137,7 +137,7 @@ class Stages:
             optimizer.zero_grad()
 
     def weights(self) -> dict[str, Any] | None:
-        """The whole model's weights; see :class:`castwise.commands.jobs.parts.Parts`."""
+        """The whole model's weights; see :class:`castwise.commands.jobs.layouts.Parts`."""
         place = self._ranks.place
         gathers = place.dp == place.fsdp == place.tp == 0
         mine: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from castwise.commands.jobs import Event, Progress, heard
 from castwise.commands.jobs.faults import calls, remedy
 from castwise.commands.jobs.journal import Journal
 from castwise.commands.jobs.layout import SCHEDULES, Layout, check_microbatches, slice_batch
-from castwise.commands.jobs.parts import Parts, Whole, build_whole, check_workload, evaluate, evaluate_whole
+from castwise.commands.jobs.layouts import Parts, Whole, build_whole, check_workload, evaluate, evaluate_whole
 from castwise.commands.jobs.processes import TrainingRanks, first_fault, join, started
 from castwise.commands.jobs.saves import Saves
 from castwise.commands.jobs.train_result import TrainEvent, TrainResult

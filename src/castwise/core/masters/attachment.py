@@ -40,7 +40,7 @@ from castwise.core.masters.parameter import (
     release,
 )
 from castwise.core.masters.state import move_state, restride_state
-from castwise.core.masters.steps import Call, after_step, before_step
+from castwise.core.masters.step_hooks import Call, after_step, before_step
 from castwise.core.masters.weights import install_hooks, named_masters, write_masters
 from castwise.errors import StateError
 

@@ -43,8 +43,8 @@ from castwise.errors import sentence
 from castwise.lab.parity.probes import REFERENCE, as_real, dithered
 from castwise.lab.passes.passes import gradients_of, run_backward
 from castwise.lab.timing.processes import received
+from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.served import belong_to
-from castwise.lab.timing.steps import TrainingRun
 from castwise.lab.timing.timing import race
 from castwise.lab.workloads.workload import Workload
 

@@ -27,7 +27,7 @@ from castwise.lab.search.fates import Fate
 from castwise.lab.timing import stats
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
-from castwise.lab.timing.steps import TrainingRun
+from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.timing import WARMUP, Lap, paired, race, speedup
 from castwise.lab.workloads.workload import Workload
 

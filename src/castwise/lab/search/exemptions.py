@@ -5,7 +5,7 @@ from __future__ import annotations
 from castwise.core.plans.plan import PRESETS, Plan
 from castwise.lab.parity.parity import ParityResult
 from castwise.lab.search.axes import FP32
-from castwise.lab.search.parts import exempt
+from castwise.lab.search.regions import exempt
 from castwise.lab.search.state import SearchState
 
 ATTEMPTS = 3

@@ -44,7 +44,7 @@ from castwise.lab.search.fusing import saves_time
 from castwise.lab.search.keeping import saves_page_faults
 from castwise.lab.search.pairs import in_training
 from castwise.lab.search.part_costs import lacks_units, losing_parts, measure_costs, not_faster
-from castwise.lab.search.parts import exempt
+from castwise.lab.search.regions import exempt
 from castwise.lab.search.sound import BY_NAME, cleared, find_sound, low_share, may_train, training_runs
 from castwise.lab.search.starts import race_final
 from castwise.lab.search.state import SearchState

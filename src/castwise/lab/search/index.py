@@ -40,7 +40,7 @@ from castwise.lab.search.code import code_digest
 from castwise.lab.search.evidence import Evidence
 from castwise.lab.search.state import Settings
 from castwise.lab.timing.environment import environment
-from castwise.lab.timing.steps import build_model
+from castwise.lab.timing.runners import build_model
 from castwise.lab.workloads.workload import Workload
 
 ALIKE = 0.01

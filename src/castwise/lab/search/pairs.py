@@ -19,7 +19,7 @@ from castwise.errors import PlanError
 from castwise.lab.parity.parity import COMPARABLE, ParityResult
 from castwise.lab.search.evidence import Verification
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
-from castwise.lab.timing.steps import TrainingRun
+from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.workloads.workload import Workload
 
 FEWEST, MOST = 20, 100

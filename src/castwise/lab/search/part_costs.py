@@ -24,7 +24,7 @@ from castwise.core.casting import autocast
 from castwise.core.casting.trees import cast_floating, map_tensors, tensors_in
 from castwise.core.plans.formats import FORMATS
 from castwise.lab.passes.isolation import unspoilt
-from castwise.lab.search.parts import Part
+from castwise.lab.search.regions import Part
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 from castwise.lab.timing.timing import Calls, Name, race
@@ -99,7 +99,7 @@ def measure_costs(
         model: In fp32, on the device; its modules are copied.
         loss: Called with the model and the batch, to see with which inputs each module is called.
         batch: On the device.
-        parts: As :func:`~castwise.lab.search.parts.find_parts` gives them.
+        parts: As :func:`~castwise.lab.search.regions.find_parts` gives them.
         formats: Low ones to time beside fp32.
         device: Of model and batch.
         channels_last: Time modules over images in this memory format.

@@ -27,7 +27,7 @@ from castwise.lab.parity.parity import MOST, ParityResult, ParityTest
 from castwise.lab.parity.probes import Probe
 from castwise.lab.parity.verdicts import LEAST, goes_on, may_pass, passes
 from castwise.lab.search.axes import numerics_of
-from castwise.lab.search.parts import Part, exempt, only, whole
+from castwise.lab.search.regions import Part, exempt, only, whole
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 

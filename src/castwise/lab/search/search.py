@@ -41,11 +41,11 @@ from castwise.lab.search.contest import Entry
 from castwise.lab.search.exemptions import find_exemptions
 from castwise.lab.search.fastest import find_fastest, formats_not_reached
 from castwise.lab.search.pairs import is_doubtful, train_pairs
-from castwise.lab.search.parts import find_parts, operators_used
+from castwise.lab.search.regions import find_parts, operators_used
 from castwise.lab.search.repair import VERIFYING, NumericsSearch
 from castwise.lab.search.state import MICROBATCHES, PEAKS_S, SearchState, Settings
+from castwise.lab.timing.runners import build_model
 from castwise.lab.timing.served import libraries
-from castwise.lab.timing.steps import build_model
 from castwise.lab.workloads.workload import make_optimizer
 
 __all__ = ["Search", "Settings"]

@@ -23,7 +23,7 @@ from castwise.lab.search.evidence import Stage, Verification
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.part_costs import Cost
-from castwise.lab.search.parts import Part, exempt
+from castwise.lab.search.regions import Part, exempt
 from castwise.lab.search.repair import VERIFYING, NumericsSearch, Repair
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.memory import measure_memory

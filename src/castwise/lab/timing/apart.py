@@ -20,8 +20,8 @@ import torch
 from castwise.core.plans.plan import Plan
 from castwise.lab.timing.processes import Home, received
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
+from castwise.lab.timing.runners import InferenceRun, TrainingRun
 from castwise.lab.timing.served import belong_to, libraries, page_faults
-from castwise.lab.timing.steps import InferenceRun, TrainingRun
 from castwise.lab.timing.timing import WARMUP, block_s, race
 
 BLOCK_S = 0.12

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
 from castwise.lab.timing import stats
-from castwise.lab.timing.steps import build_model
+from castwise.lab.timing.runners import build_model
 from castwise.lab.timing.timing import synchronize
 from castwise.lab.workloads.workload import (
     Workload,

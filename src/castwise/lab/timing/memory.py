@@ -23,8 +23,8 @@ from torch import nn
 from castwise.core.plans.plan import Plan
 from castwise.errors import CastwiseError, WorkloadError, told
 from castwise.lab.timing.processes import FORKS, Home, Process, delivered, received
+from castwise.lab.timing.runners import InferenceRun, TrainingRun
 from castwise.lab.timing.served import belong_to
-from castwise.lab.timing.steps import InferenceRun, TrainingRun
 from castwise.lab.timing.timing import synchronize
 from castwise.lab.workloads.workload import Workload
 

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from castwise import Amp, Plan, StepResult
-from castwise.bridges.trainers.lightning.parts import (
+from castwise.bridges.trainers.lightning.wrappers import (
     Resting,
     check_alone,
     evaluates,

@@ -17,7 +17,7 @@ from castwise.core.plans.plan import Plan
 from castwise.core.ranks import ALONE
 from castwise.core.session import Amp
 from castwise.errors import WorkloadError
-from castwise.lab.timing.steps import build_model, uncompiled
+from castwise.lab.timing.runners import build_model, uncompiled
 from castwise.lab.workloads.workload import Workload, check_loss, check_no_backward, make_optimizer
 
 
