@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,14 @@ from castwise.lab.search.search import Settings
 from castwise.lab.search.state import SearchState
 
 CPU = torch.device("cpu")
+BEGUN: Any = SimpleNamespace(
+    optimizer="AdamW", arrived=False, as_given=None, parts=(), used=frozenset(), numerics=SimpleNamespace(left=lambda: 1000), images=False,
+    test=SimpleNamespace(
+        floor=None, repeat=None, range=SimpleNamespace(scales=lambda: None),
+        prober=SimpleNamespace(passes=0, model=torch.nn.Identity()),
+    ),
+)  # fmt: skip
+"""A reference whose gradients nobody asks for: there are passes left, and what tests with them has no other method."""
 
 
 @pytest.fixture

@@ -49,9 +49,11 @@ from castwise.lab.search.part_costs import (
     measure_costs,
     not_faster,
 )
+from castwise.lab.search.reference import refer
 from castwise.lab.search.regions import Part, find_parts
 from castwise.lab.search.state import SearchState
 from castwise.lab.timing.ranks import BY_ITSELF
+from tests.lab.search.conftest import BEGUN
 from tests.soak import every
 
 CPU = torch.device("cpu")
@@ -250,7 +252,7 @@ def test_candidates_keep_all_losing_parts_in_fp32_or_the_larger_half(monkeypatch
         model=lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2)),
     )
     found = search.Search(made, CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
-    found._refer()
+    found.begun = refer(found)
     low_s = {"0": 0.5, "1": 1.2, "2": 1.6, "3": 0.5}
     known = {p: Cost({"fp32": 1.0, "bf16": s}, {"bf16": 1.01}) for p, s in low_s.items()}
     monkeypatch.setattr(fastest, "measure_costs", lambda *_args, **_options: known)
@@ -288,12 +290,11 @@ def test_a_fault_of_the_code_is_no_word_on_a_format(
     with pytest.raises(error, match="the mask must be of 16 rows"):
         measure_costs(model, loss, batch, parts, ["bf16"], CPU)
     made = search.Search(workload(Faulty), CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
-    made._refer()
+    made.begun = refer(made)
     with pytest.raises(error, match="the mask must be of 16 rows"):
         made.find(low)
-    assert made.numerics is not None
     with pytest.raises(error, match="the mask must be of 16 rows"):
-        made.numerics.repair(low, None)
+        made.reference.numerics.repair(low, None)
     with Contest(workload(Faulty), CPU) as contest, pytest.raises(error, match="the mask must be of 16 rows"):
         contest.halve([low])
     assert not contest._runs
@@ -453,7 +454,7 @@ def test_a_region_is_a_candidate_where_batches_have_four_axes_and_nothing_convol
     )
     monkeypatch.setattr(part_costs, "SLOWER", math.inf)  # tiny layers make any low format look slow
     found = search.Search(made, CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
-    found._refer()
+    found.begun = refer(found)
     out = fastest._by_costs(found, [BASELINE, Plan.preset("bf16-mixed")])
     assert Plan.parse("bf16-mixed+regions.1=fp32") in out
 
@@ -608,7 +609,7 @@ def test_one_line_autocast_is_raced_where_the_device_has_units_for_it(
 ) -> None:
     """To be shown, one step of it took as long as all others of a search."""
     found = search.Search(workload(), CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
-    found._refer()
+    found.begun = refer(found)
     known = {"0": Cost({"fp32": 1.0, "bf16": linear_s}, {"bf16": 1.2})}
     monkeypatch.setattr(fastest, "measure_costs", lambda *_args, **_options: known)
     autocast = Plan.preset("bf16-mixed")
@@ -621,6 +622,7 @@ def test_autocast_that_is_raced_to_be_shown_has_no_variants(monkeypatch: pytest.
     """One of a format that had been dropped came to the final, and "may still be much faster"."""
     autocast, master = Plan.preset("bf16-mixed"), Plan.preset("bf16-master")
     found = search.Search(workload(), CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
+    found.begun = BEGUN
     monkeypatch.setattr(
         fastest, "with_operators_as_is", lambda plan, *_: dataclasses.replace(plan, ops={"softmax": "as_is"})
     )

@@ -26,6 +26,7 @@ from castwise.lab.search.fastest import each_numerics_first, formats_not_reached
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.part_costs import Cost
+from castwise.lab.search.reference import refer
 from castwise.lab.search.regions import find_parts
 from castwise.lab.search.search import Settings
 from castwise.lab.search.sound import low_share
@@ -435,10 +436,11 @@ def test_how_much_of_a_model_runs_low() -> None:
     search = SearchState(workload(SlowWhenLow), CPU, Settings(formats=("fp32", "bf16")))
     model = search.workload.model()
     batch = next(iter(search.workload.batches(0)))
-    search.parts = find_parts(model, lambda: search.workload.loss(model, batch))
-    search.test = ParityTest(Prober(model, search.workload.loss, iter(search.workload.batches(0)), CPU))
+    parts = find_parts(model, lambda: search.workload.loss(model, batch))
+    test = ParityTest(Prober(model, search.workload.loss, iter(search.workload.batches(0)), CPU))
+    search.begun = dataclasses.replace(refer(search), parts=parts, test=test)
     assert low_share(search, AUTOCAST) == 1.0  # nothing was timed
-    assert [part.pattern for part in search.parts] == ["0", "1", "2"]
+    assert [part.pattern for part in parts] == ["0", "1", "2"]
     search.costs = {"0": Cost({"fp32": 3.0}), "1": Cost({"fp32": 0.2}), "2": Cost({"fp32": 0.8})}
     shares = {
         "bf16-mixed": 1.0,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
-from typing import Any
 
 from castwise import Plan, Workload
 from castwise.lab.search.axes import AUTOCAST, FP32, numerics_of, storage_of
@@ -19,14 +17,12 @@ from castwise.lab.search.finalists import (
 )
 from castwise.lab.search.sound import find_sound
 from castwise.lab.search.state import SearchState
-from tests.lab.search.conftest import raced
+from tests.lab.search.conftest import BEGUN, raced
 from tests.lab.search.test_answer import SOUND
 from tests.lab.search.test_choices import SlowWhenLow, left_for, noted, workload
 
 FUSED = Plan.parse("bf16-mixed+optimizer=fused")
 REGION = Plan.parse("bf16-mixed+regions.0=fp32")
-NOT_ASKED: Any = types.SimpleNamespace(left=lambda: 1000)
-"""There are passes left, and who tests gradients with them has no other method."""
 
 
 def with_regions(count: int) -> Plan:
@@ -75,7 +71,7 @@ def test_what_a_simpler_plan_is_as_fast_as_in_the_race_is_neither_tested_nor_in_
         **dict.fromkeys([as_is, layout], f"not in the final: bf16-master {AS_GOOD}"),
         worse: f"not in the final: bf16-mixed {AS_GOOD}",
     }
-    search.numerics = NOT_ASKED
+    search.begun = BEGUN
     search.findings = dict.fromkeys(map(numerics_of, [master, AUTOCAST]), SOUND)
     sound, _ = find_sound(search, contest, [master, AUTOCAST, FP32, worse, as_is, layout])
     assert sound == [master, AUTOCAST, FP32, layout]  # tested with its like
@@ -85,7 +81,7 @@ def test_what_a_simpler_plan_is_as_fast_as_in_the_race_is_neither_tested_nor_in_
 def test_what_fp32_is_as_fast_as_is_not_worth_a_test(searching: Callable[[Workload], SearchState]) -> None:
     search = searching(workload(SlowWhenLow))
     contest = raced(search, {FP32: 1.0, AUTOCAST: 1.0, REGION: 1.0, Plan.preset("bf16-master"): 1.1})
-    search.numerics = NOT_ASKED
+    search.begun = BEGUN
     search.findings = {AUTOCAST: SOUND}  # it is shown, and would seem untested
     assert find_sound(search, contest, [FP32, REGION, AUTOCAST])[0] == [FP32, AUTOCAST]
     assert search.fates[REGION].reason == f"not tested: fp32 {AS_GOOD}"

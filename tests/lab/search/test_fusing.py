@@ -22,6 +22,7 @@ from castwise.lab.search.decision import Decision
 from castwise.lab.search.fastest import with_plans_from_elsewhere
 from castwise.lab.search.finalists import with_lossless
 from castwise.lab.search.fusing import saves_time
+from castwise.lab.search.reference import refer
 from castwise.lab.search.search import Search, Settings
 from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.timing import Lap
@@ -46,7 +47,7 @@ def asked(
     job: Workload, then: Callable[[Search], None] = lambda _search: None, plan: Plan = FP32
 ) -> tuple[bool, Search]:
     search = Search(job, CPU, Settings(formats=("fp32", "bf16")))
-    search._refer()
+    search.begun = refer(search)
     search.contest = Contest(job, CPU)
     with search.home, search.contest:
         search.contest.run([], 2)

@@ -148,7 +148,7 @@ def tune(
             with users_code(f"workload {found.name!r} failed"), _kept(model):
                 search.run()
         except BaseException as error:
-            if folder is not None and (search.numerics is not None or isinstance(error, KeyboardInterrupt)):
+            if folder is not None and (search.begun is not None or isinstance(error, KeyboardInterrupt)):
                 with contextlib.suppress(Exception):  # what ended the search is told, and not what came of it
                     _note_files(error, _result(search).save(folder))
             raise
@@ -234,7 +234,9 @@ def _result(search: Search) -> TuneResult:
         "speedup": chosen.speedup.value if chosen.speedup is not None else None,
         "damage": finite(chosen.parity.value) if chosen.parity is not None else None,
         "complete": record.complete,
-    } | ({"widen": widen_for(search.chosen, search.model)} if search.arrived and search.model else {})
+    }
+    if search.begun is not None and search.begun.arrived:
+        provenance["widen"] = widen_for(search.chosen, search.begun.model)
     return TuneResult(dataclasses.replace(search.chosen, provenance=provenance), record)
 
 

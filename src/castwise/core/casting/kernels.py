@@ -12,7 +12,6 @@ where the autocast key is on.
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import hashlib
 import json
@@ -226,7 +225,7 @@ def _pickled(frame: Frame) -> tuple[Any, ...]:
     return remake, (frame.device_type, frame.dtype, dict(frame.rows))
 
 
-copyreg.pickle(Frame, _pickled)
+Frame.__reduce__ = _pickled  # type: ignore[method-assign,assignment]  # frames themselves know no kernels
 
 
 def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:

@@ -26,13 +26,18 @@ def answer(search: Search) -> str:
     if plan == FP32:
         if not search.complete:
             return "Stay in fp32 for now: the search ended before it could choose."
-        does = "Widen the model to fp32" if search.arrived else "Stay in fp32 as it is"
+        does = "Widen the model to fp32" if _arrived(search) else "Stay in fp32 as it is"
         return f"{does}: {_why_fp32(search)}."
     brings = [said for said in (_over_fp32(search), _memory_words(search)) if said]
-    does = advice(plan, search.optimizer)
-    if search.arrived:
+    does = advice(plan, search.begun.optimizer if search.begun is not None else "optimizer")
+    if _arrived(search):
         does = does.replace("Stay in fp32", "Widen the model to fp32")
     return f"{does}: {', '.join(brings) or 'nothing of it was measured'}."
+
+
+def _arrived(search: Search) -> bool:
+    """Whether some of the model is stored low before any plan."""
+    return search.begun is not None and search.begun.arrived
 
 
 def why(search: Search) -> tuple[str, ...]:

@@ -15,8 +15,7 @@ AS_GIVEN = "as given"
 
 def arrival_notes(search: SearchState) -> Iterator[str]:
     """Say what fp32 is here, what became of the model as it was given, and how the plan is put on it."""
-    model = search.model
-    assert model is not None
+    model = search.reference.model
     low = low_tensors(model)
     formats = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in low.values()}))
     yield (

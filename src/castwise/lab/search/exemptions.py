@@ -14,7 +14,6 @@ ATTEMPTS = 3
 
 def find_exemptions(search: SearchState) -> None:
     """Find the regions and settle the plan; ``settings.formats`` names the one low format."""
-    assert search.numerics is not None
     (low,) = search.settings.formats
     plan = search.scaled(PRESETS[f"{low}-mixed"])
     with search.stage("all low"):
@@ -27,7 +26,7 @@ def find_exemptions(search: SearchState) -> None:
             sound = search.repaired(plan, found)
     for attempt in range(ATTEMPTS):
         with search.stage("verification"):
-            result = search.numerics.verify(sound)
+            result = search.reference.numerics.verify(sound)
         search.findings[sound] = result
         if result.verdict == "pass":
             search.settle(sound, result, search.kept)
@@ -50,11 +49,11 @@ def _widened(search: SearchState, base: Plan, result: ParityResult) -> Plan:
     kept = search.kept
     owners = [name.rpartition(".")[0] for name in result.stopped]
     for path in (*owners, *(region.path for region in result.worst(len(result.regions)))):
-        part = next((p for p in search.parts if path in p.paths and p.pattern not in kept), None)
+        part = next((p for p in search.reference.parts if path in p.paths and p.pattern not in kept), None)
         if part is not None:
             kept[part.pattern] = "damage on fresh batches shows most in its parameters"
             break
     else:
-        rest = [p.pattern for p in search.parts if p.pattern not in kept]
+        rest = [p.pattern for p in search.reference.parts if p.pattern not in kept]
         kept.update(dict.fromkeys(rest[: max(1, len(rest) // 2)], "the plan fails without it"))
-    return exempt(base, search.parts, kept)
+    return exempt(base, search.reference.parts, kept)

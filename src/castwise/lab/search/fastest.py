@@ -57,12 +57,10 @@ RACE_SHARE, COMPILE_SHARE = 0.35, 0.6
 
 def find_fastest(search: SearchState) -> None:
     """Find the plan and settle it."""
-    settings, model, test = search.settings, search.model, search.test
-    assert model is not None
-    assert test is not None
+    settings, model, test = search.settings, search.reference.model, search.reference.test
     plans, dropped = search.ranks.at("the candidates").same(whole_step_plans(
         settings.formats, search.device, search.workload.optimizer(model.parameters()),
-        has_images=search.images, goal=settings.goal, used=search.used, sparse=test.prober.sparse,
+        has_images=search.reference.images, goal=settings.goal, used=search.reference.used, sparse=test.prober.sparse,
     ))  # fmt: skip
     for name, reason in dropped.items():
         if name != "tf32" or settings.formats != FORMATS:  # nobody who allows all formats asks for that one
@@ -178,13 +176,12 @@ def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> N
 
 def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
     """Drop formats that are faster nowhere, and add candidates with the losing parts in fp32."""
-    settings, test = search.settings, search.test
-    assert test is not None
-    layout = "channels_last" if search.images else "as_is"
+    settings, test = search.settings, search.reference.test
+    layout = "channels_last" if search.reference.images else "as_is"
     low = [name for name in settings.formats if name in LOW]
     search.costs = measure_costs(
-        test.prober.model, search.workload.loss, test.prober.micros[0].batch, search.parts, low, search.device,
-        channels_last=search.images, budget_s=min(COSTS_S, COSTS_SHARE * settings.budget_s), on_progress=search.tell,
+        test.prober.model, search.workload.loss, test.prober.micros[0].batch, search.reference.parts, low, search.device,
+        channels_last=search.reference.images, budget_s=min(COSTS_S, COSTS_SHARE * settings.budget_s), on_progress=search.tell,
         ranks=search.ranks,
     )  # fmt: skip
     out = list(plans)
@@ -201,13 +198,13 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
             continue
         if settings.goal == "memory":
             continue
-        losers = losing_parts(name, search.costs, search.parts)
+        losers = losing_parts(name, search.costs, search.reference.parts)
         if hopeless:  # no whole step of it is ever run
             out = _without(search, out, name, f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}")
         least = sum(not set(hopeless).isdisjoint(group) for group in losers)
         sets = {sum(losers[:count], ()) for count in (len(losers), max(least, len(losers) // 2))} - {()}
         new = [
-            exempt(plan, search.parts, patterns)
+            exempt(plan, search.reference.parts, patterns)
             for patterns in sorted(sets)
             for plan in plans
             if plan.compute == name and plan.rules != "none" and plan.memory_format == layout
@@ -255,7 +252,7 @@ def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> 
     # autocast that is raced to be shown, of a format that was dropped, leads to nothing
     others = any(plan.compute == AUTOCAST.compute for plan in contest.entries if plan != AUTOCAST)
     leaders = [plan for plan in left[:2] if others or plan != AUTOCAST]
-    variants = [with_operators_as_is(plan, search.used, search.device.type) for plan in leaders]
+    variants = [with_operators_as_is(plan, search.reference.used, search.device.type) for plan in leaders]
     new = [plan for plan in variants if plan is not None and plan not in left]
     return contest.halve([*left, *new], rounds=4, heats=1) if new else left
 
@@ -274,7 +271,6 @@ def formats_not_reached(search: SearchState) -> list[str]:
 
 def _choose(search: SearchState, order: Iterable[Plan]) -> None:
     """Settle the first of some plans that passes on fresh batches, or that trains like fp32 where it is in doubt."""
-    assert search.numerics is not None
     kept = search.kept
     for plan in order:
         if search.refusal(plan):  # refused as another of the same numerics was
@@ -283,7 +279,7 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
             search.settle(plan, None)
             return
         with search.stage("verification"):
-            result = search.numerics.verify(plan)
+            result = search.reference.numerics.verify(plan)
             lost = _lost(search, plan)
         why = f"rounding drops {lost:.0%} of its updates" if lost is not None and lost > LOST else ""
         if not why and result.verdict != "pass":
@@ -317,9 +313,8 @@ def _judge_as_given(search: SearchState, plan: Plan) -> None:
 
 
 def _lost(search: SearchState, plan: Plan) -> float | None:
-    assert search.model is not None
     workload, seed = search.workload, search.settings.seed
-    model = search.model
+    model = search.reference.model
 
     def share() -> float | None:
         batches = iter(workload.batches(seed))

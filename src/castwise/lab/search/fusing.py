@@ -32,10 +32,8 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
 
     A note says how long either takes.
     """
-    contest, ranks, test, model = search.contest, search.ranks, search.test, search.model
+    contest, ranks, test, model = search.contest, search.ranks, search.reference.test, search.reference.model
     assert contest is not None
-    assert test is not None
-    assert model is not None
     optimizer = search.workload.optimizer(model.parameters())
     fits = can_fuse(optimizer) and not is_fused(optimizer) and not test.prober.sparse
     if not ranks.at("the optimizer").same(fits):

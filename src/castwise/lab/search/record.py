@@ -29,7 +29,8 @@ _PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "tie", "rejected",
 
 def evidence(search: Search) -> Evidence:
     """All that a search, ended or interrupted, has found so far."""
-    asked, test, plan = dataclasses.asdict(search.settings), search.test, search.chosen
+    asked, plan = dataclasses.asdict(search.settings), search.chosen
+    test = search.begun.test if search.begun is not None else None
     where = environment(search.device)
     return Evidence(
         workload=search.workload.name,
@@ -193,10 +194,10 @@ def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | 
 
 
 def _regions(search: Search) -> tuple[RegionEvidence, ...]:
-    if not search.parts:
+    if search.begun is None:
         return ()
-    assert search.test is not None
-    plan, seen = search.chosen, search.test.range
+    reference, plan = search.begun, search.chosen
+    seen = reference.test.range
     low = (
         plan.compute
         if plan.compute != "fp32"
@@ -204,11 +205,11 @@ def _regions(search: Search) -> tuple[RegionEvidence, ...]:
     )
     found = _finding(search, plan)
     shares = {region.path: region for region in found.regions} if found is not None else {}
-    assigned = assign(search.test.prober.model, [r for r in plan.regions if r.compute is not None])
+    assigned = assign(reference.test.prober.model, [r for r in plan.regions if r.compute is not None])
     out = []
-    for part in search.parts:
+    for part in reference.parts:
         cost = search.costs.get(part.pattern)
-        alone = search.numerics.alone.get(part.pattern) if search.numerics is not None else None
+        alone = reference.numerics.alone.get(part.pattern)
         own = [shares[path] for path in part.paths if path in shares]
         bias, noise, data = (
             sum(getattr(share, name) for share in own) if own else None
@@ -244,7 +245,7 @@ def _slower(search: Search, pattern: str, region: str, low: str) -> str:
 
 
 def _histograms(search: Search) -> tuple[Histogram, ...]:
-    if search.test is None:
+    if search.begun is None:
         return ()
-    found = (search.test.range.histogram(part.pattern, part.paths) for part in search.parts)
+    found = (search.begun.test.range.histogram(part.pattern, part.paths) for part in search.begun.parts)
     return tuple(h for h in found if h is not None and h.counts)

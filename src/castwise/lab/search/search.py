@@ -23,15 +23,11 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
 from castwise.core.casting.trees import to_device
-from castwise.core.model.arrival import as_given, low_tensors, widen_
+from castwise.core.model.arrival import widen_
 from castwise.core.plans.words import in_words
 from castwise.errors import StateError
-from castwise.lab.parity.batches import same_batch
-from castwise.lab.parity.parity import ParityTest, coarsest, is_adam
+from castwise.lab.parity.parity import ParityTest
 from castwise.lab.parity.probes import Prober
 from castwise.lab.passes.isolation import seed_all, undisturbed
 from castwise.lab.search.arrived import arrival_notes
@@ -41,12 +37,10 @@ from castwise.lab.search.contest import Entry
 from castwise.lab.search.exemptions import find_exemptions
 from castwise.lab.search.fastest import find_fastest, formats_not_reached
 from castwise.lab.search.pairs import is_doubtful, train_pairs
-from castwise.lab.search.regions import find_parts, operators_used
+from castwise.lab.search.reference import refer
 from castwise.lab.search.repair import VERIFYING, NumericsSearch
 from castwise.lab.search.state import MICROBATCHES, PEAKS_S, SearchState, Settings
 from castwise.lab.timing.runners import build_model
-from castwise.lab.timing.served import libraries
-from castwise.lab.workloads.workload import make_optimizer
 
 __all__ = ["Search", "Settings"]
 
@@ -86,7 +80,7 @@ class Search(SearchState):
             with self.stage("reference"):
                 if settings.goal != "numerics":
                     self.home.begin()
-                self._refer()
+                self.begun = refer(self)
                 self.home.ready(self.left_here_s())
             self.home.patience_s = max(PATIENCE_S, settings.budget_s, SLOWER * self.stages[-1].time_s)
             if settings.goal == "numerics":
@@ -107,10 +101,9 @@ class Search(SearchState):
                 shown = [AUTOCAST] if raced else []
                 with self.stage("memory"):
                     self.measure_peaks(list(dict.fromkeys([FP32, *shown, self.chosen])))
-        assert self.test is not None
-        if (note := self.test.prober.positions.note) and numerics_of(self.chosen) != FP32:
+        if (note := self.reference.test.prober.positions.note) and numerics_of(self.chosen) != FP32:
             self.notes.append(note)
-        if self.arrived:
+        if self.reference.arrived:
             self.notes += arrival_notes(self)
         if missed := formats_not_reached(self):
             self.undecided.append(
@@ -119,56 +112,11 @@ class Search(SearchState):
             )
         self.complete = not missed
 
-    def _refer(self) -> None:
-        """Run fp32 on a few batches, and look at the model."""
-        settings, workload = self.settings, self.workload
-        self.model = model = build_model(workload, self.device, settings.seed)
-        self.as_given = as_given(model)
-        self.arrived = bool(low_tensors(model))
-        trained = model.parameters()
-        optimizer = (
-            workload.optimizer(trained) if settings.goal == "numerics" else make_optimizer(workload, trained)
-        )
-        self.optimizer = type(optimizer).__name__
-        if self.device.type == "cpu":  # an accelerator that was asked for does not survive a fork
-            self.home.import_soon(libraries(type(made).__module__ for made in (*model.modules(), optimizer)))
-        adam = self.ranks.at("the optimizer").same(is_adam(optimizer))
-        prober = Prober(
-            model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
-            call=f"tune({workload.name!r})", dither=coarsest(settings.formats),
-        )  # fmt: skip
-        self.test = ParityTest(prober, settings.accumulate * settings.world_size, adam, workload.optimizer)
-        self.tell(f"fp32 gradients of {MICROBATCHES} batches, and fp32 against itself")
-        self.test.reference(MICROBATCHES)
-        micros = prober.micros
-        if all(same_batch(micros[0].batch, micro.batch) for micro in micros[1:]):
-            self.notes.append(
-                "Every batch is the same, so there is no noise of data: gradients are held against the signal alone, and "
-                "fresh batches confirm nothing new."
-            )
-        if self.test.repeat > 0.0:
-            self.notes.append(
-                f"The loss is not deterministic: the same pass repeated in fp32 differs by {self.test.repeat:.2g} of an "
-                "update. Where a plan's own difference is comparable it is called undecided."
-            )
-
-        def step() -> torch.Tensor:
-            return workload.loss(prober.model, micros[0].batch)
-
-        seed_all(settings.seed)
-        self.parts = self.ranks.at("the regions").same(find_parts(prober.model, step))
-        self.used = self.ranks.at("the operators").same(operators_used(step))
-        self.numerics = NumericsSearch(self.test, self.parts, self.tell, self.ranks)
-        used = [prober.model.get_submodule(path) for part in self.parts for path in part.paths]
-        self.images = any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in used)
-
     def _second_look(self) -> None:
         """Test the chosen plan once more after some fp32 steps: trained weights differ from fresh ones."""
         settings, workload = self.settings, self.workload
-        assert self.test is not None
-        assert self.model is not None
         seed_all(settings.seed)
-        model = build_model(workload, self.device, settings.seed, self.model.state_dict())
+        model = build_model(workload, self.device, settings.seed, self.reference.model.state_dict())
         arrived = widen_(model)
         optimizer = workload.optimizer(model.parameters())
         batches = iter(workload.batches(settings.seed))
@@ -179,12 +127,14 @@ class Search(SearchState):
             optimizer.step()
         optimizer.zero_grad()
         prober = Prober(
-            model, workload.loss, batches, self.device, seed=settings.seed, call=self.test.prober.call,
+            model, workload.loss, batches, self.device, seed=settings.seed, call=self.reference.test.prober.call,
             arrived=arrived,
         )  # fmt: skip
-        warm = ParityTest(prober, self.test.per_update, self.test.adam, workload.optimizer)
+        warm = ParityTest(
+            prober, self.reference.test.per_update, self.reference.test.adam, workload.optimizer
+        )
         warm.reference(MICROBATCHES)
-        search = NumericsSearch(warm, self.parts, self.tell, self.ranks)
+        search = NumericsSearch(warm, self.reference.parts, self.tell, self.ranks)
         result = search.find(self.chosen)
         trained = self.verification is not None and is_doubtful(result)  # that it trains has been seen
         if result.verdict != "pass" and not trained:

@@ -35,13 +35,12 @@ _TRAINING = "training runs"
 
 def low_share(search: SearchState, plan: Plan) -> float:
     """Of the time that the model's parts take in fp32, the share of those that a plan runs low; 1 where none was timed."""
-    assert search.test is not None
     assigned = assign(
-        search.test.prober.model, [region for region in plan.regions if region.compute is not None]
+        search.reference.test.prober.model, [region for region in plan.regions if region.compute is not None]
     )
     times_s = {
         part: search.costs[part.pattern].times_s["fp32"]
-        for part in search.parts
+        for part in search.reference.parts
         if part.pattern in search.costs
     }
     low_s = 0.0
@@ -57,7 +56,6 @@ def find_sound(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> 
 
     None is tested in vain, beside a sound one that is simpler and as fast.
     """
-    assert search.numerics is not None
     sound: list[Plan] = []
     doubtful: list[Plan] = []
     for plan in plans:
@@ -68,7 +66,7 @@ def find_sound(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> 
         if not known and (rival := in_vain(contest, plan, sound)) is not None:
             search.decide(plan, Fate("untried", f"not tested: {in_words(rival)} {AS_GOOD}"))
             continue
-        left = search.numerics.left()
+        left = search.reference.numerics.left()
         if left < VERIFYING + MICROBATCHES and not known:
             spent = "not tested: the passes for numerics were spent on plans that are faster or simpler"
             search.decide(plan, Fate("untried", spent))
@@ -83,9 +81,11 @@ def find_sound(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> 
         if plan.params != "fp32" or left < VERIFYING + FLOOR or sound:
             continue  # a sound plan that promises more is there already, or its like with fp32 parameters is repaired
         repaired = search.repaired(plan, found)
-        kept = sum(part.pattern in search.kept for part in search.parts)
-        if 2 * kept > len(search.parts):
-            search.refuse(plan, f"{why}; {kept} of {len(search.parts)} regions would have to stay in fp32")
+        kept = sum(part.pattern in search.kept for part in search.reference.parts)
+        if 2 * kept > len(search.reference.parts):
+            search.refuse(
+                plan, f"{why}; {kept} of {len(search.reference.parts)} regions would have to stay in fp32"
+            )
             search.kept = {}
         elif (share := low_share(search, repaired)) < BY_NAME:
             search.refuse(

@@ -85,6 +85,33 @@ class Settings:
             raise PlanError(f"tune(budget_s={self.budget_s!r}): needs a positive number of seconds")
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What is tuned, and what fp32 does with it on a few batches.
+
+    Attributes:
+        model: As the workload makes it.
+        optimizer: Class name of its optimizer.
+        arrived: Whether some of the model is stored low before any plan.
+        as_given: The plan under which a model that arrives low runs as it is; shown, and never chosen.
+        test: The parity test, after its reference.
+        parts: The model's regions.
+        numerics: Tests plans against the reference and repairs them.
+        used: ATen operators that a training step's forward runs.
+        images: Whether a memory format means anything: the model convolves over images.
+    """
+
+    model: nn.Module
+    optimizer: str
+    arrived: bool
+    as_given: Plan | None
+    test: ParityTest
+    parts: tuple[Part, ...]
+    numerics: NumericsSearch
+    used: frozenset[str]
+    images: bool
+
+
 @dataclass
 class SearchState:
     """One search, with all that it has found so far.
@@ -96,16 +123,8 @@ class SearchState:
         elsewhere: Plans that were found for the same job on other devices or by other versions.
         home: Where the processes start that it measures in.
         say: Told the stage, what is tried, how much is done of how much.
-        model: The model as the workload makes it; set by the first stage, as are the next eight but one.
-        arrived: Whether some of it is stored low before any plan.
-        as_given: The plan under which a model that arrives low runs as it is; shown, and never chosen.
-        lost_as_given: The share of updates that rounding drops there, where parameters have no masters.
-        optimizer: Class name of the optimizer.
-        test: The parity test with its reference.
-        numerics: Judges plans with it and repairs them.
-        parts: The model's regions.
-        used: ATen operators that a training step's forward runs.
-        images: Whether a memory format means anything: the model convolves over images.
+        begun: What the first stage found; None before its end.
+        lost_as_given: The share of updates that rounding drops in a model that arrives low, where parameters have no masters.
         costs: Of the parts, by pattern.
         contest: The race that leads to it; None for ``goal="numerics"``.
         final: The race that decides, once it has been run.
@@ -134,19 +153,11 @@ class SearchState:
     elsewhere: Sequence[Plan] = ()
     home: Home = field(default_factory=Home)
     say: Say = lambda _stage, _subject, _done, _total: None
-    model: nn.Module | None = None
-    arrived: bool = False
-    as_given: Plan | None = None
+    begun: Reference | None = None
     lost_as_given: float | None = None
-    optimizer: str = "optimizer"
-    parts: tuple[Part, ...] = ()
-    used: frozenset[str] = frozenset()
-    images: bool = False
     costs: dict[str, Cost] = field(default_factory=dict)
     contest: Contest | None = None
     final: Final | None = None
-    test: ParityTest | None = None
-    numerics: NumericsSearch | None = None
     trials: dict[Plan, CompileTrial] = field(default_factory=dict)
     findings: dict[Plan, ParityResult] = field(default_factory=dict)
     fates: dict[Plan, Fate] = field(default_factory=dict)
@@ -166,6 +177,17 @@ class SearchState:
     def __post_init__(self) -> None:
         """Start the clock."""
         self.start = self.ranks.now()
+
+    @property
+    def reference(self) -> Reference:
+        """What the first stage found."""
+        assert self.begun is not None, "no reference before the first stage has ended"
+        return self.begun
+
+    @property
+    def as_given(self) -> Plan | None:
+        """The plan of a model that arrives low, where there is one."""
+        return None if self.begun is None else self.begun.as_given
 
     def left_s(self) -> float:
         """Seconds of the budget that are left, by rank 0's clock; collective."""
@@ -207,7 +229,7 @@ class SearchState:
 
     def passes(self) -> int:
         """Forward/backwards that the numerics have taken so far."""
-        return self.test.prober.passes if self.test is not None else 0
+        return self.begun.test.prober.passes if self.begun is not None else 0
 
     def tell(self, subject: str) -> None:
         """Say what begins; a search that is out of time ends at the next of these."""
@@ -236,8 +258,7 @@ class SearchState:
 
     def scaled(self, plan: Plan) -> Plan:
         """Start a plan's loss scale where the gradients that were seen want it."""
-        assert self.test is not None
-        return self.ranks.at("a loss scale").same(with_measured_scale(plan, self.test.range))
+        return self.ranks.at("a loss scale").same(with_measured_scale(plan, self.reference.test.range))
 
     def decide(self, plan: Plan, fate: Fate) -> None:
         """Note what becomes of a plan; what speaks against one stays, unless it is said anew."""
@@ -259,11 +280,10 @@ class SearchState:
         Raises:
             Exception: What the plan raised, unless it says that the plan cannot run.
         """
-        assert self.numerics is not None
         key = numerics_of(plan)
         if key not in self.findings:
             try:
-                self.findings[key] = self.numerics.find(key)
+                self.findings[key] = self.reference.numerics.find(key)
             except Exception as error:
                 if not cannot_run(error):
                     raise
@@ -282,14 +302,13 @@ class SearchState:
 
         ``findings`` says whether the plan that is returned passes.
         """
-        assert self.numerics is not None
         if found is not None and found.stopped:
             return self._with_state(plan, found)
-        repair: Repair = self.numerics.repair(plan, found, reserve=VERIFYING)
+        repair: Repair = self.reference.numerics.repair(plan, found, reserve=VERIFYING)
         self.kept = dict(repair.kept)
         if (result := repair.result) is not None:
             hangs = result.verdict == "undecided" and result.severity < 1.0  # on a few microbatches
-            self.findings[repair.plan] = self.numerics.find(repair.plan) if hangs else result
+            self.findings[repair.plan] = self.reference.numerics.find(repair.plan) if hangs else result
         return repair.plan
 
     def _with_state(self, plan: Plan, found: ParityResult) -> Plan:
@@ -297,10 +316,10 @@ class SearchState:
         owners = {name.rpartition(".")[0] for name in found.stopped}
         self.kept = {
             part.pattern: "what it keeps beside its weights stops moving in a low format"
-            for part in self.parts
+            for part in self.reference.parts
             if owners & set(part.paths)
         }
-        kept = exempt(plan, self.parts, self.kept)
+        kept = exempt(plan, self.reference.parts, self.kept)
         if self.kept:
             self.find(kept)
         return kept

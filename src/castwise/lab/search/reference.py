@@ -1,0 +1,62 @@
+"""The first stage of a search: gradients of fp32 on a few batches, and a look at the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from castwise.core.model.arrival import as_given, low_tensors
+from castwise.lab.parity.batches import same_batch
+from castwise.lab.parity.parity import ParityTest, coarsest, is_adam
+from castwise.lab.parity.probes import Prober
+from castwise.lab.passes.isolation import seed_all
+from castwise.lab.search.regions import find_parts, operators_used
+from castwise.lab.search.repair import NumericsSearch
+from castwise.lab.search.state import MICROBATCHES, Reference, SearchState
+from castwise.lab.timing.runners import build_model
+from castwise.lab.timing.served import libraries
+from castwise.lab.workloads.workload import make_optimizer
+
+
+def refer(search: SearchState) -> Reference:
+    """Run fp32 on a few batches, and look at the model."""
+    settings, workload = search.settings, search.workload
+    model = build_model(workload, search.device, settings.seed)
+    trained = model.parameters()
+    optimizer = (
+        workload.optimizer(trained) if settings.goal == "numerics" else make_optimizer(workload, trained)
+    )
+    if search.device.type == "cpu":  # an accelerator that was asked for does not survive a fork
+        search.home.import_soon(libraries(type(made).__module__ for made in (*model.modules(), optimizer)))
+    adam = search.ranks.at("the optimizer").same(is_adam(optimizer))
+    prober = Prober(
+        model, workload.loss, iter(workload.batches(settings.seed)), search.device, seed=settings.seed,
+        call=f"tune({workload.name!r})", dither=coarsest(settings.formats),
+    )  # fmt: skip
+    test = ParityTest(prober, settings.accumulate * settings.world_size, adam, workload.optimizer)
+    search.tell(f"fp32 gradients of {MICROBATCHES} batches, and fp32 against itself")
+    test.reference(MICROBATCHES)
+    micros = prober.micros
+    if all(same_batch(micros[0].batch, micro.batch) for micro in micros[1:]):
+        search.notes.append(
+            "Every batch is the same, so there is no noise of data: gradients are held against the signal alone, and "
+            "fresh batches confirm nothing new."
+        )
+    if test.repeat > 0.0:
+        search.notes.append(
+            f"The loss is not deterministic: the same pass repeated in fp32 differs by {test.repeat:.2g} of an "
+            "update. Where a plan's own difference is comparable it is called undecided."
+        )
+
+    def step() -> torch.Tensor:
+        return workload.loss(prober.model, micros[0].batch)
+
+    seed_all(settings.seed)
+    parts = search.ranks.at("the regions").same(find_parts(prober.model, step))
+    ran = [prober.model.get_submodule(path) for part in parts for path in part.paths]
+    return Reference(
+        model=model, optimizer=type(optimizer).__name__, arrived=bool(low_tensors(model)), as_given=as_given(model),
+        test=test, parts=parts, numerics=NumericsSearch(test, parts, search.tell, search.ranks),
+        used=search.ranks.at("the operators").same(operators_used(step)),
+        images=any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in ran),
+    )  # fmt: skip
