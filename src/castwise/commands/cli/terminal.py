@@ -216,13 +216,14 @@ def folder_for(out: Path | None, command: str, workload: str, make: bool = True)
     name = find_workload(workload).name  # first, so that a wrong name makes no folder
     plain = re.sub(r"[^\w.-]+", "-", name)
     folder = out if out is not None else Path("runs") / f"{command}-{plain}"
-    if make:
-        make_folder(folder, "--out")
+    found = not make or folder.exists()
     try:
+        if make:
+            make_folder(folder, "--out")
         yield folder
     except BaseException:
         with contextlib.suppress(OSError):
-            if make:
+            if not found:
                 folder.rmdir()  # only where it is empty
         raise
 
