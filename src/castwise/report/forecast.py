@@ -19,7 +19,7 @@ _MOST = 12
 """Rows of a list in the terminal."""
 _COLOURS = {"bf16": COLOURS[0], "fp16": COLOURS[1], "fp8_e5m2": COLOURS[4], "fp8_e4m3": COLOURS[3]}
 _WIDTH, _BARS, _STRIP = 240, 30, 5
-"""Of a histogram in pixels; the height of its bars, and of the strip that shows a format's range."""
+"""Pixels: a histogram's width, the height of its bars, and of the strip that shows a format's range."""
 
 
 def lines(record: Record) -> list[Grid | Line]:

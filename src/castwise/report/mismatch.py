@@ -13,7 +13,7 @@ __all__ = ["PICTURES", "lines", "values"]
 
 Record = Mapping[str, Any]
 _TOLD = 5
-"""Of the worst tokens in the terminal."""
+"""Tokens that the terminal shows, the worst first."""
 
 
 def lines(record: Record) -> list[Grid | Line]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 EVERY_S = 10.0
-"""Of one stage, what is not a terminal gets a line as often as this."""
+"""Without a terminal, seconds between two lines of progress in one stage."""
 
 
 class Lines:

@@ -350,7 +350,7 @@ def _told(ratio: Record) -> str:
 
 
 _UNKNOWN = 10.0
-"""An interval whose ends are so many times apart says nothing."""
+"""An interval whose upper end is this many times the lower says nothing."""
 
 
 def _starts(record: Record) -> int:

@@ -44,7 +44,8 @@ from castwise.errors import CastwiseError, sentence
 _PATIENCE = 1 << 31
 """Steps in a row that may be skipped: the script goes on, as it would have without castwise."""
 _SMALLER, _SEEKS = 16.0, 8
-"""A scale at which ``torch.autograd.grad`` overflows is divided by so much; and how often in a row a finite one is sought in vain."""
+"""``torch.autograd.grad`` that overflows is tried again at the scale divided by the first; the search ends after the second in
+a row."""
 
 
 def _say(text: str) -> None:
@@ -71,7 +72,7 @@ class Follower:
         self._said: set[str] = set()
         self._numbers = itertools.count()
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
-        """Of the script, in the order in which they were made, which is the same on all ranks."""
+        """The script's optimizers in the order in which they were made, which is the same on all ranks."""
         self._joined: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Those that train by the plan, as the optimizers in ``_joined`` do."""

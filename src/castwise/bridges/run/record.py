@@ -37,7 +37,7 @@ from castwise.core.parallel import wrappers
 from castwise.errors import CastwiseError, sentence
 
 BATCHES, LARGEST_BYTES = 32, 256 << 20
-"""When there are enough, or their tensors take so much."""
+"""Recording ends after this many batches, or when their tensors take this much memory."""
 _IN_ITS_PROCESS = "import sys; from castwise.bridges.run.record import main; main(sys.argv[1:])"
 
 

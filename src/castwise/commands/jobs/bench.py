@@ -37,7 +37,7 @@ from castwise.lab.workloads.workload import Workload, about_data, find_workload,
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
 
 PATIENCE_S, SLOWER = 60.0, 3.0
-"""A process hangs that is silent for so long, and for so many times as long as all plans together took to train here."""
+"""A process hangs if it is silent for this many seconds, and for this many times as long as training all plans took here."""
 PICTURE_SIDE = 128
 """Pictures are thinned to at most this many rows and columns in the record."""
 

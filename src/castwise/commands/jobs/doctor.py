@@ -37,12 +37,12 @@ SLOW = 3.0
 STARTS, ROUNDS = 3, 6
 """Starts of all plans, and rounds of steps in each."""
 DATA = 0.1
-"""Share of data in data plus step from which on waiting for it is worth a word."""
+"""From this share of data loading in data plus step on, the report names it."""
 DISPATCH = 0.3
-"""Share of a step that goes into launching operators from which on formats matter little."""
+"""From this share of a step spent on launching operators on, formats matter little."""
 OUTSIDE = 0.3
 BUSY = 0.3
-"""Load per core from which on others disturb the measurement."""
+"""From this load per core on, other processes disturb the measurement."""
 
 
 def doctor(

@@ -119,7 +119,7 @@ def _arguments_of(node: Any, overload: OpOverload) -> dict[str, Any]:
 
 
 ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
-"""Of the Python function that every backward pass is called by."""
+"""The code of the Python function that starts every backward pass."""
 
 
 def backward_of_scalar(loss: torch.Tensor) -> None:

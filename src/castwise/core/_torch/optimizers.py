@@ -141,7 +141,7 @@ class _Told:
 
 
 clearing = _Told((torch.optim.Optimizer, "zero_grad"), (torch.nn.Module, "zero_grad"))
-"""Whom to tell of each ``zero_grad``: of which optimizer or module."""
+"""Listeners to each ``zero_grad``, with the optimizer or module that it was called on."""
 scaling = _Told((torch.amp.GradScaler, "scale"), after=True)
 """Whom to tell of each loss that a GradScaler has scaled."""
 

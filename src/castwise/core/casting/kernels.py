@@ -175,8 +175,8 @@ _RULES: dict[str, Action] = {
 _WHOLE_IN_FRONT: dict[str, Action] = {
     "binary_cross_entropy_with_logits": _fp32, "scaled_dot_product_attention": _lower,
 }  # fmt: skip
-"""Operators that torch itself casts so on every device, but of which its transforms run the parts, each cast anew: among them
-an ``exp_`` that may be banned, and products of fp32 that go back to half below autograd."""
+"""Operators that torch itself casts like this on every device. Its transforms take them apart and cast each part anew: one
+part is an ``exp_`` that a plan may ban, and others are fp32 products that go back to half below autograd."""
 
 
 def actions(rows: Mapping[str, Row]) -> dict[str, Action]:

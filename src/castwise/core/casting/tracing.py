@@ -25,7 +25,7 @@ graph_frames: dict[str, Frame] = {}
 """Frames that traced graphs may name, by key; filled by whoever resolves a plan."""
 
 graph_spans: deque[tuple[str, int, int]] = deque(maxlen=256)
-"""Of blocks that a traced graph has entered and left as it ran: the key, the number of the first autograd node, that after the last."""
+"""Blocks that a traced graph entered and left as it ran: key, number of the first autograd node, number after the last."""
 _open: list[tuple[str, int]] = []
 
 _code_of_key: dict[str, int] = {}

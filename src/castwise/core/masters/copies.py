@@ -63,7 +63,7 @@ class _Near:
     values: Tensor
     weights: Tensor
     eps: float
-    """Of the format, in which an average is rounded."""
+    """Machine epsilon of the format in which an average is rounded."""
 
     def is_followed_by(self, values: Tensor, weights: Tensor) -> bool:
         """Whether these took its place as the next value of an average, between it and the weights now.

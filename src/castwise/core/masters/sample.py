@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 ELEMENTS = 8
-"""Of a parameter, side by side in its memory."""
+"""Adjacent elements of a parameter's memory that are looked at."""
 READ = 64
 """Looks between two at which the host asks an accelerator what was seen."""
 

@@ -38,7 +38,7 @@ _SUMMED = 0.5
 _FURTHER = 0.25
 """The same: the gradients of one more named loss have been computed, and this is not a step yet."""
 _NOT = object()
-"""In the place of the group of ranks that step: this rank does not."""
+"""Stands for the group of ranks that step where this rank is not one of them."""
 
 
 def _no_world() -> None:

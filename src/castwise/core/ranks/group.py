@@ -23,7 +23,7 @@ class _Alone:
 
 
 ALONE: Final = _Alone()
-"""In the place of a process group: this process by itself, whatever groups it is in."""
+"""Stands for a process group: this process alone, whatever groups it is in."""
 
 
 def running() -> bool:

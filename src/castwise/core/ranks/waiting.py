@@ -32,7 +32,7 @@ _TICK_S = 0.25
 _ALIVE_S = 1.0
 """In what time a rank that waits has written again."""
 _MOST_RANKS = 1024
-"""In larger groups nobody asks, since each question goes to one process."""
+"""Larger groups ask nothing, since each question goes to one process."""
 
 _waits: dict[int, Waiting] = {}
 _process = 0

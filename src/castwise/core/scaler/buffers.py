@@ -33,7 +33,7 @@ from castwise.core.scaler.result import Restored
 _LARGE = 1 << 16
 """Bytes above which a buffer that does not change is not copied."""
 _UNSEEN = 8
-"""After so many rounds without a call of the whole model in eager mode, copies are made behind steps."""
+"""After this many rounds without a call of the whole model in eager mode, copies are made after steps."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _registered = 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from castwise.core.scaler import gradients
 
 PARAMETERS, ELEMENTS = 16, 64
-"""So many elements of so many gradients, evenly spaced."""
+"""A look at gradients takes this many of them, and this many evenly spaced elements of each."""
 _KEPT = 16
 """Times that gradients were cleared, the last of them."""
 _SMALLEST = 64.0

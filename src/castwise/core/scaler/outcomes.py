@@ -15,8 +15,8 @@ from castwise.core.scaler.result import StepResult
 from castwise.errors import LossScaleError, StateError
 
 _SAMPLE_PERIOD = 17
-"""Where nobody asks for outcomes, how many windows pass between two whose outcome is sent to the host; a prime number, so
-that optimizers and losses that take turns are all met."""
+"""If nobody asks for outcomes, one window in this many sends its outcome to the host. A prime number, so that each of several
+optimizers or losses that take turns is reached."""
 
 
 @dataclass(slots=True, eq=False)

@@ -23,7 +23,7 @@ from castwise.errors import StateError
 _Log = Callable[[Callable[[], object]], object]
 
 _AGAIN = 16
-"""How often a closure is evaluated anew at half the loss scale, of which a first guess is 2 ** 16."""
+"""A closure is evaluated again at half the loss scale at most this often; the usual first scale is 2 ** 16."""
 
 _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictionary()
 """By optimizer, the window whose loss scale its gradients may hold."""

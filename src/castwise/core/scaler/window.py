@@ -74,7 +74,8 @@ class Window:
         self.differentiated = False
         """Whether true gradients were computed through the scale in this window, for somebody to set."""
         self._returned: dict[int, tuple[str, torch.Tensor]] = {}
-        """By optimizer that has not stepped since, the loss of which true gradients were returned and whether these were not finite."""
+        """By optimizer that has not stepped since: the loss whose true gradients were returned, and whether they were not
+        finite."""
         self.settled = not self.scales
         """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
         self.in_backward = False

@@ -16,9 +16,9 @@ __all__ = ["NAMES", "PLAN_VERSION", "RECORD_VERSION", "schema"]
 
 NAMES: Final = ("plan", "evidence")
 PLAN_VERSION: Final = 1
-"""Of ``plan.json``."""
+"""Version of ``plan.json``."""
 RECORD_VERSION: Final = 1
-"""Of results: ``evidence.json``, ``bench.json``, ``result.json``."""
+"""Version of results: ``evidence.json``, ``bench.json``, ``result.json``."""
 
 
 def schema(name: str) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from castwise.core import _torch, masters
 EVERY = 64
 """Steps between two looks, but for the first, which are twice as far apart each time."""
 PIECES = 8
-"""Of how many places of all trained elements a look takes one."""
+"""A look takes one of this many pieces of all trained elements."""
 ELEMENTS = 8192
-"""Of a piece, about: whole rows."""
+"""Elements of a piece, about: whole rows."""
 WHOLE = 2**20
 """Elements of the largest parameter that is taken whole, where the optimizer keeps rows and columns of it."""
 NEAR = 0.1

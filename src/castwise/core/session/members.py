@@ -25,7 +25,7 @@ class Members:
         self.arrived: weakref.WeakKeyDictionary[nn.Module, Mapping[torch.Tensor, torch.dtype]] = (
             weakref.WeakKeyDictionary()
         )
-        """Of each model the tensors that arrived in bf16 or fp16, and in which."""
+        """By model, the tensors that arrived in bf16 or fp16, with their format."""
         self._strays: list[torch.Tensor] | None = None
         self._alive = 0
         """How many optimizers were alive when strays were looked for."""

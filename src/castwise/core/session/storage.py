@@ -190,7 +190,7 @@ class Newcomers:
     def __init__(self, model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
         self._known: Any = WeakTensorKeyDictionary()
         self._formats: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-        """Of modules: how the plan stores what is in them, and how it arrived."""
+        """By module, the format in which the plan stores its tensors, and the one in which they arrived."""
         for name, tensor in named_tensors(model):
             self._known[tensor] = True
             if tensor in dtypes:

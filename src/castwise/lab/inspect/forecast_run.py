@@ -36,7 +36,7 @@ from castwise.lab.timing.environment import Environment
 
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "weight gradients", "updates")
 VISIBLE = 0.1
-"""Share of a region's gradients that vanish from which on a note says so, whatever they are beside others'."""
+"""From this share of vanishing gradients on, a region gets a note, however small they are beside others'."""
 Key = tuple[str, Kind, bool]
 """A region, a kind of tensor, and whether the plan keeps it in fp32."""
 

@@ -15,9 +15,9 @@ from castwise.lab.passes.observers import Call
 LOSS = Call("(loss)", 0)
 """The code around the model: the loss."""
 EXCESS = 4.0
-"""An own error so many times the expected one is not of the format's rounding."""
+"""An operator's own error above this many times the expected one does not come from the format's rounding."""
 AMPLIFIES = 10.0
-"""A call whose expected error is so many times the rounding of what it takes amplifies rounding."""
+"""A call amplifies rounding if its expected error is this many times the rounding of its inputs."""
 ROUNDING = 0.29
 """The root mean square of rounding to nearest, in units of eps: an even spread over half a unit to both sides is 1/sqrt(12)."""
 HALF = 0.5

@@ -28,7 +28,7 @@ Kind = Literal["operator", "data", "parameter", "buffer", "constant", "memory", 
 torch does not show."""
 
 _EXPLAINED = 32
-"""Of so many origins it is found out why."""
+"""Causes are looked for of this many origins."""
 _ALLOCATES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"})  # fmt: skip
 _OVERWRITES = frozenset({
     "copy_",

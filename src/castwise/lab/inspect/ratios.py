@@ -23,7 +23,7 @@ from castwise.lab.inspect.runs import in_fp64
 
 QUANTILES = (0.001, 0.01, 0.05, 0.5, 0.95, 0.99, 0.999)
 BINS = 16
-"""Positions of the sequence are reported in so many parts."""
+"""Positions of the sequence are reported in this many groups."""
 WORST = 10
 
 

@@ -20,7 +20,7 @@ from castwise.core.plans.formats import FORMATS, Format
 from castwise.lab.parity.gradient_range import Magnitudes
 
 SAMPLE = 1 << 15
-"""Of a larger tensor so many values are cast, drawn at random: a share is off by 0.3 percentage points at most (one sigma)."""
+"""This many values of a larger tensor are cast, drawn at random: a share is off by at most 0.3 percentage points (one sigma)."""
 ENDLESS = (2.0 - 2.0**-8) * 2.0**127
 """Values from here on stand for infinity in fp32 already, as the smallest number does in a mask: bf16 would round them to it."""
 

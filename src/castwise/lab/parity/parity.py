@@ -57,7 +57,7 @@ MOST = 4
 DEAD = 1e-4
 """A parameter whose fp32 gradient differs from itself by more than this share of its square has no gradient."""
 BROKEN = Estimate(math.inf, math.inf, math.inf, *[math.nan] * 5)
-"""Of a probe that ended on its first microbatch, since a gradient was not finite."""
+"""The estimate of a probe that ended on its first microbatch because a gradient was not finite."""
 COMPARABLE = 0.3
 """fp32's own difference from itself may be this share of the plan's before the plan cannot be judged."""
 

@@ -36,7 +36,7 @@ from castwise.lab.workloads.workload import about_data, users_code
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
 MOST_ELEMENTS = 1 << 21
-"""Of a larger parameter this many elements, drawn at random, stand for it."""
+"""This many elements of a larger parameter, drawn at random, represent it."""
 MOST_IN_ALL = 1 << 24
 """Where all parameters together have more than this many elements, fewer of the large ones: 64 MiB a microbatch."""
 LEAST_ELEMENTS = 1 << 15

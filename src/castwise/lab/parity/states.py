@@ -36,7 +36,7 @@ ALIKE = 0.5
 STEADY = 0.5
 """A number that grows, and in the second half of the steps by this share of the first half or more, may go on like that."""
 AHEAD = 1250
-"""Such numbers are looked at again, so many times four steps ahead: fp16 too has stopped there."""
+"""Such numbers are looked at again this many times four steps ahead, where fp16 has stopped too."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -13,7 +13,7 @@ from castwise.lab.timing import stats
 MOST_NAMED = 3
 """Regions or operators that a sentence names; beyond it counts them."""
 UNKNOWN = 10.0
-"""An interval whose ends are so many times apart says nothing."""
+"""An interval whose upper end is this many times the lower says nothing."""
 _SAME = 0.01
 """A difference in peak memory that is not worth a word."""
 

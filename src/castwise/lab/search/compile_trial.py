@@ -54,7 +54,7 @@ STEPS, SETTLED = 4, 2
 """Steps that are watched for compilations, and how many of the last have to be without any."""
 TIMED, BLOCK_S = 5, 0.1
 FACTOR = 25.0
-"""A squared difference may be so many times that which a unit in the last place of each weight makes."""
+"""A squared difference may be this many times the one that a unit in the last place of each weight makes."""
 MOST, SURE = 0.25, 4.0
 """But no more than this part of its squared norm, or so many times that difference where that is more: a gradient that is
 forgotten differs by all of its norm, and five units in the last place of bf16 move one through twenty layers by as much."""

@@ -21,19 +21,21 @@ from typing import TypeVar
 from castwise.lab.timing import stats
 
 MARGIN = 1.03
-"""A plan may take this many times as long as the best: nobody would trade a simpler plan for less."""
+"""A plan may take this many times as long as the best: a smaller gain is not worth a more complicated plan."""
 BEHIND = 1.05
 """What takes more than this many times as long as another in the race, at the least, is behind it: a race in one process is off by
 up to 4 % (bench/results/race-cpu.json)."""
 SLOWER = 1.0075
-"""A simpler plan is passed over where it is known to take at least so many times as long: a plan that is as fast is seldom so unlucky."""
+"""A simpler plan is passed over if it is known to take at least this many times as long: an equally fast plan rarely measures
+so badly."""
 LIKELY, SURE, EARLY = 0.95, 0.97, 0.99
 """Confidence, two-sided, with which the plan taken is within the margin, with which a simpler one is slower, and of both where
 the fewest starts decide. Several are looked at, after every start: how often one of the two is wrong is simulated."""
 ROUNDS = 6
-"""Of each start. Fewer need more starts, each of which builds all models anew; more take longer where a machine is quiet."""
+"""Rounds of each start. With fewer, more starts are needed, each of which builds all models again; on a quiet machine more
+only take longer."""
 LEAST, MOST = 2, 16
-"""Starts that there are at least, since of one nobody knows what another would have shown, and at most."""
+"""The least and the most starts; one start alone does not show how much another would differ."""
 
 
 @dataclass(frozen=True)

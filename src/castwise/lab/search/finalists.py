@@ -27,7 +27,8 @@ FINALISTS = 5
 FAR = 1.1
 """What takes this many times as long as the fastest in the race does not come to the final."""
 WORTH, AT_MOST = 1.01, 1.05
-"""In vain is what seems, in the race, less than so many times as fast as a simpler plan, and is known to be less than so many."""
+"""A plan is in vain beside a simpler one if the race has it less than the first times as fast, and its interval ends below the
+second."""
 AS_GOOD = "is no more complicated, and about as fast in the race"
 FINAL_SHARE = 0.85
 """Share of the budget after which no further start of the final begins."""

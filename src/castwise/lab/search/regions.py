@@ -39,7 +39,7 @@ _TRIVIAL = frozenset({
 })  # fmt: skip
 """Operators that neither round nor amplify: they move values, or add what has been rounded anyway."""
 _SUMS = frozenset({"add", "add_"})
-"""Of these the ones that compute where they add a number, or run in a module without children: that is no residual."""
+"""Those that are no residual where they add a number, or run in a module without children."""
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,11 @@ QUICK = 2
 JOINT = 4
 """Microbatches on which a repaired plan is tried before it is verified."""
 VERIFYING = 2 * (LEAST - JOINT)
-"""Of all passes so many are left for the plan that is chosen: fresh microbatches in fp32 and under the plan."""
+"""Passes that are kept for the plan that is chosen: fresh microbatches in fp32 and under the plan."""
 SPENT = 0.7
 """Share of the line that parts which are not kept may use up together; the rest is for what does not add up."""
 MISFIT = 3.0
-"""Damage that is so many times what its parts add up to is not theirs: probes of few microbatches err by less."""
+"""Damage above this many times the sum of the parts' does not come from them: probes of few microbatches err by less."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ __all__ = ["Search", "Settings"]
 LEAST_S = 5.0
 """A search that has less time than this cannot say anything."""
 PATIENCE_S, SLOWER = 60.0, 3.0
-"""A process hangs that is silent for so long, for the whole budget, and for so many times as long as the reference took here."""
+"""A process hangs if it is silent for this many seconds, for the whole budget, and for this many times as long as the
+reference took here."""
 
 
 @dataclass

@@ -17,7 +17,8 @@ from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.processes import NotThereError, not_there
 
 OVERRUN = 1.5
-"""After so many budgets not even the second start begins, without which nobody knows what another would have shown."""
+"""After this many budgets even the second start is left out, though one start alone does not show how much another would
+differ."""
 
 
 def race_final(

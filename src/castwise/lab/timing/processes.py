@@ -37,15 +37,15 @@ from castwise.lab.workloads.workload import Workload, find_workload
 FORKS = sys.platform.startswith("linux")
 """Whether the system forks safely."""
 _RECEIVED_S = 60.0
-"""A workload that has not been made again after so long never will be."""
+"""Seconds after which a workload that has not arrived in a process is given up."""
 PATIENCE_S = 600.0
-"""What has not answered for so long hangs, where nobody knows better how long it may take."""
+"""Seconds of silence after which a process counts as hanging, unless a caller knows how long its work takes."""
 HURRY = 0.1
 """Share of its patience that is left after one that hangs."""
 _STARTS_S = 60.0
-"""The process that is forked has started after so long, or never will."""
+"""Seconds after which a forked process that has not started is given up."""
 _ENDS_S = 5.0
-"""What has been told to end, or to say who it is, has so long for it."""
+"""Seconds that a process has to end, or to say who it is, once it was told to."""
 _ENTRY = """
 import ast, sys
 sys.path[:] = ast.literal_eval(sys.argv[3])

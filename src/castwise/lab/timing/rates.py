@@ -206,8 +206,7 @@ class Judgement:
 
 
 LOSS = 0.9
-"""A format is to be avoided if it is known to run at less than this part of fp32's speed: what loses less gains nothing, and
-harms nobody."""
+"""A format is to be avoided if it is known to run below this part of fp32's speed; a smaller loss neither helps nor harms."""
 
 
 def verdict_of(speedup: stats.Ratio) -> Verdict:

@@ -35,7 +35,7 @@ from castwise.lab.watch.records import Audit
 SCREEN = 2
 """Microbatches that are looked at first: with fewer bias and noise cannot be told apart."""
 SUSPECT = 0.3
-"""Of the lines above which plans fail; from here on the whole test is made."""
+"""From this part of the line at which plans fail on, the whole test is made."""
 WHOLE = 8
 """Microbatches of the whole test at first."""
 MOST = 32

@@ -11,9 +11,10 @@ KEPT = 64
 LEAST = 16
 """Losses without which there is no line: only what is not finite stands out then."""
 SPREADS = 6.0
-"""A loss so many spreads above the median is a suspect. The spread is that of a normal distribution with the same median absolute deviation."""
+"""A loss this many spreads above the median is suspect. The spread is that of a normal distribution with the same median
+absolute deviation."""
 FAR = 12.0
-"""One that is so many above the median, and above all that the run began with, has diverged at once."""
+"""A loss this many spreads above the median, and above all first losses of the run, has diverged at once."""
 PERSISTENT = 5
 """So many suspects in a row have diverged."""
 FLOOR = 0.02

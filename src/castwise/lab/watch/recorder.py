@@ -39,7 +39,7 @@ from castwise.lab.watch.moments import Moment
 from castwise.lab.watch.passes import gradients_not_finite
 
 KINDS = ("loss", "error", "alarm", "overflow")
-"""Of records, the most telling first."""
+"""Kinds of records, the most telling first."""
 
 
 @dataclasses.dataclass
@@ -48,7 +48,7 @@ class _Step:
 
     moments: list[Moment] = dataclasses.field(default_factory=list)
     losses: list[tuple[int, str, Tensor]] = dataclasses.field(default_factory=list)
-    """Which moment each belongs to, its name, and its value, which is nobody else's memory."""
+    """For each the moment that it belongs to, its name, and its value in memory of its own."""
     scales: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     weights: dict[str, Any] | None = None
@@ -60,7 +60,7 @@ class _Step:
     moved: bool = False
     """Whether the weights to be written are not those that the batches met."""
     done: bool = False
-    """Whether it was written, or may be by nobody any more."""
+    """Whether it was written, or can no longer be."""
     why: tuple[str, str] | None = None
     """What kind of trouble somebody has seen, and what they say of it."""
 

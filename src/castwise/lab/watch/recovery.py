@@ -91,7 +91,7 @@ class Recovery(OfThisProcess, Result):
     returns: tuple[Rollback, ...]
     """What was done so far."""
     step: int
-    """Of the batch that was handed out last, by the order of the data: it goes back too."""
+    """Number of the batch that was handed out last, in the order of the data; it goes back too."""
 
     def __init__(
         self,

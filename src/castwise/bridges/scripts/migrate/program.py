@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from castwise.bridges.scripts.migrate.served import LIBRARIES, here, is_module, library_of, serves
 
 BY_NAME = re.compile(r"import|module|package|find_spec|find_loader|available|installed", re.IGNORECASE)
-"""In the names of functions that are given a module's name as text, to load it or to ask whether it is there."""
+"""Matches names of functions that take a module's name as text, to load it or to ask whether it exists."""
 _DOTTED = re.compile(rf"({'|'.join(LIBRARIES)})(\.\w+)+")
 _CODE = re.compile(
     rf"^\s*(?:from\s+((?:{'|'.join(LIBRARIES)})[\w.]*)\s+import\b|import\s+((?:{'|'.join(LIBRARIES)})[\w.]*)\s*(?:as\b|[;,#]|$))",
@@ -22,7 +22,7 @@ _CODE = re.compile(
 )
 _INSTALL = "castwise.compat.install"
 _STARTS = re.compile(r"__main__$|initialize|launch|convert_to_")
-"""In the words of a script that is started: no configuration, and no part of a program."""
+"""Matches text in scripts that are started themselves, and in no configuration and no part of a program."""
 
 
 class Imported(NamedTuple):

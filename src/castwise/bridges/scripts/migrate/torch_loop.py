@@ -23,7 +23,7 @@ AUTOCAST = _names("autocast", "autocast_mode")
 SCALER = _names("GradScaler", "grad_scaler")
 _JUMPS = (cst.Continue, cst.Break, cst.Return, cst.Raise)
 _ON_GRADIENTS = re.compile(r"clip|grad(ient)?s|grad_norm")
-"""In the names of functions that are given gradients, or parameters for the sake of them."""
+"""Matches names of functions that work on gradients, or on parameters for the sake of their gradients."""
 
 
 @dataclasses.dataclass(frozen=True)

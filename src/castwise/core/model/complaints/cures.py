@@ -44,9 +44,9 @@ _NOT_AGAIN: Final = "The call could not be made again, so nothing was tried"
 
 
 MOST_BYTES: Final = 2**30
-"""Calls with more than so much in their tensors are not made again."""
+"""Calls whose tensors take more bytes are not repeated."""
 MOST_S: Final = 3.0
-"""No further cure is tried after so many seconds of this thread's work."""
+"""After this many seconds of this thread's work no further cure is tried."""
 
 
 @dataclass(frozen=True)
