@@ -13,7 +13,7 @@ Record = Mapping[str, Any]
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """A device, and perhaps a workload on it, for the terminal: the workload, which somebody asked for, first."""
+    """A device, and perhaps a workload on it, for the terminal: the workload, which was asked for, first."""
     where, band = record["environment"], record["bandwidth"]
     quartiles = f"{band['gb_per_s_low']:.3g} to {band['gb_per_s_high']:.3g}"
     return [

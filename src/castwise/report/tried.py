@@ -41,7 +41,7 @@ def brief(record: Record) -> list[Grid | Line]:
 
 
 _MOST = 2
-"""Failures that are told on one screen; the table shows all."""
+"""Failures that fit on one screen; the table shows all."""
 
 
 def lines(record: Record) -> list[Grid | Line]:

@@ -179,7 +179,7 @@ def _put_back(kept: int) -> None:
 
 
 class Commands(TyperGroup):
-    """The commands; what is not understood is told as JSON too, where a command is asked for JSON."""
+    """The commands; usage errors are printed as JSON too, where a command is asked for JSON."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """The words of the command line as a context."""

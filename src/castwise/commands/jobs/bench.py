@@ -70,7 +70,7 @@ def bench(
         device: By default the accelerator at hand, else the CPU.
         steps: Training steps per plan, at least 3.
         rounds: Interleaved rounds that are timed, over all starts.
-        starts: How often every plan is started to be timed; of one start nobody knows what another would show. 0: none is, and
+        starts: How often every plan is started to be timed; one start does not show what another would. 0: none is, and
             the steps that show what a plan learns are timed, all plans in this process. A workload that cannot be sent to
             another process is timed so too.
         seed: Of weights and data.

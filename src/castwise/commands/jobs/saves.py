@@ -26,7 +26,7 @@ class Saves:
         """Look for what to go on from; all ranks do. The steps that it stands for, 0 where there is none.
 
         Raises:
-            CheckpointError: There are checkpoints, and nobody said that they are to be continued.
+            CheckpointError: There are checkpoints, and continuing them was not asked for.
         """
         if not self.folder.is_dir() and not self._resume:
             return 0

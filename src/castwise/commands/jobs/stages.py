@@ -123,7 +123,7 @@ class Stages:
         return losses
 
     def _dry_run(self, inputs: tuple[Any, ...], target: Tensor) -> None:
-        """A step without effect: torch's first one finds shapes out on memory that nobody has written to.
+        """A step without effect: torch's first one finds shapes out on memory that was never written to.
 
         What comes of that must not stay in running statistics.
         """

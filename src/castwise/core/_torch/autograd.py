@@ -43,7 +43,7 @@ def failed_node(loss: torch.Tensor, error: BaseException, seconds: float) -> Any
     """The node of a graph whose backward raised an error: each that has not run is run once more by itself, on zeros.
 
     Called by itself a node computes its formula and nothing else: no hook runs and no ``.grad`` is written. Nodes that would run
-    somebody's code are left out: those in Python, and those whose tensors a hook brings back, as checkpointing does. The
+    user code are left out: those in Python, and those whose tensors a hook brings back, as checkpointing does. The
     engine takes the newest node first, and so does this.
 
     Returns:
@@ -172,7 +172,7 @@ def uses_of_leaves(
 
     Returns:
         Each with the autograd nodes that it went into, and the products among them of it, or of a view of it, with anything but
-        itself, as weights have in penalties. And whether somebody's own code in Python is there, which may run what the graph does not show.
+        itself, as weights have in penalties. And whether user code in Python is there, which may run what the graph does not show.
     """
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     above: dict[Any, list[Any]] = {node: [] for node in waiting}

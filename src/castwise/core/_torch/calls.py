@@ -27,7 +27,7 @@ def guard_calls(
 
     torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError.
     The place that ``module.compile()`` puts its code in is called instead of the module's own call, and is left out
-    of copies and pickles; a module that somebody else has compiled so has no guard. Replicas of DataParallel share the
+    of copies and pickles; a module that other code has compiled so has no guard. Replicas of DataParallel share the
     module's attributes, so the module that is called is taken from the frame of the call; they run as they are.
 
     Args:

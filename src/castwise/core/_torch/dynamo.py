@@ -198,7 +198,7 @@ class _Loading(MetaPathFinder):
 
 
 def when_dynamo_is_loaded(function: Callable[[], None]) -> None:
-    """Call ``function`` as soon as Dynamo has been imported, which nobody may ever do; now where it has been."""
+    """Call ``function`` as soon as Dynamo has been imported, which may never happen; now where it has been."""
     if "torch._dynamo" in sys.modules:
         function()
     else:
@@ -354,7 +354,7 @@ def inside_compiled(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether somebody has called ``module.compile()``, or the module is what ``torch.compile`` returned."""
+    """Whether ``module.compile()`` was called, or the module is what ``torch.compile`` returned."""
     call = module._compiled_call_impl
     return without_compiler(module) is not module or (
         call is not None and not hasattr(call, "__castwise_guard__")

@@ -91,7 +91,7 @@ def around_function(
 class Replacement:
     """A method of a class of torch's with something around it, at times.
 
-    An interrupt between any two lines leaves a state that :meth:`end` undoes, and what somebody else has put there stays.
+    An interrupt between any two lines leaves a state that :meth:`end` undoes, and what other code has put there stays.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """A block whose operators nobody's mode sees, and whose saved tensors nobody's hooks get."""
+    """A block whose operators no mode sees, and whose saved tensors no hook gets."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(_disable_current_modes())

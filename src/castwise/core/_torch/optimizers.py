@@ -65,7 +65,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step and no hook hear of it, those of all optimizers included."""
+    """Step an optimizer without calling any hook, global ones included."""
     step: Any = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer)
 
@@ -102,7 +102,7 @@ def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callabl
 
 
 class _Told:
-    """Functions that are told of each call of some methods of torch, before the call does anything, or ``after`` it.
+    """Functions that are called at each call of some methods of torch, before the call does anything, or ``after`` it.
 
     The former are given the object, the latter what the call returned. The methods are torch's own again when the last
     function has gone.
@@ -148,7 +148,7 @@ scaling = _Told((torch.amp.GradScaler, "scale"), after=True)
 
 @contextlib.contextmanager
 def other_workers(loader: torch.utils.data.DataLoader[Any]) -> Iterator[None]:
-    """Have ``iter`` of a loader make workers of its own inside, where it would begin anew those that it keeps for somebody else.
+    """Have ``iter`` of a loader make workers of its own inside, where it would begin anew those that it keeps for another loop.
 
     Relies on: ``DataLoader(persistent_workers=True)`` keeps its one iterator as ``_iterator``.
     """

@@ -2,7 +2,7 @@
 
 ``context``: the :class:`autocast` block. ``ambient``: casts outside of any block. ``functions``: decorators for functions of
 one's own. ``frames``: what is in force on a thread; ``backward``: where a forward is computed again. ``kernels``: operator overrides. ``tracing``: what
-torch.compile is told of frames. ``trees``: casts through containers.
+torch.compile has to know of frames. ``trees``: casts through containers.
 """
 
 from __future__ import annotations

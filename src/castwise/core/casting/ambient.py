@@ -25,7 +25,7 @@ class AmbientAutocast:
     plan as well (DataParallel, a device's thread that recomputes a forward). Backward is not, whoever calls it: its formulas
     run in the types of the forward. But the backward of autograd Functions written in Python is, and what is computed
     again. A forked worker of a DataLoader is not cast. Weights are cast at each use, unless
-    somebody switches torch's cache on for a while (``torch.set_autocast_cache_enabled``) and calls
+    torch's cache is switched on for a while (``torch.set_autocast_cache_enabled``) and calls
     :meth:`clear_cache` after it.
 
     Args:

@@ -65,7 +65,7 @@ def _forget_ended() -> None:
 
 
 def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """Remember for backward that what made ``tensor`` ran in ``frame``, by a node that is nobody else's.
+    """Remember for backward that what made ``tensor`` ran in ``frame``, by a node of its own.
 
     Returns:
         A view of the tensor, which may be written to in place where the tensor may: what made it is noted too, since autograd

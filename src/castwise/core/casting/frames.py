@@ -73,7 +73,7 @@ class State:
     the Python frame that called a hook, or for a block the number of its first node.
 
     Copies of weights are kept between a push of a frame with overrides and its pop; outside of that, in a recomputation
-    during backward for example, nobody would end them.
+    during backward for example, nothing would end them.
     """
 
     __slots__ = ("backward", "frame", "saved", "weights")
@@ -202,7 +202,7 @@ def leave(owner: object) -> bool:
 
     Returns:
         Whether it was on this thread's stack, put there by the call that ends now: in a call of a model from within itself
-        somebody else's hook may raise before ours enters. A frame that was entered after it and is not left yet stays in force, as
+        another hook may raise before ours enters. A frame that was entered after it and is not left yet stays in force, as
         where a generator ends that entered a block of its own.
     """
     saved = thread.state.saved

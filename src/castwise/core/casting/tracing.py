@@ -1,4 +1,4 @@
-"""What torch.compile is told of frames.
+"""What torch.compile has to know of frames.
 
 A frame that is entered outside of a compiled function is part of what Dynamo guards (``_torch.dynamo.set_guard_code``) and of
 the key of the compile caches on disk; one that is entered inside is a node of the traced graph (:func:`graph_push`). In
@@ -120,7 +120,7 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
 
 @functools.cache
 def get_ready_with_dynamo() -> None:
-    """:func:`get_ready_for_compile` if and when somebody imports Dynamo, for blocks that need it nowhere else."""
+    """:func:`get_ready_for_compile` once Dynamo is imported, for blocks that need it nowhere else."""
     _torch.dynamo.when_dynamo_is_loaded(get_ready_for_compile)
 
 

@@ -1,7 +1,7 @@
 """Complete checkpoints in a folder, and how a checkpoint becomes complete.
 
 A checkpoint is written into a hidden folder and renamed once everything is on disk, so a folder named ``step-…`` is
-whole unless somebody damages it later; its manifest, written last, says what belongs to it. Beside the checkpoints
+whole unless it is damaged later; its manifest, written last, says what belongs to it. Beside the checkpoints
 of ``runs/a`` there may lie, after a crash: ``.step-00000123.partial``, which was never finished;
 ``.step-00000123.replaced``, the former checkpoint of a step that was saved again; ``.step-00000123.deleted``. The
 next save removes them. ``.lock`` says which process saves here.

@@ -56,7 +56,7 @@ _last: Saving | None = None
 
 
 def settle() -> None:
-    """Wait for a save in the background, and warn of a failure that nobody has seen."""
+    """Wait for a save in the background, and warn of a failure that was not reported yet."""
     error = None if _last is None else _last._future.exception()
     if _last is not None and error is not None and not _last._seen:
         _last._seen = True

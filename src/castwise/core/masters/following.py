@@ -33,7 +33,7 @@ def follow_parameters() -> None:
 
 
 def leave_parameters() -> None:
-    """End, where no attachment lives any more; what somebody else has put in its place since stays."""
+    """End, where no attachment lives any more; what was put in its place since stays."""
     with _lock:
         if any(reference() is not None for reference in sync.live.valuerefs()):
             return

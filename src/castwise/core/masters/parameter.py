@@ -77,7 +77,7 @@ class Master:
     def grad(self) -> Tensor | None:
         """The one gradient of parameter and master, in fp32.
 
-        A gradient that somebody left on the parameter in a lower format is replaced there by its fp32 value.
+        A gradient that was left on the parameter in a lower format is replaced there by its fp32 value.
         """
         grad = self.stored.grad
         if grad is not None:

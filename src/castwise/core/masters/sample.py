@@ -1,6 +1,6 @@
 """A few elements of every parameter, compared with its master: for writes that no counter of torch's shows.
 
-Those are writes through numpy, DLPack, or kernels of somebody else's. Whoever writes a whole parameter in such a way is seen
+Those are writes through numpy, DLPack, or kernels of other libraries. Whoever writes a whole parameter in such a way is seen
 at once, whoever writes a part of one when the part is met.
 """
 

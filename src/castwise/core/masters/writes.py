@@ -47,7 +47,7 @@ class DataWrites:
         )
 
     def _let_go(self) -> None:
-        """Of what nobody holds any more, nor a view of it, only the count is kept."""
+        """Of a tensor that is no longer held, nor a view of it, only the count is kept."""
         with _lock:
             known = len(self._out)
             held = [(alias, counter) for alias, counter in self._out[:known] if alias() is not None]

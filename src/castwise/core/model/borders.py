@@ -95,7 +95,7 @@ class Border:
         root: Whether this is the border of the whole model.
         follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides. A
             border whose frame alone has overrides notes it by the way.
-        entries: Where calls are noted, while somebody wants to know of them.
+        entries: Where calls are noted, while they are asked for.
         rounding: Looks at the inputs of the first calls, where they are rounded.
         first: Of the whole model a trained parameter and its format, which stands for all of them in front of a call in training.
         begin: Around a whole model: called with whether it trains, when a forward of it begins outside of compiled code.
@@ -360,7 +360,7 @@ class Door:
 
 
 def check_forward(module: nn.Module) -> None:
-    """See that nobody has put a ``torch.autocast`` around a module's own ``forward``: it would override the plan in there.
+    """Check that no ``torch.autocast`` was put around a module's own ``forward``: it would override the plan in there.
 
     Raises:
         StateError: Somebody has.

@@ -1,4 +1,4 @@
-"""In which formats the parameters of prepared models are stored, and which of them somebody has cast since."""
+"""In which formats the parameters of prepared models are stored, and which of them were cast since."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from castwise.errors import StateError
 
 _stored: Any = WeakTensorKeyDictionary()
 _narrow: Any = WeakTensorKeyDictionary()
-"""Parameters that were stored in a wider dtype, and what somebody has cast them to."""
+"""Parameters that were stored in a wider dtype, and what they were cast to."""
 
 
 def note_formats(model: nn.Module) -> None:
@@ -86,7 +86,7 @@ def stored_format(parameter: Tensor) -> Any:
 
 
 def is_cast(parameter: Tensor) -> bool:
-    """Whether somebody has cast a parameter since, as ``model.half()`` does."""
+    """Whether a parameter was cast since, as ``model.half()`` does."""
     return stored_format(parameter) is not parameter.dtype
 
 
@@ -100,7 +100,7 @@ def say_cast(name: str, parameter: Tensor) -> str:
 
 
 def refuse_cast(model: nn.Module) -> None:
-    """In front of a call of a model in training: see that nobody has cast what it trains.
+    """In front of a call of a model in training: check that nothing that it trains was cast.
 
     Raises:
         StateError: Somebody has.

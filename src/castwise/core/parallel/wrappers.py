@@ -1,6 +1,6 @@
 """DistributedDataParallel and FSDP, recognised.
 
-DistributedDataParallel wraps a model after it was prepared, and tells nobody. But a module that becomes another's child
+DistributedDataParallel wraps a model after it was prepared, without a call to castwise. But a module that becomes another's child
 is announced by a public hook of torch, and that is where a prepared model learns of it. So it is with FSDP1.
 """
 

@@ -1,4 +1,4 @@
-"""Text that somebody else may have written, read; and any value, shown in a message: without torch."""
+"""Text from unknown sources, read; and any value, shown in a message: without torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def some(names: Sequence[str], most: int = 5) -> str:
 
 
 def read_json(text: str, deepest: int = DEEPEST) -> Any:
-    """Read JSON that somebody else may have written; NaN and the infinities are taken as Python's ``json`` takes them.
+    """Read JSON from unknown sources; NaN and the infinities are taken as Python's ``json`` takes them.
 
     Raises:
         ValueError: No JSON, a key given twice, numbers too long or values nested deeper than ``deepest``; a clause says which

@@ -82,7 +82,7 @@ class Agreement:
     def look_again(self) -> None:
         """Something was prepared or declared, on this rank at least.
 
-        That ranks can differ stays decided: it is right whatever this rank trains, and others need not hear of it.
+        That ranks can differ stays decided: it is right whatever this rank trains, and others need not know of it.
         """
         if self._can_differ is False:
             self._can_differ, self._seen = (None if self._seen is None else False), []
@@ -132,7 +132,7 @@ class Agreement:
             self._steps = some if ranks.rank in steps else _NOT
 
     def check_even(self, call: str) -> None:
-        """See that ranks make the same steps: torch's Join has them end at different ones, and who has ended answers nobody.
+        """See that ranks make the same steps: torch's Join has them end at different ones, and one that has ended answers no other.
 
         Raises:
             StateError: On every rank in its first step.
@@ -375,7 +375,7 @@ class Agreement:
             0-dim fp32, equal on all ranks. What all ranks hold whole counts with its mean over ranks.
 
         Raises:
-            StateError: With a flag, on all ranks: gradients of which nobody can tell whether they hold the loss scale.
+            StateError: With a flag, on all ranks: gradients of which it is not known whether they hold the loss scale.
         """
         infinite = math.isinf(norm_type)
         world = self.ranks.size if joined else 1

@@ -177,7 +177,7 @@ class Ranks:
         return self.first(lambda: join(given))
 
     def _say(self, failure: Exception) -> str:
-        """A failure as the other ranks hear of it."""
+        """A failure as the other ranks get it."""
         if self._error is None:
             where = place(failure)
             return f"{type(failure).__name__}: {first_line(failure)}" + (f" ({where})" if where else "")

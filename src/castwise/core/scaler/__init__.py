@@ -4,7 +4,7 @@
 (``losses``), what is known of each optimizer's gradients (``flags``), and what unscales them (``unscaling``). ``gradients``:
 operations on them. ``result`` and ``outcomes``: what became of a step, and of all so far. ``closure``: steps that evaluate the loss themselves. ``window``: whose gradients there
 are, at which scale; ``held``: which of one optimizer's hold it. ``buffers``: what a skipped step must not leave poisoned.
-``watch``: steps that somebody else makes. ``step_guard``: the scaler of plans without a loss scale.
+``watch``: steps outside ``Amp.step``. ``step_guard``: the scaler of plans without a loss scale.
 ``foreign``: state dicts of Apex and Colossal-AI.
 """
 

@@ -192,7 +192,7 @@ class KeptBuffers:
     def forget_unused(self) -> None:
         """Put back what a forward has poisoned of which no loss came, as where a loss that is not finite is passed over.
 
-        A NaN tells of it; an infinity by itself may be meant, and of a forward that is used in another way nobody knows.
+        A NaN tells of it; an infinity by itself may be meant, and of a forward that is used in another way nothing is known.
         """
         if self._unused != (self._session.number, self._session.backwards):
             return

@@ -97,7 +97,7 @@ def step_or_restore(
 
 
 class Guard(Protocol):
-    """What looks after steps that somebody else calls."""
+    """What handles steps that are called outside ``Amp.step``."""
 
     tries: int
     """How often a closure may be evaluated anew, at half the loss scale each time."""
@@ -122,7 +122,7 @@ class Guard(Protocol):
 
 
 class ClosureStep:
-    """A step by a closure that somebody else called, so that it goes on when an evaluation gives a gradient that is not finite.
+    """A step by a closure outside ``Amp.step``, so that it goes on when an evaluation gives a gradient that is not finite.
 
     The closure is evaluated again where a smaller loss scale may help. Where nothing helped, the rest of the step sees no gradients
     and evaluates nothing, and :meth:`end` takes back what it did meanwhile.

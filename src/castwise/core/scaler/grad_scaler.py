@@ -333,7 +333,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return value
 
     def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        """Take note of a step that somebody else makes; None where a fused kernel decides.
+        """Take note of a step outside :meth:`step`; None where a fused kernel decides.
 
         Raises:
             LossScaleError: As for :meth:`step`.
@@ -452,7 +452,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         """Whether a step was skipped in the window that the last :meth:`update` closed; None before the first.
 
         Costs no synchronisation while the device is at most one step behind: outcomes are sent to the host from the
-        first time that somebody asks.
+        first time that one is asked for.
         """
         return self._outcomes.previous_skipped
 

@@ -17,7 +17,7 @@ class Held:
     A parameter stays in until its gradient is cleared, whatever gradient lies there: what replaces a scaled gradient is made
     of it as a rule. Clearing by ``zero_grad`` is told by :meth:`release`. Setting every ``.grad`` to None by hand is noticed
     when the last gradient dies while no other parameter has one; a gradient that replaces another is there before that dies.
-    Of a single parameter nobody can tell, and it stays in.
+    For a single parameter this cannot be told, and it stays in.
 
     Args:
         params: The model's parameters, not their masters.
@@ -81,7 +81,7 @@ class Held:
         return len(changed) == len(self.owned()) and all(another for another, _ in changed)
 
     def were_changed(self) -> bool:
-        """Whether somebody clipped the gradients, or did what looks like it. Waits for the device where they were."""
+        """Whether the gradients were clipped, or changed in a way that looks like it. Waits for the device where they were."""
         changed = self._changed()
         if not changed or len(changed) < min(2, sum(version >= 0 for version in self._versions)):
             return False

@@ -15,7 +15,7 @@ from castwise.core.scaler.result import StepResult
 from castwise.errors import LossScaleError, StateError
 
 _SAMPLE_PERIOD = 17
-"""If nobody asks for outcomes, one window in this many sends its outcome to the host. A prime number, so that each of several
+"""If outcomes are not asked for, one window in this many sends its outcome to the host. A prime number, so that each of several
 optimizers or losses that take turns is reached."""
 
 
@@ -46,7 +46,7 @@ class Outcomes:
 
     On a CPU, and where an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For
     a fused optimizer on an accelerator it is copied in the background and read when it has arrived, so that nothing
-    waits. Copies cost some microseconds, so they are made only where somebody looks: an ``eager`` owner, who has a
+    waits. Copies cost some microseconds, so they are made only where outcomes are read: an ``eager`` owner, who has a
     floor to watch, or after :attr:`previous_skipped` was read; else now and then.
     """
 

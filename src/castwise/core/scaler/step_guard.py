@@ -88,7 +88,7 @@ class StepGuard(GradScaler):
         self._start()
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Look at an optimizer's gradients before somebody clips them, which may hide an infinity."""
+        """Look at an optimizer's gradients before they are clipped, which may hide an infinity."""
         state = self.flags.states[id(optimizer)]
         state["found_inf_per_device"], state["stage"] = self.look(optimizer), OptState.UNSCALED
 
@@ -169,7 +169,7 @@ class StepGuard(GradScaler):
         return StepResult(list(flags.values()), skipped=skipped)
 
     def note_given_up(self, optimizer: Optimizer) -> None:
-        """Take note of gradients that were not finite and that somebody cleared without a step, as of a skipped one."""
+        """Take note of gradients that were not finite and were cleared without a step, as of a skipped one."""
         self._streaks[optimizer] = self._streaks.get(optimizer, 0) + 1
 
     def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:

@@ -1,4 +1,4 @@
-"""Steps that somebody else makes: of a session's optimizers, and of strangers that hold its parameters."""
+"""Steps outside ``Amp.step``: of a session's optimizers, and of strangers that hold its parameters."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Watch:
     def refuse_strangers(self, log: _Log) -> None:
         """See that no optimizer from elsewhere steps on gradients that hold the loss scale.
 
-        ``log`` gets what ends it, before it begins, and brings gradients that nobody stepped on to a scale of one.
+        ``log`` gets what ends it, before it begins, and brings gradients without a step to a scale of one.
         """
         alive, known = weakref.ref(self._window), self._around
 

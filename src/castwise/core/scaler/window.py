@@ -34,7 +34,7 @@ class Window:
     """What lies between two updates of a scale.
 
     It opens with the first backward; optimizers that hold gradients after a backward own it; the scale moves when the
-    first backward after a step begins. Gradients that somebody still holds then, accumulated or never cleared, are
+    first backward after a step begins. Gradients that are still held then, accumulated or never cleared, are
     brought to the new scale where they lie, so that whatever is added to them is at the same scale. Asking for the scale
     or for the state moves nothing.
 
@@ -70,9 +70,9 @@ class Window:
         self._task = -1
         """That backward."""
         self._handed_out = False
-        """Whether gradients of a scaled loss were returned by themselves, as torch.autograd.grad does, for somebody to set."""
+        """Whether gradients of a scaled loss were returned by themselves, as torch.autograd.grad does, for the caller to set."""
         self.differentiated = False
-        """Whether true gradients were computed through the scale in this window, for somebody to set."""
+        """Whether true gradients were computed through the scale in this window, for the caller to set."""
         self._returned: dict[int, tuple[str, torch.Tensor]] = {}
         """By optimizer that has not stepped since: the loss whose true gradients were returned, and whether they were not
         finite."""
@@ -99,7 +99,7 @@ class Window:
         self.stepping: set[int] = set()
         """Optimizers whose step goes through here."""
         self.hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """By optimizer, parameters and what a step that somebody else makes must not see on them."""
+        """By optimizer, parameters and what a step outside ``Amp.step`` must not see on them."""
         self.ranks_differ: Callable[[], bool] = lambda: False
         """Whether ranks step together and have to be asked, so that all of them make the same calls whatever each has done."""
         self._habits: dict[int, tuple[str, bool]] = {}
@@ -156,7 +156,7 @@ class Window:
             self.buffers.put_back(None if bad else gradients.largest(flags, flags[0].device))
 
     def _holds_plain(self) -> bool:
-        """Whether somebody's gradients came from a backward without the scale since the window was opened."""
+        """Whether gradients came from a backward without the scale since the window was opened."""
         return self.scales and any(
             not self.is_scaled(optimizer) and gradients.lie_on(optimizer) for optimizer in self._optimizers()
         )
@@ -183,9 +183,9 @@ class Window:
     def note_returned(
         self, inputs: Any, grads: Iterable[torch.Tensor | None], name: str | None = None
     ) -> None:
-        """Take note of true gradients that were computed through the scale and returned, for somebody to set or to leave.
+        """Take note of true gradients that were computed through the scale and returned, for the caller to set or to leave.
 
-        Where nobody steps before the next loss, the scale falls if gradients of parameters were not finite.
+        Without a step before the next loss, the scale falls if gradients of parameters were not finite.
         """
         each = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         by_input = {id(_stored(one)): grad for one, grad in zip(each, grads, strict=True) if grad is not None}

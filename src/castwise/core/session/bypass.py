@@ -5,7 +5,7 @@ is a container whose parts are called one by one. Operators then run in fp32, wh
 passes are looked at: where one reaches parameters of a model, what used them must have been recorded inside of the model's
 border. What was computed from them in the plan's format, inside a block of autocast for example, is right too, and so is what
 no plan would cast: it takes a product to complain, of torch's own and with something else than the weight itself. A weight
-that is stored low needs no cast in such a block, so that nothing is said of it once there was one. Of compiled code nothing can be told. Once a backward has shown that the model runs by the plan, nobody looks any more.
+that is stored low needs no cast in such a block, so that nothing is said of it once there was one. Of compiled code nothing can be told. Once a backward has shown that the model runs by the plan, this is no longer checked.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class _Watched:
         """Whether a backward that reached the parameters, by nothing inside the border, is proof enough.
 
         It may be that of a penalty on weights, or weights may have been computed from in front of the border. So it is proof
-        where the module was never called, or not before this backward nor the last one. ``hides``: the graph has somebody's own
-        code in it, which calls the module without gradients and once more in backward, as checkpoints do.
+        where the module was never called, or not before this backward nor the last one. ``hides``: the graph has user code
+        in it, which calls the module without gradients and once more in backward, as checkpoints do.
         """
         if self.entries.spans or (hides and self.entries.silent):
             self.entered, self.misses = True, 0
@@ -195,7 +195,7 @@ def only_tell(model: nn.Module, say: Callable[[str], object]) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Look no more for a model, or for none where nobody does."""
+    """Stop checking a model, or all of them where none is checked."""
     _forget([watched for watched in _watched if watched.model() is model])
 
 

@@ -167,7 +167,7 @@ def check_in_backward(found: Inventory, plan: Plan) -> None:
 
 
 def check_masters(found: Inventory, members: Members) -> None:
-    """See that nobody else keeps masters of what is to be prepared; two sessions would take them from one another.
+    """Check that no other session keeps masters of what is to be prepared; two sessions would take them from one another.
 
     Raises:
         StateError: Another session does.

@@ -4,7 +4,7 @@ At a few steps a few pieces of the parameters are stepped twice: by the optimize
 and beside it, by a copy of the optimizer with what it keeps of them. An update is dropped where fp32 moves an element
 and what is stored stays. Nothing of the run is changed: weights, state and random numbers are those of a run without.
 
-Two kinds of optimizers drop nothing although elements stay, and are told by what they do. One keeps in its state what the
+Two kinds of optimizers drop nothing although elements stay, and are recognised by what they do. One keeps in its state what the
 parameter does not take (Kahan summation, fp32 copies of its own, further bits of each weight): there it is found, and not where fp32 takes it. The other rounds at
 random, up or down by chance: there elements move whose update is far below half of a rounding step.
 """

@@ -12,7 +12,7 @@ Five passes over one batch, at the same weights and random draws:
    format that the second plan computes in. What that changes is the error that is *expected* of rounding there, conditioning
    included.
 
-An own error far above the expected one is born there, and not of the format. Where the expected one is itself far above the
+An own error far above the expected one arises there, and not from the format. Where the expected one is itself far above the
 rounding that went in, the call amplifies rounding, in any implementation.
 
 Source: TTrace (arXiv 2506.09280) takes tolerances from perturbed inputs and finds a module by giving it the reference's input.

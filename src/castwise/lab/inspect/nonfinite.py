@@ -4,7 +4,7 @@ A forward and backward of a copy of the model runs with every operator watched. 
 operator (:mod:`castwise.lab.inspect.origins`), so that an infinity that goes away again, such as a mask's, is no fault, and
 what reaches the loss, a gradient or a buffer is known by where it came up. Then each suspect is put to the test: with finite
 values in the place of what it made the pass is finite, and without that it is not. Where there are several, the first of them
-is told.
+is reported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FirstNonfinite(Result):
         plan: What the model ran by.
         reached: What is not finite: ``loss``, ``gradient of PATH``, ``buffer PATH``; empty where all is finite.
         origin: What it comes from: an ``operator``; ``data``, a ``parameter`` or a ``buffer`` that held it before; a ``constant``
-            of the program; ``memory`` that nobody has written to; ``unseen`` code; empty for nothing.
+            of the program; ``memory`` that was never written to; ``unseen`` code; empty for nothing.
         name: Of the data, the parameter or the buffer.
         operator: Base name of the ATen operator, such as ``exp``; of the first reader where no operator made it.
         module: Path of the module that it belongs to; "" is the model itself, or the loss.

@@ -24,7 +24,7 @@ from castwise.lab.inspect.values import has_nan, is_finite, is_floating, mend_, 
 from castwise.lab.passes.observers import Args, Kwargs, Run
 
 Kind = Literal["operator", "data", "parameter", "buffer", "constant", "memory", "unseen"]
-"""An operator; what came in from outside; a number written in the program; memory that nobody had written to; code whose operators
+"""An operator; what came in from outside; a number written in the program; memory that was never written to; code whose operators
 torch does not show."""
 
 _EXPLAINED = 32

@@ -1,4 +1,4 @@
-"""Observers of a pass: each hears of the operators that run and of the modules that are called, and may run something else instead.
+"""Observers of a pass: each sees the operators that run and the modules that are called, and may run something else instead.
 
 All observers of a pass share one mode and one set of hooks. Operators are seen below autograd and autocast, those of backward
 too; an operator that an observer runs on its own account is seen by none. Functions of torch are seen by
@@ -34,7 +34,7 @@ class Observer:
     """Does nothing; a subclass defines what it needs.
 
     Attributes:
-        running: Calls that are running, the innermost last, of modules that some observer of the pass hears of.
+        running: Calls that are running, the innermost last, of modules that some observer of the pass sees.
     """
 
     running: Sequence[Call] = ()
@@ -44,7 +44,7 @@ class Observer:
         return contextlib.nullcontext()
 
     def modules(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        """Modules to hear of, by path; by default none, since hooks keep torch from some of its fused code."""
+        """Modules to see, by path; by default none, since hooks keep torch from some of its fused code."""
         return ()
 
     def enter(self, call: Call, args: Args, kwargs: Kwargs) -> None:
@@ -72,7 +72,7 @@ class Operators(Observer):
 
 @contextlib.contextmanager
 def observed(model: nn.Module, *observers: Observer) -> Iterator[None]:
-    """Have observers hear of what runs inside; of operators the last of them hears first."""
+    """Show observers what runs inside; the last of them sees an operator first."""
     running: list[Call] = []
     numbers: Counter[str] = Counter()
     modules: dict[str, nn.Module] = {}

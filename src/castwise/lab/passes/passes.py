@@ -93,7 +93,7 @@ def at_scale(plan: Plan, scale: float | None) -> Plan:
 def observed_under(
     plan: Plan, model: nn.Module, device: torch.device, *observers: Observer
 ) -> AbstractContextManager[None]:
-    """Have observers hear of a pass under a plan, whose fp16 products are emulated on a CPU unless the model is compiled."""
+    """Show observers a pass under a plan, whose fp16 products are emulated on a CPU unless the model is compiled."""
     emulates = device.type == "cpu" and "fp16" in plan.formats and plan.compile == "as_given"
     return observed(model, *((EmulatedProducts(),) if emulates else ()), *observers)
 

@@ -110,7 +110,7 @@ def settle(
             that is missing in what it returns has failed and is out.
         beside: Plans that are timed to be shown, and cannot be chosen unless all others fail.
         is_over: Whether no further start fits into the time.
-        reference: Plans that are started to the end though they are out, since others' speeds are told over theirs. Those
+        reference: Plans that are started to the end though they are out, since others' speeds are given over theirs. Those
             ``beside`` are, too: the machine moves, and a speed over a plan has to have seen as much of it as the plan.
         without: Plans that are no longer in it.
         times: What earlier starts took, as it is returned.

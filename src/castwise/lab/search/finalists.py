@@ -152,7 +152,7 @@ def likeliest(
 
 
 def race_repaired(contest: Contest, sound: list[Plan]) -> None:
-    """Race plans that came by a repair, which nobody has timed, beside fp32; those that cannot run are taken out."""
+    """Race plans that came by a repair, which were not timed yet, beside fp32; those that cannot run are taken out."""
     repaired = [plan for plan in sound if plan not in contest.entries]
     if repaired:
         contest.run(repaired, SHOWN_ROUNDS, until=math.inf)

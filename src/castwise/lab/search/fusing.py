@@ -1,4 +1,4 @@
-"""Whether finalists should step with the fused optimizer, whose kernel changes no gradients: what it saves is told by its own time.
+"""Whether finalists should step with the fused optimizer, whose kernel changes no gradients: its own time shows what it saves.
 
 The optimizer's part of a step is the same whatever the model computes in. Timed for itself, within steps of the plan that the
 final is likeliest to choose, a gain of one step in a hundred shows in a few rounds; as a candidate beside itself every plan would

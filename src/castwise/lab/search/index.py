@@ -5,7 +5,7 @@ the weights, the data and the loss are those of before is told by the loss and t
 device, threads and versions are the same too, the evidence of before is the answer; a plan from elsewhere is a first
 candidate, and so is one that was found by other code, or with less time or fewer measurements than are asked for now. Only
 searches that came to their end are kept. Files that cannot be read or written are as if they were not there, and so are those
-that somebody else than this user or root has written, or could write: the folder may be shared (``CASTWISE_CACHE_DIR``).
+that another user than this one or root has written, or could write: the folder may be shared (``CASTWISE_CACHE_DIR``).
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _is_ours(about: os.stat_result) -> bool:
 
 
 def _read(path: Path) -> str:
-    """A plain file of this user or of root, which nobody else can write.
+    """A plain file of this user or of root, which no other user can write.
 
     Raises:
         OSError: It is anything else, or a link.
@@ -207,7 +207,7 @@ def _read(path: Path) -> str:
 
 
 def _seal(found: Any) -> str:
-    """Of what an entry says was found, as JSON has it: an answer that somebody edited is none."""
+    """Of what an entry says was found, as JSON has it: an edited answer is not used."""
     return _digest(json.dumps(found, sort_keys=True))
 
 

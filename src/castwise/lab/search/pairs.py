@@ -58,7 +58,7 @@ def train_pairs(
 ) -> Verification:
     """Train pairs of runs, one by the plan and one in fp32 from equal weights on equal batches, and judge their losses.
 
-    ``seeds`` is how many pairs there are, from ``first_seed`` on; ``on_progress`` is told pairs done and pairs in all. With
+    ``seeds`` is how many pairs there are, from ``first_seed`` on; ``on_progress`` is called with pairs done and pairs in all. With
     ``until_hopeless`` half of them are enough where the others could not make it "not worse" even without any difference.
 
     Raises:

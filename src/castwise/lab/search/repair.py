@@ -84,7 +84,7 @@ class Repair:
 class NumericsSearch:
     """Judges plans against one reference, and repairs them.
 
-    The test's reference has run; ``on_progress`` is told what is being tried; the ranks go by the worst that one finds.
+    The test's reference has run; ``on_progress`` is called with what is being tried; the ranks go by the worst that one finds.
 
     Attributes:
         alone: What is known of single parts that ran low alone, by pattern.

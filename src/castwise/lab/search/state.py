@@ -239,7 +239,7 @@ class SearchState:
         """The workload for a process of its own; ``then`` is called with it, and may say that it does not run there.
 
         Raises:
-            NotThereError: It cannot leave this process, or not another rank's: all ranks hear of it.
+            NotThereError: It cannot leave this process, or not another rank's: all ranks raise it.
         """
         sent = b""
 

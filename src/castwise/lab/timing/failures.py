@@ -1,6 +1,6 @@
 """Which errors say that a plan cannot run, and why, in a clause.
 
-Errors about dtypes, missing kernels and memory do. They are told by torch's words for them, since torch raises the same
+Errors about dtypes, missing kernels and memory do. They are recognised by torch's words for them, since torch raises the same
 few types for everything; the tests have each of them from torch itself, or from where it was reported.
 """
 

@@ -41,7 +41,7 @@ MATRIX = frozenset(operator.__name__ for operator in flop_registry) | {
     "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward",
 }  # fmt: skip
 """Operators whose work is matrix products, without the namespace: those whose flops torch counts, and others of their kind.
-Attention is told apart by its name."""
+Attention is recognised by its name."""
 _ATTENTION = ("_attention_", "_dot_product_")
 _VIEWS = frozenset({
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand",

@@ -1,8 +1,8 @@
 """Processes that measure: each holds nothing but what it measures, under the settings of the process that asks for it.
 
 Starting one is cheap where the system forks safely: one process imports castwise, touches no device and starts no thread, and
-is forked for each that is asked for. Elsewhere each is an interpreter of its own. What it is told and answers goes over a
-pipe. What nobody waits for any more is ended, with all that it started but what left its process group: none outlives the one
+is forked for each that is asked for. Elsewhere each is an interpreter of its own. Commands and answers go over a
+pipe. A process that is no longer waited for is ended, with all that it started but what left its process group: none outlives the one
 that asked, and none that hangs holds it up for longer than its patience. The libraries that the first of them imported for a workload are imported once
 for all that follow (:meth:`Home.import_once`).
 """

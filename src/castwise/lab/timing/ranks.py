@@ -30,7 +30,7 @@ _CURE = "give every rank the same model, batches and arguments"
 
 
 class _Gone(BaseException):
-    """Another rank has left. No ``Exception``: nobody may take it for the failure of a candidate and go on alone."""
+    """Another rank has left. No ``Exception``: no rank may take it for the failure of a candidate and go on alone."""
 
 
 class Lockstep(Ranks):

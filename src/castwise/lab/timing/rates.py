@@ -219,7 +219,7 @@ def verdict_of(speedup: stats.Ratio) -> Verdict:
 def judge(name: str, rates: Sequence[Rate]) -> Judgement:
     """One verdict on the variant of this name, from its rates among those of all.
 
-    Depthwise convolutions are told but do not count: they move memory rather than multiply matrices.
+    Depthwise convolutions are reported but do not count: they move memory rather than multiply matrices.
     """
     mine = [rate for rate in rates if rate.format == name]
     counted = [rate for rate in mine if rate.kernel != "depthwise"]
@@ -279,7 +279,7 @@ def measure_rates(
     """Measure every operator in every variant that the device can run, fp32 first, while nothing else runs on it.
 
     With fewer than six interleaved rounds intervals are wide; ``small`` measures the probe's sizes alone, quick and rough;
-    ``on_kernel`` is told an operator's name, how many are done and how many there are.
+    ``on_kernel`` is called with an operator's name, how many are done and how many there are.
     """
     can, _ = variants(device.type)
     probes = kernels(device.type, small=True)

@@ -1,4 +1,4 @@
-"""Whose fault is it that a step diverged: the batch's, the format's, or nobody's any more? Each answer is tried.
+"""Whose fault is it that a step diverged: the batch's, the format's, or gone? Each answer is tried.
 
 The step runs on a copy of the model, from good weights: under the plan, and in fp32. What is wrong in fp32 too is the batch;
 what is wrong under the plan alone is the format, and :func:`castwise.first_nonfinite` says which region; what is right

@@ -1,4 +1,4 @@
-"""Steps of a session's optimizers, whoever makes them: ``amp.step``, or somebody else's plain ``optimizer.step()``."""
+"""Steps of a session's optimizers, whoever makes them: ``amp.step``, or a plain ``optimizer.step()``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def follow(
     steps: Callable[[Sequence[Optimizer], StepResult], object],
     begin: Callable[[], object] | None = None,
 ) -> Callable[[], None]:
-    """As :meth:`castwise.Amp.listen`, and steps that do not come from :meth:`castwise.Amp.step` are told too.
+    """As :meth:`castwise.Amp.listen`, and with steps that do not come from :meth:`castwise.Amp.step` too.
 
     The host waits at such a step for whether it was skipped. Holds only weak references.
 

@@ -26,7 +26,7 @@ class Judge:
         crossed: The lines, and the alarms that are open.
 
     Attributes:
-        news: Alarms that were raised or cleared since somebody took them out.
+        news: Alarms that were raised or cleared since they were last read.
     """
 
     def __init__(self, amp: Amp, crossed: Alarms) -> None:

@@ -37,7 +37,7 @@ class Moment:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has written into the batch since, as far as autograd counts."""
+        """Whether the batch was written to since, as far as autograd counts."""
         return _versions(self.batch) != self.versions
 
     @property

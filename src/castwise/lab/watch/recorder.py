@@ -62,7 +62,7 @@ class _Step:
     done: bool = False
     """Whether it was written, or can no longer be."""
     why: tuple[str, str] | None = None
-    """What kind of trouble somebody has seen, and what they say of it."""
+    """What kind of trouble was seen, and what was said of it."""
 
 
 class Recorder(OfThisProcess):

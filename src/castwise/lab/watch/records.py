@@ -49,7 +49,7 @@ class Sample:
     """One sampled step of one optimizer.
 
     Attributes:
-        step: The optimizer's how manieth step it was, those that were skipped counted; the first is 1.
+        step: The number of the optimizer's step, skipped ones counted; the first is 1.
         optimizer: Its place among the session's optimizers, from 0.
         skipped: Whether it was skipped; None where only the device knows.
         skipped_steps: Skipped steps so far, of all optimizers.

@@ -195,7 +195,7 @@ class Replay(Result):
             kind of device, where they need not be.
         notes: What stands in the way of an exact answer.
         first: The first operator that turned finite numbers into others, as :func:`castwise.first_nonfinite` found it; None
-            where all is finite, or nobody asked.
+            where all is finite, or it was not asked for.
         world_size: How many ranks made the step together.
         ranks: Of each recorded loss, the rank that it is of.
         gradients: By name, as the backward left them: the loss scale is in them. Of several ranks the mean. Not in
@@ -284,7 +284,7 @@ def replay(
         loss: What the training does from a batch, as the loader hands it out, to the loss: ``loss(model, batch)``. Where there
             are several losses for a batch, they come as a mapping by name, or as a sequence of losses of one name.
         workload: Of which the model and the loss are, where none are given. A workload is code that runs, so a name that stands
-            in the record alone is never imported: whoever wrote the record may be somebody else.
+            in the record alone is never imported: the record may come from another user.
         plan: To run under; by default the recorded one.
         device: To run on; by default the recorded kind.
         rank: Make the part of this rank alone; by default those of all, one after the other.
@@ -354,7 +354,7 @@ def replay(
 
 
 def _without_code(record: Record, folder: str | os.PathLike[str], **options: object) -> str:
-    """What to say where nobody has named the code of a step: what the record says it was, and the command to type."""
+    """What to say where the code of a step was not named: what the record says it was, and the command to type."""
     call = f"replay({str(record.path)!r})"
     if record.workload is None:
         return f"{call}: the record names no workload; give model= and loss=, or workload= (--workload)"

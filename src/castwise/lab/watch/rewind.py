@@ -22,7 +22,7 @@ class Rewind:
         cursor: How many batches lie before the next one.
         base: How many were handed out before the first that is kept.
         passed: Steps that are passed over.
-        spoilt: Steps with batches that somebody has changed since, which are passed over too.
+        spoilt: Steps with batches that were changed since, which are passed over too.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -51,7 +51,7 @@ class Rewind:
             self.cursor += 1
 
     def changed(self) -> set[int]:
-        """Steps with batches that somebody has changed since they were handed out."""
+        """Steps with batches that were changed since they were handed out."""
         return {one.step for one in self._kept if one.moment.changed}
 
     def keep(self, moment: Moment, oldest: int) -> None:

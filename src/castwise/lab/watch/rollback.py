@@ -1,4 +1,4 @@
-"""What a recovery did, as it is told and written down."""
+"""What a recovery did, as it is shown and written down."""
 
 from __future__ import annotations
 

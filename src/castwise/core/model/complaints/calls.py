@@ -22,7 +22,7 @@ from castwise.core.model.complaints.expressions import Values, handed_on, writes
 from castwise.core.model.complaints.source import Line, Spot, is_shown, maker_of, node_of, short
 
 _CODE = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)
-"""Types of arguments that are somebody's code."""
+"""Types of arguments that are user code."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def failed_calls(trace: TracebackType | None) -> tuple[list[Call], Spot]:
 
     Returns:
         The calls that may be made again, the innermost first: of an operator, then those of custom operators whose kernels in
-        Python made it. And where the innermost line of somebody who uses torch is.
+        Python made it. And where the innermost line of user code is.
     """
     steps = []
     while trace is not None:

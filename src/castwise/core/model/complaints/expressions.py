@@ -1,4 +1,4 @@
-"""Values of expressions in a frame that has raised, and the operators that they call, without running somebody's code.
+"""Values of expressions in a frame that has raised, and the operators that they call, without running user code.
 
 Names, attributes, items, arithmetic and functions of torch are read; where anything else would have to run, nothing is known.
 """
@@ -80,7 +80,7 @@ _NOT_AGAIN: Final = ("backward", "register_hook", "register_post_accumulate_grad
 
 
 class NotKnown(Exception):
-    """An expression whose value cannot be known without running somebody's code."""
+    """An expression whose value cannot be known without running user code."""
 
 
 class Values:
@@ -312,7 +312,7 @@ def writes(name: str) -> bool:
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """An attribute, unless somebody's code would have to run for it."""
+    """An attribute, unless user code would have to run for it."""
     kind = type(value)
     if isinstance(value, Tensor):
         if _torch.operators.plain_tensors([value]):

@@ -56,7 +56,7 @@ def is_shown(file: str) -> bool:
 
 @dataclass(frozen=True)
 class Spot:
-    """The line of somebody who uses torch that a call was made from.
+    """The line of user code that a call was made from.
 
     Attributes:
         line: The innermost one; None where there is none.
@@ -113,7 +113,7 @@ def node_of(step: TracebackType) -> ast.AST | None:
 
 
 def raised_by_hand(trace: TracebackType | None) -> bool:
-    """Whether the innermost line of a traceback is a ``raise`` or ``assert`` of somebody who uses torch."""
+    """Whether the innermost line of a traceback is a ``raise`` or ``assert`` of user code."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None or not is_shown(trace.tb_frame.f_code.co_filename):
