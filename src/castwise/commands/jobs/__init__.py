@@ -54,7 +54,7 @@ def _tell(progress: Progress, event: Event) -> None:
 def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Progress]:
     """What a job calls with its events: a user's function; bars on standard error for True; nothing for False or None.
 
-    What a user's function raises leaves the job as it is: so that it is not taken for a fault of a workload or a plan.
+    What a user's function raises leaves the job as it is, so that it is not taken for a fault of a workload or a plan.
 
     Raises:
         PlanError: Something else.
