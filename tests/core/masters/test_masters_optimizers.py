@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from castwise.core.masters import Master, attach
@@ -355,3 +356,14 @@ def test_masters_are_updated_in_lists_where_parameters_are(
         lists = [name for name in seen.names if name.startswith("_foreach_")]
         counts.append(lists[: lists.index("_foreach_copy_")] if low else lists)
     assert counts[0] == counts[1] != []
+
+
+def test_torchs_list_of_parameter_classes_does_not_grow_with_the_first_master() -> None:
+    """What torch.compile had compiled of another model's step was compiled anew."""
+    kinds = list(_foreach_supported_types)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    former = lower(model, torch.bfloat16, nn.BatchNorm1d)
+    attach(optimizer, model, originals=former)
+    assert list(_foreach_supported_types) == kinds
+    assert {kind.__name__ for kind in kinds} >= {"MasterParameter", "DifferentiatedMasterParameter"}

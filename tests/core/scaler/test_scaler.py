@@ -180,6 +180,20 @@ def test_an_update_without_a_step_is_refused_as_by_torch(options: dict[str, Any]
         scaler.update()
 
 
+def test_a_subclass_has_plain_names_for_itself() -> None:
+    class Own(GradScaler):
+        def __init__(self) -> None:
+            super().__init__("cpu", 4.0)
+            self.losses, self.flags, self.unscaling, self.outcomes = [], {}, None, 0
+
+    weight = torch.ones(1, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight], 0.5), Own()
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.item() == 0.5
+
+
 def test_a_subclass_that_unscales_its_own_way_is_asked() -> None:
     class Own(GradScaler):
         asked = 0

@@ -25,7 +25,7 @@ def test_gradients_of_two_losses_are_brought_to_one_scale() -> None:
     q = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([p, q], 0.0)
     scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.losses.get("b").scale.fill_(1024.0)
+    scaler._losses.get("b").scale.fill_(1024.0)
     for name, factor in (("a", 1.0), ("b", 10.0), ("a", 100.0)):
         scaler.backward((p * factor).sum() + (q.sum() if name == "b" else 0.0), name, params=[p, q])
     scaler.unscale_(optimizer)
@@ -53,7 +53,7 @@ def test_named_losses_in_windows_of_their_own() -> None:
     p = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([p], 1.0)
     scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.losses.get("b").scale.fill_(2.0)
+    scaler._losses.get("b").scale.fill_(2.0)
     scaler.scale(p.sum(), "b").backward()
     assert torch.equal(p.grad, torch.full((4,), 2.0))
     scaler.step(optimizer)
@@ -78,7 +78,7 @@ def test_scale_refuses_a_second_loss_in_a_window() -> None:
 def test_named_losses_survive_saving() -> None:
     scaler = GradScaler("cpu", init_scale=8.0, hysteresis=2)
     scaler.scale(torch.ones(()))
-    scaler.losses.get("b").scale.fill_(2.0)
+    scaler._losses.get("b").scale.fill_(2.0)
     other = GradScaler("cpu", hysteresis=2)
     other.load_state_dict(scaler.state_dict())
     assert other.get_scale("b") == 2.0
@@ -100,14 +100,14 @@ def test_any_mixture_of_losses_is_unscaled_exactly(
     optimizer = torch.optim.SGD([p, q], 0.0)
     scaler = GradScaler("cpu", init_scale=2.0)
     for name, exponent in zip("abc", exponents, strict=True):
-        scaler.losses.get(name).scale.fill_(2.0**exponent)
+        scaler._losses.get(name).scale.fill_(2.0**exponent)
     want = [0.0, 0.0]
     for name, factor, reached in window:  # bit 0: reaches p; bit 1: reaches q
         loss = sum((x.sum() * factor for i, x in enumerate((p, q)) if reached >> i & 1), torch.zeros(()))
         if reached:
             scaler.backward(loss, name, params=[p, q])
             want = [w + factor * (reached >> i & 1) for i, w in enumerate(want)]
-    if scaler.losses.is_first("d"):
+    if scaler._losses.is_first("d"):
         return  # no loss reached anything
     scaler.unscale_(optimizer)
     for parameter, value in zip((p, q), want, strict=True):
@@ -149,7 +149,7 @@ def test_an_overflow_at_the_windows_scale_shrinks_that() -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], 0.0)
     scaler = GradScaler("cpu", init_scale=2.0**100)
-    scaler.losses.get("b").scale.fill_(1.0)
+    scaler._losses.get("b").scale.fill_(1.0)
     skipped = []
     for _ in range(80):
         scaler.backward(p.sum(), "a", params=[p])
@@ -203,7 +203,7 @@ def test_sparse_gradients_of_two_losses() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     dense = nn.Parameter(torch.ones(2))
     scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.losses.get("b").scale.fill_(2.0)
+    scaler._losses.get("b").scale.fill_(2.0)
     everything = [*table.parameters(), dense]
     scaler.backward(table(torch.tensor([1])).sum() + dense.sum(), "a", params=everything)
     scaler.backward(table(torch.tensor([1, 2])).sum(), "b", params=everything)
@@ -218,7 +218,7 @@ def test_losses_keep_apart_under_every_plan_with_a_scale(plan: str) -> None:
     with castwise.Amp(plan if "=" in plan else plan + "+loss_scale.init=8", device="cpu") as amp:
         amp.prepare(model, optimizer)
         assert amp.scaler is not None
-        amp.scaler.losses.get("b").scale.fill_(2.0)
+        amp.scaler._losses.get("b").scale.fill_(2.0)
         for name, factor in (("a", 1), ("b", 2), ("a", 4)):
             amp.backward(factor * model(torch.ones(1, 2)).sum(), name)
         amp.unscale_(optimizer)
@@ -246,7 +246,7 @@ def test_a_loss_at_its_floor_is_named() -> None:
 
 def test_saving_in_the_middle_of_a_window_changes_nothing() -> None:
     scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.losses.get("b").scale.fill_(2.0)
+    scaler._losses.get("b").scale.fill_(2.0)
     before = scaler.scale(torch.ones(()), "b")
     pickle.loads(pickle.dumps(scaler))
     scaler.state_dict()

@@ -197,7 +197,7 @@ def keep_apart_in_buckets(rank: int) -> None:
     parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.losses.get("b").scale.fill_(2.0)
+    scaler._losses.get("b").scale.fill_(2.0)
     for _ in range(2):
         for name, factor in (("a", 1.0), ("b", 2.0), ("a", 4.0)):
             loss = factor * parallel(torch.tensor([[1.0 + rank, 0.0]])).sum()

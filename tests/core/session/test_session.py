@@ -167,7 +167,7 @@ def test_two_losses_through_shared_parameters_add_up_at_one_scale() -> None:
     exact = mlp()
     (loss_of(exact, batch) + 100 * loss_of(exact, other)).backward()
     amp, model, optimizer = ready(Plan(compute="fp16", loss_scale=LossScale(init=256.0)))
-    amp.scaler.losses.get("second").scale.fill_(32.0)  # the losses' scales have drifted apart
+    amp.scaler._losses.get("second").scale.fill_(32.0)  # the losses' scales have drifted apart
     amp.backward(loss_of(model, batch), "loss")
     amp.backward(100 * loss_of(model, other), "second")
     amp.backward(0 * loss_of(model, other), "loss")

@@ -11,9 +11,12 @@ import torch
 
 from castwise import Plan, Workload
 from castwise.core.plans.words import in_words
+from castwise.lab.search.answer import _all_slower
 from castwise.lab.search.axes import AUTOCAST, FP32
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.finalists import favourite
 from castwise.lab.search.pairs import is_hopeless, train_pairs
+from castwise.lab.search.search import Search
 from castwise.lab.search.sound import cleared, training_runs
 from castwise.lab.search.state import SearchState
 from tests.lab.search.conftest import raced
@@ -166,3 +169,23 @@ def test_the_runs_of_the_race_are_closed_while_training_needs_the_memory(search:
     assert not search.contest._runs
     search.contest.run([LIKE_FP32], 1)
     assert search.contest.ratio(LIKE_FP32, FP32) is not None
+
+
+def test_a_fate_says_in_which_stage_it_was_decided(search: SearchState) -> None:
+    other = Plan.preset("bf16-master")
+    with search.stage("race"), search.stage("costs"):
+        search.decide(AUTOCAST, Fate("worse", "slow"))
+    search.decide(other, Fate("worse", "slow", "final"))
+    search.decide(FP32, Fate("spared", ""))
+    assert [search.fates[plan].stage for plan in (AUTOCAST, other, FP32)] == ["costs", "final", ""]
+    search.refuse(AUTOCAST, "damage 0.3")
+    search.decide(AUTOCAST, Fate("spared", "as good"))
+    assert search.refusal(AUTOCAST) == "damage 0.3"  # it stays
+
+
+def test_refused_plans_alone_do_not_say_that_all_else_is_slower(search: SearchState) -> None:
+    found = Search(search.workload, search.device, search.settings)
+    found.refuse(AUTOCAST, "damage 0.3")
+    assert not _all_slower(found)
+    found.decide(Plan.preset("bf16-master"), Fate("worse", "slow"))
+    assert _all_slower(found)

@@ -398,7 +398,7 @@ class Follower:
         inputs = args[2]
         if not self._held().isdisjoint(map(id, inputs)):  # which the script may step on
             window = SessionView(amp).window
-            window.open(amp.scaler.losses.current.name, idle=True)
+            window.open(amp.scaler._losses.current.name, idle=True)
             window.differentiated = True
             window.note_returned(inputs, true)
         return true

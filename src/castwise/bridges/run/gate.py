@@ -83,8 +83,10 @@ class Gate:
         return None if handle is None else cls(Connection(int(handle)), follower)
 
     def end(self, error: BaseException | None) -> None:
-        """Tell whether the script ends for want of a file."""
-        if isinstance(error, FileNotFoundError):
+        """Tell whether the script ends for want of a file, whatever error was raised of that."""
+        while error is not None and not isinstance(error, FileNotFoundError):
+            error = error.__cause__ or error.__context__
+        if error is not None:
             self._tell(Missing())
 
     def _tell(self, what: Note | Missing) -> None:

@@ -58,26 +58,26 @@ class OpenGradScaler(torch.amp.GradScaler):
 
     works: bool
     """Whether it was enabled, on a device that is there; otherwise it passes everything through."""
-    losses: Any
+    _losses: Any
     """Its ``current`` holds ``scale`` and ``growth_tracker``, None before the first use, and has ``allocate(device)`` to make them."""
-    flags: Any
+    _flags: Any
     """Its ``states`` holds, by the optimizers' ``id``, their stage and their flags by device."""
-    unscaling: Any
+    _unscaling: Any
     """Its ``unscale(optimizer, inverse, flag, allow_fp16)`` multiplies gradients and returns a flag per device."""
     step_or_skip: Callable[..., Any]
     """``(optimizer, state, *args, **kwargs)``: call the optimizer's step unless a flag of its ``state`` is set."""
 
     _enabled = property(lambda self: self.works, lambda self, value: setattr(self, "works", value))
     _per_optimizer_states = property(
-        lambda self: self.flags.states, lambda self, value: setattr(self.flags, "states", value)
+        lambda self: self._flags.states, lambda self, value: setattr(self._flags, "states", value)
     )
     _scale = property(
-        lambda self: self.losses.current.scale,
-        lambda self, value: setattr(self.losses.current, "scale", value),
+        lambda self: self._losses.current.scale,
+        lambda self, value: setattr(self._losses.current, "scale", value),
     )
     _growth_tracker = property(
-        lambda self: self.losses.current.growth_tracker,
-        lambda self, value: setattr(self.losses.current, "growth_tracker", value),
+        lambda self: self._losses.current.growth_tracker,
+        lambda self, value: setattr(self._losses.current, "growth_tracker", value),
     )
 
     def check_scaled(self, call: str) -> torch.Tensor:
@@ -85,10 +85,10 @@ class OpenGradScaler(torch.amp.GradScaler):
         return self._check_scale_growth_tracker(call)[0]
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self.losses.current.allocate(dev)
+        self._losses.current.allocate(dev)
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
-        return self.unscaling.unscale(*args)  # type: ignore[no-any-return]
+        return self._unscaling.unscale(*args)  # type: ignore[no-any-return]
 
     def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.step_or_skip(*args, **kwargs)

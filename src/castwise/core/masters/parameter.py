@@ -294,6 +294,10 @@ def _class_of(name: str, base: type, kind: type) -> type:
     return made
 
 
+# Made here, and not with the first master: what torch.compile has compiled of an optimizer by then depends on torch's list.
+_class_of("Differentiated", _DifferentiatedByStored, _class_of("Master", Master, nn.Parameter))
+
+
 def master_of(parameter: Tensor) -> nn.Parameter | None:
     """The living fp32 master of a model's parameter, or None if it has none."""
     reference = _masters.get(parameter)

@@ -262,7 +262,7 @@ class Agreement:
         held = window.optimizers if window is not None else []
         norms = [_norm_here(optimizer) for optimizer in held]
         supposed = {at for at, optimizer in enumerate(held) if any(optimizer is one for one in summed)}
-        loss = None if window is None else window.scaler.losses.current
+        loss = None if window is None else window.scaler._losses.current
         scale = None if loss is None else (loss.name, loss.numbers())
         heard = self._who_steps().meet((norms, supposed, scale))
         apart = [
@@ -308,7 +308,7 @@ class Agreement:
 
     def decide(self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer]) -> None:
         """Unscale, and have these optimizers of all ranks step or skip together, by one message however many they are here."""
-        flags = scaler.flags
+        flags = scaler._flags
         if self._unscale(window, optimizers):
             flags.set(optimizers, self.agree(flags.joint(optimizers, scaler.scale_tensor().device)))
         else:
@@ -325,18 +325,18 @@ class Agreement:
             norm = self.clip(_params_of(optimizers), max_norm)
             window.note_norm(optimizers, norm)
             return norm
-        late = any(scaler.flags.is_unscaled(optimizer) for optimizer in optimizers)
+        late = any(scaler._flags.is_unscaled(optimizer) for optimizer in optimizers)
         differ, params = self._unscale(window, optimizers), _params_of(optimizers)
-        flag = scaler.flags.joint(optimizers, scaler.scale_tensor().device) if differ else None
+        flag = scaler._flags.joint(optimizers, scaler.scale_tensor().device) if differ else None
         if flag is not None and self._is_local:
-            scaler.flags.set(optimizers, self.agree(flag))
+            scaler._flags.set(optimizers, self.agree(flag))
         elif flag is not None:
             norm = self.norm(params, joined=True, flag=flag)
-            scaler.flags.set(optimizers, flag)
+            scaler._flags.set(optimizers, flag)
             _clip_by(norm, params, max_norm)
             return norm
         else:
-            scaler.flags.join(optimizers)
+            scaler._flags.join(optimizers)
         norm = self.clip(params, max_norm)
         if late:  # gradients may have changed since they were looked at
             window.note_norm(optimizers, norm)

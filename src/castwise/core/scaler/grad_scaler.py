@@ -96,9 +96,9 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             )
         if reduce is not None and process_group is not None:
             raise PlanError("GradScaler: give reduce or process_group, not both; either makes ranks agree")
-        self.losses: Losses = Losses(init_scale, device)
-        self.flags: Flags = Flags()
-        self.unscaling: Unscaling = Unscaling(reduce, process_group, allow_fp16_grads)
+        self._losses: Losses = Losses(init_scale, device)
+        self._flags: Flags = Flags()
+        self._unscaling: Unscaling = Unscaling(reduce, process_group, allow_fp16_grads)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         # Whether losses are multiplied.
         self.scales = self.works
@@ -159,19 +159,19 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
 
     def _state_now(self) -> Callable[[str], ScaleState]:
         over = self.is_over is not None and (self.is_over() or self.left_out() or self.returned())
-        return self.state_after_update if over else self.losses.state_of
+        return self.state_after_update if over else self._losses.state_of
 
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
         """The scale of a loss, by default that of this window: 0-dim fp32 on the device, so nothing waits for it."""
-        return self.losses.scale_tensor(name)
+        return self._losses.scale_tensor(name)
 
     def next_state(self, found_inf: bool, name: str = DEFAULT) -> ScaleState:
         """What the state of a loss would be after an update with this outcome. Changes nothing; synchronises."""
-        return next_state(self.losses.state_of(name), found_inf, self.policy)
+        return next_state(self._losses.state_of(name), found_inf, self.policy)
 
     def state_after_update(self, name: str = DEFAULT) -> ScaleState:
         """What the state of a loss will be after :meth:`update`, by the steps so far. Changes nothing; synchronises."""
-        state = self.losses.state_of(name)
+        state = self._losses.state_of(name)
         if any(bool(flag > 0) for of, flag in self.returned() if of == name):
             state = next_state(state, True, self.policy)
         flag = self._outcome(self.left_out()).get(name)
@@ -181,11 +181,11 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
 
     def _outcome(self, left_out: Iterable[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
         """The losses whose scales :meth:`update` will move, and whether one of their gradients was not finite."""
-        found = [*self.flags.of(), *left_out]
+        found = [*self._flags.of(), *left_out]
         if not found:
             return {}
-        name, flags = self.losses.current.name, self.losses.flags
-        flag = gradients.largest(found, self.losses.scale_tensor().device)
+        name, flags = self._losses.current.name, self._losses.flags
+        flag = gradients.largest(found, self._losses.scale_tensor().device)
         if not flags:
             return {name: flag}
         # What no loss overflowed in by itself happened at the window's scale: bringing gradients to it, adding.
@@ -207,7 +207,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         """
         if not self.scales:
             return outputs
-        losses = self.losses
+        losses = self._losses
         if losses.opened_by != name:
             if losses.opened_by is None and name == losses.current.name:
                 losses.opened_by = name
@@ -220,17 +220,17 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return super().scale(gradients.lift_low(outputs))  # type: ignore[no-any-return]
 
     def _open_window(self, name: str, outputs: Any) -> None:
-        if self.losses.opened_by is not None:
+        if self._losses.opened_by is not None:
             way = (
                 "scaler.backward(loss, name, params=...) or Amp.backward(loss, name), which keep them apart, or call update()"
                 if self.is_over is None
                 else "amp.backward(loss, name), which keeps them apart, or call amp.step(optimizer)"
             )
             raise StateError(
-                f"scale(loss, {name!r}): the loss {self.losses.opened_by!r} was scaled in this window, and gradients of losses with "
+                f"scale(loss, {name!r}): the loss {self._losses.opened_by!r} was scaled in this window, and gradients of losses with "
                 f"different scales must not be added up. Use {way} in between."
             )
-        self.losses.open(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
+        self._losses.open(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
 
     def backward(
         self,
@@ -251,7 +251,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             params: Parameters that this or an earlier loss of the window reaches, or a function that gives them.
             kwargs: As in ``Tensor.backward``.
         """
-        losses, base = self.losses, self.losses.opened_by
+        losses, base = self._losses, self._losses.opened_by
         if base is None or losses.is_first(name):
             scaled = self.scale(loss, name)
             if kwargs:
@@ -270,16 +270,16 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             (gradients.lift_low(loss) * own_scale.to(loss.device, non_blocking=True)).backward(**kwargs)
             fresh = [parameter.grad for parameter in everything if parameter.grad is not None]
             factor = None if name == base else (base_scale.double() / own_scale.double()).float()
-            flag = self.unscaling.agreed(gradients.check_and_multiply(fresh, factor, own_scale.device))
+            flag = self._unscaling.agreed(gradients.check_and_multiply(fresh, factor, own_scale.device))
             flags[name] = torch.maximum(flags[name], flag) if name in flags else flag
         finally:
             gradients.add_up(aside)
 
     def _flag_of_base(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """What is known of the loss that was alone in the window so far, from gradients and from steps made."""
-        home = self.losses.scale_tensor().device
-        now = self.unscaling.agreed(gradients.check_and_multiply(grads, None, home))
-        return gradients.largest([now, *self.flags.of()], home)
+        home = self._losses.scale_tensor().device
+        now = self._unscaling.agreed(gradients.check_and_multiply(grads, None, home))
+        return gradients.largest([now, *self._flags.of()], home)
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -321,14 +321,14 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             first = not optimizer.state
             value = super().step(optimizer, *args, **kwargs)
             if first:
-                gradients.forget_unwritten(optimizer, self.flags.of((optimizer,)))
+                gradients.forget_unwritten(optimizer, self._flags.of((optimizer,)))
         else:
             value = self._plain_step(optimizer)
         key, outcomes = id(optimizer), self._outcomes
         outcomes.last_stepped = key
         skipped = outcomes.skips.get(key)
         if skipped is None:  # a fused kernel decided
-            skipped = read_on_host(self.flags.states[key]["found_inf_per_device"].values())
+            skipped = read_on_host(self._flags.states[key]["found_inf_per_device"].values())
         self.note_outcome(optimizer, skipped)
         return value
 
@@ -341,7 +341,9 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         if skipped is not None:
             self._outcomes.skips[id(optimizer)] = skipped
         if skipped is not False:
-            streak = self._outcomes.streak(id(optimizer), *(self.losses.flags or (self.losses.current.name,)))
+            streak = self._outcomes.streak(
+                id(optimizer), *(self._losses.flags or (self._losses.current.name,))
+            )
             if streak + bool(skipped) >= self._patience:
                 self._refuse_to_go_on(optimizer)
 
@@ -355,7 +357,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def _plain_step(self, optimizer: Optimizer) -> Any:
         """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
         self.check_scaled("step")
-        state = self.flags.states[id(optimizer)]
+        state = self._flags.states[id(optimizer)]
         if state["stage"] is OptState.READY:
             state["found_inf_per_device"] = self._unscaled(optimizer)
             state["stage"] = OptState.UNSCALED
@@ -376,26 +378,26 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             inverse = gradients.inverse(scale)
             self._inverse = value, inverse
         found = gradients.number(0.0, scale.device)
-        return self.unscaling.unscale(optimizer, inverse, found, allow_fp16=False)
+        return self._unscaling.unscale(optimizer, inverse, found, allow_fp16=False)
 
     def note_unscaled(self, optimizer: Optimizer) -> None:
         """Take an optimizer's gradients, however they came there, as unscaled, and look for infinities."""
-        one = gradients.number(1.0, self.losses.scale_tensor().device)
-        found = self.unscaling.unscale(optimizer, one, torch.zeros_like(one), allow_fp16=True)
-        self.flags.add(id(optimizer), found)
+        one = gradients.number(1.0, self._losses.scale_tensor().device)
+        found = self._unscaling.unscale(optimizer, one, torch.zeros_like(one), allow_fp16=True)
+        self._flags.add(id(optimizer), found)
 
     def _step_with_closure(
         self, optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        state = self.flags.states[id(optimizer)]
+        state = self._flags.states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if self.losses.opened_by is not None and state["stage"] is OptState.READY:
+        if self._losses.opened_by is not None and state["stage"] is OptState.READY:
             self._unscaled(optimizer)
 
         def look() -> Iterable[torch.Tensor]:
             state["found_inf_per_device"] = self._unscaled(optimizer)
-            return self.flags.of((optimizer,))
+            return self._flags.of((optimizer,))
 
         value, skipped = step_or_restore(optimizer, closure, look, args, kwargs)
         self._outcomes.skips[id(optimizer)] = skipped
@@ -404,13 +406,13 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
 
     def _refuse_to_go_on(self, optimizer: Optimizer) -> None:
         """Raise if a scale that overflows again and again cannot shrink any more."""
-        found = self.flags.joint((optimizer,), self.losses.scale_tensor().device)
+        found = self._flags.joint((optimizer,), self._losses.scale_tensor().device)
         limits = self._limits
         floor = _TINY if limits.floor is None else limits.bounded(limits.floor)
         stuck = [
             name
-            for name, flag in (self.losses.flags or {self.losses.current.name: found}).items()
-            if bool(flag > 0) and (not limits.dynamic or self.losses.state_of(name).scale <= floor)
+            for name, flag in (self._losses.flags or {self._losses.current.name: found}).items()
+            if bool(flag > 0) and (not limits.dynamic or self._losses.state_of(name).scale <= floor)
         ]
         if not stuck:
             return
@@ -419,7 +421,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             self._outcomes.streak(id(optimizer), *stuck) + 1,
             self.non_finite_params(optimizer),
             loss=stuck[0],
-            scale=self.losses.state_of(stuck[0]).scale,
+            scale=self._losses.state_of(stuck[0]).scale,
             floor=floor if limits.dynamic else None,
         )
 
@@ -438,14 +440,14 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         """
         if not self.works:
             return StepResult(None, grad_norm=grad_norm)
-        results = [self._outcomes.result(self.flags.states, id(optimizer)) for optimizer in optimizers]
+        results = [self._outcomes.result(self._flags.states, id(optimizer)) for optimizer in optimizers]
         return StepResult.join(results, grad_norm)
 
     @property
     def last_result(self) -> StepResult | None:
         """What became of the last step of any optimizer; None before the first or when disabled."""
         key = self._outcomes.last_stepped
-        return None if key is None else self._outcomes.result(self.flags.states, key)
+        return None if key is None else self._outcomes.result(self._flags.states, key)
 
     @property
     def previous_skipped(self) -> bool | None:
@@ -464,15 +466,15 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         """
         if not self.scales:
             return
-        states, flags = self.flags.states, self.losses.flags
-        losses: Mapping[str, torch.Tensor | None] = {self.losses.current.name: None}
+        states, flags = self._flags.states, self._losses.flags
+        losses: Mapping[str, torch.Tensor | None] = {self._losses.current.name: None}
         if new_scale is not None:
-            if self.losses.opened_by is None:
-                self.losses.open(DEFAULT)
+            if self._losses.opened_by is None:
+                self._losses.open(DEFAULT)
             super().update(new_scale)
             self._clamp()
-            others = {name: flag for name, flag in flags.items() if name != self.losses.opened_by}
-            self.losses.move(others, self.policy)
+            others = {name: flag for name, flag in flags.items() if name != self._losses.opened_by}
+            self._losses.move(others, self.policy)
         elif self._by_torch and not flags and len(states) < 2:
             self._update_alone(states)
             if self._limits.ceiling is not None or [*self._outcomes.skips.values()] != [False]:
@@ -483,12 +485,12 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             outcome = self._outcome()
             if not outcome:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            self.losses.move(outcome, self.policy)
-            self.flags.restart()
+            self._losses.move(outcome, self.policy)
+            self._flags.restart()
             losses = outcome if flags else losses
-        self.losses.opened_by = None
+        self._losses.opened_by = None
         if flags:
-            self.losses.flags = {}
+            self._losses.flags = {}
         self._outcomes.close(states, losses, restart=new_scale is not None)
 
     def note_dropped(self, dropped: Mapping[int, Mapping[torch.device, torch.Tensor]], stepped: bool) -> None:
@@ -504,35 +506,35 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             bad = read_on_host(flags.values())
             if bad is not None:
                 self._outcomes.skips.setdefault(key, bad)
-            self.flags.add(key, flags)
+            self._flags.add(key, flags)
         if not stepped:
             if self._limits.dynamic:
-                self.losses.hold_back(self._outcome())
+                self._losses.hold_back(self._outcome())
             self.update()
 
     def note_left(self, returned: dict[str, torch.Tensor]) -> None:
         """Move the scales of losses whose gradients were computed, were not finite, and were never set on parameters."""
         if self._limits.dynamic:
-            self.losses.hold_back(returned)
-            self.losses.move(returned, self.policy)
+            self._losses.hold_back(returned)
+            self._losses.move(returned, self.policy)
 
     def _update_alone(self, states: dict[int, dict[str, Any]]) -> None:
         """Torch's update, without the questions that do not arise for one optimizer on the scale's device."""
-        scale, tracker = self.losses.current.scale, self.losses.current.growth_tracker
+        scale, tracker = self._losses.current.scale, self._losses.current.growth_tracker
         for state in states.values():
             flags = state["found_inf_per_device"]
             if len(flags) == 1 and scale is not None and tracker is not None and scale.device in flags:
                 rule = self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval()
                 _torch.grad_scaler.update_scale(scale, tracker, flags[scale.device], *rule)
-                self.flags.restart()
+                self._flags.restart()
                 return
         super().update()
 
     def _clamp(self) -> None:
         floor, ceiling = self._limits.floor, self._limits.ceiling
         if floor is not None or ceiling is not None:
-            assert self.losses.current.scale is not None
-            self.losses.current.scale.clamp_(floor, ceiling)
+            assert self._losses.current.scale is not None
+            self._losses.current.scale.clamp_(floor, ceiling)
 
     # --- state --------------------------------------------------------------------------------------------
 
@@ -541,7 +543,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         if not self.scales:
             return {}
         state_of = self._state_now()
-        losses = {name: state_of(name).saved() for name in self.losses.by_name}
+        losses = {name: state_of(name).saved() for name in self._losses.by_name}
         first = losses.pop(DEFAULT)
         if self._limits.hysteresis == 1:
             del first["hysteresis_tracker"]
@@ -551,14 +553,14 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         """Load a state of this class, or of torch's scaler. Scales outside of floor and ceiling are moved to them."""
         if self.scales:
             super().load_state_dict(state_dict)
-            self.losses.load(state_dict, self._limits)
+            self._losses.load(state_dict, self._limits)
             self._outcomes.streaks.clear()
             if self.is_over is not None:
-                self.flags.restart()
+                self._flags.restart()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
-            "losses": self.losses.without_tensors(), "flags": Flags(), "unscaling": self.unscaling.outside_session(),
+            "_losses": self._losses.without_tensors(), "_flags": Flags(), "_unscaling": self._unscaling.outside_session(),
             "param_names": None, "is_over": None, "left_out": list, "returned": list,
             "_inverse": (None, None), "_outcomes": Outcomes(eager=self._limits.floor is not None),
         }  # fmt: skip

@@ -71,7 +71,7 @@ class StepGuard(GradScaler):
     ) -> None:
         super().__init__(device, 1.0, dynamic=False, patience=patience)
         self.scales = False
-        self.unscaling = Unscaling(reduce, None, True, _look_at_others)
+        self._unscaling = Unscaling(reduce, None, True, _look_at_others)
         self._refuse = refuse
         self._clean: _Found | None = None  # zero, and nobody else's
         self._start()
@@ -89,7 +89,7 @@ class StepGuard(GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Look at an optimizer's gradients before they are clipped, which may hide an infinity."""
-        state = self.flags.states[id(optimizer)]
+        state = self._flags.states[id(optimizer)]
         state["found_inf_per_device"], state["stage"] = self.look(optimizer), OptState.UNSCALED
 
     def look(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
@@ -97,17 +97,17 @@ class StepGuard(GradScaler):
         return self._look(optimizer)[0]
 
     def _look(self, optimizer: Optimizer) -> _Found:
-        one = self.losses.current.scale
+        one = self._losses.current.scale
         if one is None:
-            one = self.losses.scale_tensor()
+            one = self._losses.scale_tensor()
         found, self._clean = self._clean, None
         if found is None:
             flag = gradients.number(0.0, one.device)
             found = {one.device: flag}, view_on_host(flag)
         (flag,) = found[0].values()
         if not gradients.unscale_plain(optimizer, one, flag, allow_fp16=True):
-            return self.unscaling.unscale(optimizer, one, flag, allow_fp16=False), None
-        agreed = self.unscaling.agreed(flag)
+            return self._unscaling.unscale(optimizer, one, flag, allow_fp16=False), None
+        agreed = self._unscaling.agreed(flag)
         return found if agreed is flag else ({one.device: agreed}, None)
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
@@ -118,7 +118,7 @@ class StepGuard(GradScaler):
         """
         if closure is not None:
             return self._take_with_closure(optimizer, closure)
-        state = self.flags.states.pop(id(optimizer), None)
+        state = self._flags.states.pop(id(optimizer), None)
         found = flags, value = (
             self._look(optimizer) if state is None else (state["found_inf_per_device"], None)
         )
@@ -144,7 +144,7 @@ class StepGuard(GradScaler):
             earlier = reference()
             if earlier is not None and (result.skipped or self._streaks):
                 self.note_outcome(earlier, result.skipped)
-        hand_over(optimizer, gradients.largest([*flags.values()], self.losses.scale_tensor().device))
+        hand_over(optimizer, gradients.largest([*flags.values()], self._losses.scale_tensor().device))
         first = not optimizer.state
         try:
             optimizer.step()
@@ -164,7 +164,7 @@ class StepGuard(GradScaler):
             return flags.values()
 
         _, skipped = step_or_restore(optimizer, closure, look, (), {})
-        self.flags.states.pop(id(optimizer), None)
+        self._flags.states.pop(id(optimizer), None)
         self.note_outcome(optimizer, skipped)
         return StepResult(list(flags.values()), skipped=skipped)
 

@@ -230,7 +230,7 @@ class Watch:
                     f"{type(by).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
                     "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
                 )
-            computed = key in scaler.flags.states or window.differentiated  # and so true by now
+            computed = key in scaler._flags.states or window.differentiated  # and so true by now
             if not computed and window.were_cleared(optimizer):
                 raise StateError(
                     f"{type(by).__name__}.step(): its gradients are as large as those that zero_grad() has cleared since the last step, "
@@ -251,17 +251,17 @@ class Watch:
             scaler.asked = False
             scaler.scale_tensor()
             # gradients from amp.grad have been through the scale too, which is to fall where they are not finite
-            unscaled = key in scaler.flags.states or window.differentiated
+            unscaled = key in scaler._flags.states or window.differentiated
             scaler.note_unscaled(optimizer)
-            flags = scaler.flags.states[key]["found_inf_per_device"]
+            flags = scaler._flags.states[key]["found_inf_per_device"]
             if unscaled:
-                scaler.flags.states[key]["stage"] = OptState.STEPPED
+                scaler._flags.states[key]["stage"] = OptState.STEPPED
                 window.settled, window.stepped = False, True
             else:
-                scaler.flags.forget(optimizer)
+                scaler._flags.forget(optimizer)
         elif isinstance(scaler, StepGuard):
             unscaled, flags = True, scaler.look(optimizer)
-            scaler.flags.forget(optimizer)
+            scaler._flags.forget(optimizer)
         else:
             return False
         window.no_look_at_step(optimizer)

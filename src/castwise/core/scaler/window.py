@@ -139,16 +139,18 @@ class Window:
             if self.scales:
                 self._settle(name, dropped, self._count_returned(), idle)
             else:
-                self.scaler.flags.restart()
+                self.scaler._flags.restart()
             self.settled = True
         if lend:
             self._lend_unseen()
 
     def _put_back_unstepped(self) -> None:
         """Where gradients were looked at and not stepped on, as by a rule of the user's: put back the buffers they tell of."""
-        if not self.scaler.works or not (self._dropped or self.scaler.flags.states):
+        if not self.scaler.works or not (self._dropped or self.scaler._flags.states):
             return
-        states = [state for state in self.scaler.flags.states.values() if state["stage"] is OptState.UNSCALED]
+        states = [
+            state for state in self.scaler._flags.states.values() if state["stage"] is OptState.UNSCALED
+        ]
         found = [*self._dropped.values(), *(state["found_inf_per_device"] for state in states)]
         flags = [flag for each in found for flag in each.values()]
         bad = read_on_host(flags)
@@ -164,14 +166,14 @@ class Window:
     def _count_dropped(self) -> dict[int, dict[torch.device, torch.Tensor]]:
         """The flags of gradients that were unscaled and then given up by a rule of the user's, where they may be set."""
         dropped, self._dropped = self._dropped, {}
-        if not self.scaler.works or not (dropped or self.scaler.flags.states):
+        if not self.scaler.works or not (dropped or self.scaler._flags.states):
             return {}
         found = {}
         for optimizer in self._optimizers():
             key = id(optimizer)
             flags = dropped.get(key, {})
-            if self.scaler.flags.is_unscaled(optimizer) and not gradients.lie_on(optimizer):
-                flags = flags or self.scaler.flags.states[key]["found_inf_per_device"]
+            if self.scaler._flags.is_unscaled(optimizer) and not gradients.lie_on(optimizer):
+                flags = flags or self.scaler._flags.states[key]["found_inf_per_device"]
             bad = read_on_host(flags.values())
             if bad is not False:
                 found[key] = flags
@@ -189,7 +191,7 @@ class Window:
         """
         each = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         by_input = {id(_stored(one)): grad for one, grad in zip(each, grads, strict=True) if grad is not None}
-        home, name = self.scaler.scale_tensor().device, name or self.scaler.losses.current.name
+        home, name = self.scaler.scale_tensor().device, name or self.scaler._losses.current.name
         for optimizer in self._optimizers():
             found = [by_input[id(p)] for p in gradients.stored(optimizer) if id(p) in by_input]
             if found:
@@ -229,19 +231,19 @@ class Window:
                 of.update((id(grad), grad) for grad in grads)
         old = scaler.scale_tensor().clone() if scaled and (self.stepped or dropped or returned) else None
         if not self.stepped:
-            scaler.flags.restart()
+            scaler._flags.restart()
         if dropped:
             scaler.note_dropped(dropped, self.stepped)
         if returned:
             scaler.note_left(returned)
-        if self.stepped and scaler.flags.states:  # none where a state was loaded into the scaler since
+        if self.stepped and scaler._flags.states:  # none where a state was loaded into the scaler since
             scaler.update()
         if self.stepped or dropped or returned:
             self._owners.clear()
         self.stepped = self._lent = self._begun = self._handed_out = self.differentiated = False
         if plain or old is not None:
-            if scaler.losses.opened_by is None:
-                scaler.losses.open(name)
+            if scaler._losses.opened_by is None:
+                scaler._losses.open(name)
             scale = scaler.scale_tensor()
             if plain:
                 gradients.check_and_multiply(list(plain.values()), scale, scale.device)
@@ -311,7 +313,7 @@ class Window:
         if (held is not None and held.holds()) or self._runs():
             return True
         handed_out = self._handed_out and not self.scaler.asked  # who asked for the scale has divided by it
-        return (self._lent or self._begun or handed_out) and key not in self.scaler.flags.states
+        return (self._lent or self._begun or handed_out) and key not in self.scaler._flags.states
 
     def were_replaced(self, optimizer: Optimizer) -> bool:
         """Whether gradients that held the scale were replaced by others, all of them, and were not cleared in between."""
@@ -323,14 +325,14 @@ class Window:
         if not (self._owners or self._by_hand or self._stray is not None):
             return
         which = set(map(id, gradients.stored(by) if isinstance(by, Optimizer) else by.parameters()))
-        scale = self.scaler.losses.current.scale
+        scale = self.scaler._losses.current.scale
         for key, held in self._owners.items():
             lost = [parameter for parameter in held.owned() if id(parameter) in which]
             self._cleared.setdefault(key, Cleared()).note(lost, None if scale is None else peek(scale))
         for held in (*self._owners.values(), *([] if self._stray is None else [self._stray])):
             held.release(which)
         for key, (params, _) in self._by_hand.items() if self.scaler.works else ():
-            state = self.scaler.flags.states.get(key)
+            state = self.scaler._flags.states.get(key)
             if state is None or state["stage"] is not OptState.UNSCALED or not params <= which:
                 continue
             if flags := state["found_inf_per_device"]:  # none where they were cleared before
@@ -346,8 +348,8 @@ class Window:
         key, held = id(optimizer), self._owners.get(id(optimizer))
         if (held is not None and held.holds()) or self._runs():
             return
-        known = self.scaler.flags.states.get(key)
-        name, was_first = self._habits.get(key, (self.scaler.losses.current.name, False))
+        known = self.scaler._flags.states.get(key)
+        name, was_first = self._habits.get(key, (self.scaler._losses.current.name, False))
         over = self.stepped and was_first if known is None else known["stage"] is OptState.STEPPED
         if not over and (known is not None or self.is_scaled(optimizer)):
             return
@@ -355,7 +357,7 @@ class Window:
             self.used = True
             if over:
                 self.open(idle=True)
-                self.scaler.losses.open(name)
+                self.scaler._losses.open(name)
             if gradients.move(optimizer):
                 self.summed.append(optimizer)
 
@@ -376,7 +378,7 @@ class Window:
             self._take_part(optimizer)
             needed = self._check(optimizer, "unscale_ by hand" if by_hand else "unscale_")
         else:
-            needed = scaler.works and not scaler.flags.is_unscaled(optimizer)
+            needed = scaler.works and not scaler._flags.is_unscaled(optimizer)
         if needed:
             self.settled = False
             scaler.unscale_(optimizer)
@@ -395,7 +397,7 @@ class Window:
             if by_hand:
                 self._look_at_step(optimizer)
         if self.scaler.works:
-            self.scaler.flags.note_norm(optimizers, norm)
+            self.scaler._flags.note_norm(optimizers, norm)
 
     def were_cleared(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer's gradients are made of some that were cleared with the scale in them. Waits for the device."""
@@ -418,10 +420,10 @@ class Window:
         Who clips writes to gradients or puts others in their place; a reduction between ranks counts as no write, and who
         changes one gradient of several does not clip.
         """
-        known, runs = self.scaler.flags.states.get(id(optimizer)), self._runs()
+        known, runs = self.scaler._flags.states.get(id(optimizer)), self._runs()
         if runs and (
             call == "unscale_ by hand"
-            or self.scaler.losses.flags
+            or self.scaler._losses.flags
             or (known is not None and known["stage"] is OptState.STEPPED and gradients.lie_on(optimizer))
         ):
             raise StateError(
@@ -469,7 +471,7 @@ class Window:
             last = self._last.get(id(optimizer))
             if ends is None or last is None or last[0]() is not ends[0] or last[1]() is not ends[1]:
                 continue
-            state = self.scaler.flags.states.get(id(optimizer)) if self.scales else None
+            state = self.scaler._flags.states.get(id(optimizer)) if self.scales else None
             known = state is not None and state["stage"] is OptState.STEPPED and not self._runs()
             if last[2] == _torch.tensors.versions(ends) and (
                 known or last[3] == _torch.autograd.sequence_number()
@@ -508,7 +510,7 @@ class Window:
             result = self.scaler.take(optimizer, closure)
             if self.scales:
                 self._owners.pop(id(optimizer), None)
-                self._habits[id(optimizer)] = self.scaler.losses.current.name, not self.stepped
+                self._habits[id(optimizer)] = self.scaler._losses.current.name, not self.stepped
                 self.stepped = True
             self._remember(optimizer)
         except BaseException as error:
@@ -543,22 +545,22 @@ class Window:
         """After a step of several that failed: what was found in gradients holds for these gradients alone."""
         for optimizer in optimizers:
             if not self.scales:
-                self.scaler.flags.forget(optimizer)
-            elif self.scaler.flags.is_unscaled(optimizer):
+                self.scaler._flags.forget(optimizer)
+            elif self.scaler._flags.is_unscaled(optimizer):
                 self._look_at_step(optimizer)
 
     def _take_back(self, optimizer: Optimizer, owned: Held | None) -> None:
         """After a step that failed: gradients that it did not unscale, as a fused kernel does by itself, are still scaled."""
         take_back(optimizer)
-        if self.scaler.flags.states[id(optimizer)]["stage"] is OptState.READY:
-            self.scaler.flags.forget(optimizer)
+        if self.scaler._flags.states[id(optimizer)]["stage"] is OptState.READY:
+            self.scaler._flags.forget(optimizer)
             if owned is not None:
                 self._owners[id(optimizer)] = owned
 
     def _get_ready(self, optimizer: Optimizer) -> None:
         if not self._check(optimizer, "step"):
             # also after a step, which left them at a scale of one
-            self.scaler.flags.states[id(optimizer)]["stage"] = OptState.UNSCALED
+            self.scaler._flags.states[id(optimizer)]["stage"] = OptState.UNSCALED
             self._look_again(optimizer)
 
     def _look_again(self, optimizer: Optimizer) -> None:
@@ -568,10 +570,10 @@ class Window:
         if not self.scaler.works:
             return
         if ends is not None and all(end() is None for end in ends):  # others lie there, or none
-            self.scaler.flags.states[id(optimizer)]["found_inf_per_device"] = {}
+            self.scaler._flags.states[id(optimizer)]["found_inf_per_device"] = {}
         if self.scales:
-            if self.scaler.unscaling.admit is not None:
-                self.scaler.unscaling.admit(optimizer)
+            if self.scaler._unscaling.admit is not None:
+                self.scaler._unscaling.admit(optimizer)
             params = [
                 p for group in optimizer.param_groups for p in group["params"] if id(_stored(p)) not in known
             ]
@@ -654,13 +656,13 @@ class Window:
         self.open()
         self.used = used
         self.fed()
-        scaler, name = self.scaler, self.scaler.losses.opened_by
+        scaler, name = self.scaler, self.scaler._losses.opened_by
         held = {id(grad): grad for o in self._optimizers() for grad in gradients.held(o)}
         old = scaler.scale_tensor().clone()
         scaler.load_state_dict(dict(state))
         if held:
             if name is not None:
-                scaler.losses.open(name)
+                scaler._losses.open(name)
             factor = scaler.scale_tensor() / old
             gradients.check_and_multiply(list(held.values()), factor, factor.device)
 

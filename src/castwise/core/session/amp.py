@@ -134,7 +134,7 @@ class Amp(masters.OfThisProcess):
         self.plan = plan
         self.scaler = scaler_for(plan, self.device_type, self._agreement.agree, *self._guard)
         self.scaler.param_names = members.names
-        self.scaler.unscaling.admit = functools.partial(give_late_masters, plan)
+        self.scaler._unscaling.admit = functools.partial(give_late_masters, plan)
         # what lives in a session does not hold it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays, self._buffers)
         self._window.sync = masters.copy_to_model
@@ -526,7 +526,7 @@ class Amp(masters.OfThisProcess):
         window.in_backward = scales
         scaled.running += 1
         try:
-            if kwargs or not scaler.losses.is_first(name):
+            if kwargs or not scaler._losses.is_first(name):
                 scaler.backward(loss, name, params=self._members.parameters, **kwargs)
             else:
                 _torch.autograd.backward_of_scalar(scaler.scale(loss, name))
@@ -574,9 +574,9 @@ class Amp(masters.OfThisProcess):
         if not self.scaler.is_enabled():
             grads = torch.autograd.grad(loss, inputs, create_graph=create_graph, **kwargs)
             return tuple(map(_in_fp32, grads))
-        self._window.open(name or self.scaler.losses.current.name, idle=True)
+        self._window.open(name or self.scaler._losses.current.name, idle=True)
         self._window.differentiated = True
-        scale = self.scaler.losses.scale_or_smallest(name)
+        scale = self.scaler._losses.scale_or_smallest(name)
         grads = torch.autograd.grad(loss.float() * scale, inputs, create_graph=create_graph, **kwargs)
         inverse = gradients.inverse(scale)
         unscaled = tuple(g if g is None else _in_fp32(g) * inverse for g in grads)

@@ -202,8 +202,8 @@ def _all_slower(search: Search) -> bool:
     entries = search.contest.entries if search.contest is not None else {}
     raced = [entry for plan, entry in entries.items() if plan != FP32]
     if not raced:
-        known = not any(fate.unknown or fate.kind == "spared" for fate in search.fates.values())
-        return known and any(plan.compute in LOW for plan in search.fates)
+        left = {plan: fate.kind for plan, fate in search.fates.items() if not fate.refused}
+        return set(left.values()) == {"worse"} and any(plan.compute in LOW for plan in left)
     tried = [entry.left for entry in raced if entry.left is None or not entry.left.unknown]
     return bool(tried) and all(left is not None and left.kind == "worse" for left in tried)
 

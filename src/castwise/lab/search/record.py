@@ -134,7 +134,7 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
         return ("baseline" if plan == FP32 else "tie"), fate or Fate("spared", "")
     sound = found is not None and found.verdict == "pass"
     if fate is None and found is not None:
-        unknown = "its peak memory was not measured" if search.settings.goal == "memory" else ""
+        unknown = "its peak memory was not measured" if sound and search.settings.goal == "memory" else ""
         return ("sound" if sound else "rejected"), Fate("untried", unknown)
     if fate is None:
         never = f"not tried to the end{_race_speed(search, plan)}" if entry.rounds else _not_asked(search)

@@ -216,7 +216,7 @@ class SearchState:
         """Note what is done inside as a stage of the search."""
         start, passes, ended = self.ranks.now(), self.passes(), False
         steps = self.contest.steps if self.contest is not None else 0
-        self.now = name
+        around, self.now = self.now, name
         self.say(name, "", 0, 1)
         try:
             yield
@@ -226,6 +226,7 @@ class SearchState:
             end = self.ranks.now() if ended else time.monotonic()  # a rank that fails may be alone in it
             self.stages.append(Stage(name, end - start, self.passes() - passes, after - steps))
             self.say(name, "", 1, 1)
+            self.now = around
 
     def passes(self) -> int:
         """Forward/backwards that the numerics have taken so far."""
@@ -263,7 +264,7 @@ class SearchState:
     def decide(self, plan: Plan, fate: Fate) -> None:
         """Note what becomes of a plan; what speaks against one stays, unless it is said anew."""
         if fate.refused or not self.refusal(plan):
-            self.fates[plan] = dataclasses.replace(fate, stage=self.now)
+            self.fates[plan] = fate if fate.stage else dataclasses.replace(fate, stage=self.now)
 
     def refuse(self, plan: Plan, why: str) -> None:
         """Note that a plan is not sound."""
