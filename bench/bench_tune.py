@@ -41,10 +41,11 @@ from castwise.lab.timing.processes import Home, portable
 from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.workloads.workload import find_workload
 from common import RESULTS, sentence, show, store
+from gpu import LARGE
 
 BUILT_IN = {
     "cpu": ("sine?size=128", "gpt", "digits"),
-    "cuda": ("sine?size=512", "gpt", "gpt?layers=6&width=768", "digits"),
+    "cuda": ("sine?size=512", "gpt", "gpt?layers=6&width=768", LARGE, "digits"),
 }
 FORMATS = ("fp32", "bf16-mixed", "bf16-master")
 SHORT_S, SHORT_WITHIN = 30.0, 1 / 1.05
