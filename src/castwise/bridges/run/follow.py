@@ -44,8 +44,8 @@ from castwise.errors import CastwiseError, sentence
 _PATIENCE = 1 << 31
 """Steps in a row that may be skipped: the script goes on, as it would have without castwise."""
 _SMALLER, _SEEKS = 16.0, 8
-"""``torch.autograd.grad`` that overflows is tried again at the scale divided by the first; the search ends after the second in
-a row."""
+"""Where ``torch.autograd.grad`` overflows it is called again, each time with the scale divided by the first number, at most as
+often as the second says."""
 
 
 def _say(text: str) -> None:

@@ -62,7 +62,7 @@ class Gate:
 
     Args:
         pipe: To whoever tells.
-        follower: What has the script train by a plan; what it says is told by the pipe.
+        follower: What has the script train by a plan; its notes go through the pipe.
     """
 
     def __init__(self, pipe: Connection, follower: Follower) -> None:
@@ -90,7 +90,7 @@ class Gate:
             self._tell(Missing())
 
     def _tell(self, what: Note | Missing) -> None:
-        with contextlib.suppress(OSError):  # nobody hears it any more
+        with contextlib.suppress(OSError):  # the other end is closed
             self._pipe.send(what)
 
     def begin(self) -> None:

@@ -286,7 +286,7 @@ def _to_channels_last(tensor: Tensor) -> Tensor:
 def _least_s(
     ways: Mapping[Name, Callable[[], None]], device: torch.device, ranks: Lockstep, hopeless: float = FAR
 ) -> dict[Name, float]:
-    """The least seconds of each; one that is so many times as slow as the first is timed twice alone."""
+    """The least seconds of each; one that takes ``hopeless`` times as long as the first is timed no more than twice."""
     laps = race(
         [(name, Calls(way)) for name, way in ways.items()], rounds=ROUNDS, steps=1, device=device, warmup=0, hopeless=hopeless,
         ranks=ranks,
