@@ -44,8 +44,8 @@ from castwise.errors import CastwiseError, sentence
 _PATIENCE = 1 << 31
 """Steps in a row that may be skipped: the script goes on, as it would have without castwise."""
 _SMALLER, _SEEKS = 16.0, 8
-"""Where ``torch.autograd.grad`` overflows it is called again, each time with the scale divided by the first number, at most as
-often as the second says."""
+"""Where ``torch.autograd.grad`` overflows it is called again with the scale divided by the first number. After as many such
+searches in a row without a finite result as the second says, no further one is made."""
 
 
 def _say(text: str) -> None:
