@@ -18,7 +18,9 @@ from torch.nn import functional
 import castwise
 from castwise import Plan, Workload
 from castwise.lab.search import contest, final
-from castwise.lab.search.state import SearchState, Settings
+from castwise.lab.search.context import Context, Settings
+from castwise.lab.search.peaks import measure_peaks
+from castwise.lab.search.state import Search
 from castwise.lab.timing.processes import NotThereError
 from castwise.lab.timing.ranks import lockstep
 from tests.distributed.world import World
@@ -197,9 +199,9 @@ def memory(rank: int, folder: Path) -> dict[str, Any]:
     dist.destroy_process_group(left[0])
     del left
     with lockstep("peaks") as ranks:
-        search = SearchState(made, torch.device("cpu"), Settings(), ranks=ranks)
-        search.measure_peaks([plan])
-    return {"peak": search.peaks.get(plan), "notes": search.notes}
+        search = Search(Context(made, torch.device("cpu"), Settings(), ranks=ranks))
+        measure_peaks(search.context, search.peaks, [plan])
+    return {"peak": search.peaks.get(plan), "notes": search.journal.notes}
 
 
 def cannot_leave(rank: int, folder: Path) -> dict[str, Any]:
@@ -212,10 +214,10 @@ def cannot_leave(rank: int, folder: Path) -> dict[str, Any]:
     stays = Stays() if rank else None
     made = Workload("tiny", network, rmsprop, lambda _: iter(data()), lambda m, b: (stays, loss(m, b))[1])
     with lockstep("sending") as ranks:
-        search = SearchState(made, torch.device("cpu"), Settings(), ranks=ranks)
-        with search.home:
+        search = Search(Context(made, torch.device("cpu"), Settings(), ranks=ranks))
+        with search.context.home:
             try:
-                search.payload()
+                search.context.payload()
             except NotThereError as error:
                 return {"said": str(error)}
     return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 
 from castwise import Plan, Workload
 from castwise.lab.search.contest import Contest, Entry
-from castwise.lab.search.search import Settings
-from castwise.lab.search.state import SearchState
+from castwise.lab.search.context import Context, Settings
+from castwise.lab.search.final import Final
+from castwise.lab.search.starts import race_final
+from castwise.lab.search.state import Search
 
 CPU = torch.device("cpu")
 BEGUN: Any = SimpleNamespace(
@@ -27,22 +30,32 @@ BEGUN: Any = SimpleNamespace(
 
 
 @pytest.fixture
-def searching() -> Iterator[Callable[[Workload], SearchState]]:
+def searching() -> Iterator[Callable[[Workload], Search]]:
     with contextlib.ExitStack() as stack:
 
-        def make(made: Workload) -> SearchState:
-            search = SearchState(made, CPU, Settings(formats=("fp32", "bf16"), budget_s=60.0))
-            stack.enter_context(search.home)
-            search.contest = Contest(made, CPU)
+        def make(made: Workload) -> Search:
+            search = Search(Context(made, CPU, Settings(formats=("fp32", "bf16"), budget_s=60.0)))
+            stack.enter_context(search.context.home)
+            search.race = Contest(made, CPU)
             return search
 
         yield make
 
 
-def raced(search: SearchState, times_s: dict[Plan, float]) -> Contest:
+def raced(search: Search, times_s: dict[Plan, float]) -> Contest:
     """A contest in which plans took so many seconds per step."""
-    assert search.contest is not None
     for plan, seconds in times_s.items():
         entry = search.contest.entries[plan] = Entry(plan)
         entry.times_s = [seconds] * 4
     return search.contest
+
+
+def final_of(search: Search, *args: Any) -> Final:
+    """The final of a search's plans."""
+    return race_final(search.context, search.contest, *args)
+
+
+def within(search: Search, budget_s: float) -> None:
+    """Give a search so much time."""
+    settings = dataclasses.replace(search.context.settings, budget_s=budget_s)
+    search.context = dataclasses.replace(search.context, settings=settings)

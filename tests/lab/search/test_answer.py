@@ -14,11 +14,12 @@ from castwise.lab.parity.parity import ParityResult
 from castwise.lab.search.answer import advice, answer, tied, why
 from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.contest import LATE, Contest, Entry
+from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.decision import Decision
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.record import evidence
-from castwise.lab.search.search import Search, Settings
+from castwise.lab.search.state import Choice, Search
 from castwise.lab.workloads.workload import find_workload
 from tests.lab.search.conftest import BEGUN
 
@@ -28,11 +29,11 @@ SOUND = ParityResult(AUTOCAST, "pass", "", Estimate(0.001, 0.0005, 0.002, 0.001,
 
 def searched(chosen: Plan, times: dict[Plan, float], **settings: object) -> Search:
     """A search that came to its end with these seconds per step, which differ from start to start by a thousandth."""
-    search = Search(find_workload("sine?size=16"), torch.device("cpu"), Settings(**settings))  # type: ignore[arg-type]
+    search = Search(Context(find_workload("sine?size=16"), torch.device("cpu"), Settings(**settings)))  # type: ignore[arg-type]
     search.begun, search.complete = BEGUN, True
     starts = [[[t * (1 + 0.001 * ((i + s) % 3))] * 4 for s in range(4)] for i, t in enumerate(times.values())]
     search.final = Final(list(times), times_s=starts)
-    search.settle(chosen, SOUND if chosen.compute != "fp32" else None)
+    search.choice = Choice(chosen, SOUND if chosen.compute != "fp32" else None)
     return search
 
 
@@ -89,7 +90,7 @@ def test_what_was_measured_by_itself_is_said_where_whole_steps_do_not_show_it() 
     fused = Plan.parse("fp32+optimizer=fused")
     search = searched(fused, {FP32: 0.1, fused: 0.1})
     assert search.final is not None
-    search.spared = 0.04
+    search.final.saves = 0.04
     assert answer(search).startswith(
         "Stay in fp32, switch to the fused AdamW: equally fast within the error ("
     )
@@ -123,34 +124,34 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     assert record.answer == "Stay in fp32 as it is: no other plan was timed to the end."
     assert record.candidates[0].reason == "nothing else was timed to the end"
     slow = searched(FP32, {FP32: 0.1})
-    slow.contest = Contest(slow.workload, slow.device)
+    slow.race = Contest(slow.context.workload, slow.context.device)
     slow.contest.entries[AUTOCAST] = Entry(
         AUTOCAST, left=Fate("worse", "not faster: its first steps took 39 times as long")
     )
     assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
     del slow.contest.entries[AUTOCAST]
     dropped = "timed module by module it is no faster than fp32"
-    slow.decide(AUTOCAST, Fate("worse", dropped))  # before the race
+    slow.journal.decide(AUTOCAST, Fate("worse", dropped))  # before the race
     assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
     slow.contest.entries[AUTOCAST] = Entry(AUTOCAST, left=LATE)
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
     del slow.contest.entries[AUTOCAST]
-    slow.decide(LEAN, LATE)
+    slow.journal.decide(LEAN, LATE)
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
-    del slow.fates[LEAN]
+    del slow.journal.fates[LEAN]
     slow.contest.entries[LEAN] = Entry(LEAN, left=Fate("failed", "out of memory"))
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
     unmeasured = searched(FP32, {FP32: 0.1}, goal="memory")
     assert answer(unmeasured).endswith(": no other plan's peak memory was measured; use a longer --budget.")
     unknown = searched(FP32, {FP32: 0.1, AUTOCAST: 0.1})
     assert unknown.final is not None
-    unknown.findings[AUTOCAST] = SOUND
+    unknown.parity[AUTOCAST] = SOUND
     unknown.final.times_s = [[[0.1] * 3, [0.3] * 3], [[0.3] * 3, [0.1] * 3]]
     assert evidence(unknown).candidates[0].reason != "the fastest sound plan"
     slower = searched(FP32, {FP32: 0.1, AUTOCAST: 0.2})
     assert evidence(slower).candidates[0].reason == "the fastest sound plan"
     assert answer(slower) == "Stay in fp32 as it is: no sound plan is known to be faster."
-    slower.refuse(AUTOCAST, "damage 0.3 is above 0.1")
+    slower.journal.refuse(AUTOCAST, "damage 0.3 is above 0.1")
     assert (
         answer(slower)
         == "Stay in fp32 as it is: nothing else that was timed was shown to keep the gradients."
@@ -190,8 +191,8 @@ def test_what_seems_faster_and_is_not_sure_enough_is_said_to_be_that() -> None:
 
 def test_what_is_undecided_is_not_said_to_lose_the_gradients() -> None:
     search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.05})
-    search.findings[AUTOCAST] = dataclasses.replace(SOUND, verdict="undecided")
-    search.refuse(AUTOCAST, "more of them would decide")
+    search.parity[AUTOCAST] = dataclasses.replace(SOUND, verdict="undecided")
+    search.journal.refuse(AUTOCAST, "more of them would decide")
     assert "was not shown to keep the gradients: more of them would decide" in why(search)[-1]
 
 
@@ -218,15 +219,15 @@ def test_a_plan_whose_numerics_were_not_found_sound_ties_with_nothing() -> None:
     other = Plan.parse("bf16-master+optimizer=fused")
     search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.1, other: 0.1})
     assert not tied(search)
-    search.findings[Plan.parse("bf16-master")] = SOUND
+    search.parity[Plan.parse("bf16-master")] = SOUND
     assert tied(search) == [other]
-    search.findings[AUTOCAST] = dataclasses.replace(SOUND, verdict="fail")
+    search.parity[AUTOCAST] = dataclasses.replace(SOUND, verdict="fail")
     assert tied(search) == [other]
 
 
 def test_unsound_autocast_is_the_reason_to_stay_in_fp32() -> None:
     search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.05})
-    search.refuse(AUTOCAST, "damage 0.3 is above 0.1")
+    search.journal.refuse(AUTOCAST, "damage 0.3 is above 0.1")
     assert re.search(
         r"autocast in bf16 would be 2\.00 times as fast \([^)]*\), but it does not keep the gradients: damage 0\.3",
         why(search)[-1],
@@ -236,7 +237,7 @@ def test_unsound_autocast_is_the_reason_to_stay_in_fp32() -> None:
 def test_every_plan_has_its_standing() -> None:
     other, tie = Plan.parse("bf16-master"), Plan.parse("bf16-mixed+optimizer=fused")
     search = searched(AUTOCAST, {FP32: 0.2, AUTOCAST: 0.1, other: 0.15, tie: 0.1})
-    search.decide(LEAN, Fate("late", "not tried: no time"))
+    search.journal.decide(LEAN, Fate("late", "not tried: no time"))
     rows = {c.plan: c for c in evidence(search).candidates}
     assert {plan: row.status for plan, row in rows.items()} == {
         "bf16-mixed": "chosen", "fp32": "baseline", "bf16-mixed+optimizer=fused": "tie",

@@ -24,7 +24,7 @@ from castwise.core.session.process import _claimed
 from castwise.errors import DeviceError, PlanError, WorkloadError
 from castwise.lab.parity.damage import ADAM_PASS, PASS, Estimate
 from castwise.lab.parity.parity import ParityResult
-from castwise.lab.search import fastest, part_costs, search
+from castwise.lab.search import fastest, part_costs
 from castwise.lab.search.axes import (
     check_formats,
     complexity,
@@ -33,6 +33,7 @@ from castwise.lab.search.axes import (
     with_operators_as_is,
 )
 from castwise.lab.search.contest import BASELINE, Contest, Entry
+from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.pairs import (
     MARGIN,
     affordable_steps,
@@ -51,7 +52,7 @@ from castwise.lab.search.part_costs import (
 )
 from castwise.lab.search.reference import refer
 from castwise.lab.search.regions import Part, find_parts
-from castwise.lab.search.state import SearchState
+from castwise.lab.search.state import Search
 from castwise.lab.timing.ranks import BY_ITSELF
 from tests.lab.search.conftest import BEGUN
 from tests.soak import every
@@ -83,9 +84,9 @@ def left_for(contest: Contest, plan: Plan) -> str:
     return "" if left is None else left.reason
 
 
-def noted(search: SearchState) -> dict[Plan, str]:
+def noted(search: Search) -> dict[Plan, str]:
     """Why plans are not the answer, by what was noted of them."""
-    return {plan: fate.reason for plan, fate in search.fates.items()}
+    return {plan: fate.reason for plan, fate in search.journal.fates.items()}
 
 
 def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -251,8 +252,8 @@ def test_candidates_keep_all_losing_parts_in_fp32_or_the_larger_half(monkeypatch
         workload(),
         model=lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2)),
     )
-    found = search.Search(made, CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
-    found.begun = refer(found)
+    found = Search(Context(made, CPU, Settings(formats=("fp32", "bf16"), budget_s=30.0)))
+    found.begun = refer(found.context)
     low_s = {"0": 0.5, "1": 1.2, "2": 1.6, "3": 0.5}
     known = {p: Cost({"fp32": 1.0, "bf16": s}, {"bf16": 1.01}) for p, s in low_s.items()}
     monkeypatch.setattr(fastest, "measure_costs", lambda *_args, **_options: known)
@@ -289,8 +290,8 @@ def test_a_fault_of_the_code_is_no_word_on_a_format(
     low = Plan.preset("bf16-mixed")
     with pytest.raises(error, match="the mask must be of 16 rows"):
         measure_costs(model, loss, batch, parts, ["bf16"], CPU)
-    made = search.Search(workload(Faulty), CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
-    made.begun = refer(made)
+    made = Search(Context(workload(Faulty), CPU, Settings(formats=("fp32", "bf16"), budget_s=30.0)))
+    made.begun = refer(made.context)
     with pytest.raises(error, match="the mask must be of 16 rows"):
         made.find(low)
     with pytest.raises(error, match="the mask must be of 16 rows"):
@@ -453,8 +454,8 @@ def test_a_region_is_a_candidate_where_batches_have_four_axes_and_nothing_convol
         loss=lambda model, batch: loss(model, (batch[0].flatten(1), batch[1])),
     )
     monkeypatch.setattr(part_costs, "SLOWER", math.inf)  # tiny layers make any low format look slow
-    found = search.Search(made, CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
-    found.begun = refer(found)
+    found = Search(Context(made, CPU, Settings(formats=("fp32", "bf16"), budget_s=30.0)))
+    found.begun = refer(found.context)
     out = fastest._by_costs(found, [BASELINE, Plan.preset("bf16-mixed")])
     assert Plan.parse("bf16-mixed+regions.1=fp32") in out
 
@@ -608,20 +609,20 @@ def test_one_line_autocast_is_raced_where_the_device_has_units_for_it(
     linear_s: float, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To be shown, one step of it took as long as all others of a search."""
-    found = search.Search(workload(), CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
-    found.begun = refer(found)
+    found = Search(Context(workload(), CPU, Settings(formats=("fp32", "bf16"), budget_s=30.0)))
+    found.begun = refer(found.context)
     known = {"0": Cost({"fp32": 1.0, "bf16": linear_s}, {"bf16": 1.2})}
     monkeypatch.setattr(fastest, "measure_costs", lambda *_args, **_options: known)
     autocast = Plan.preset("bf16-mixed")
     out = fastest._by_costs(found, [BASELINE, autocast, Plan.preset("bf16-master")])
     assert set(out) == ({BASELINE, autocast} if shown else {BASELINE})
-    assert (autocast in found.fates) != shown
+    assert (autocast in found.journal.fates) != shown
 
 
 def test_autocast_that_is_raced_to_be_shown_has_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a format that had been dropped came to the final, and "may still be much faster"."""
     autocast, master = Plan.preset("bf16-mixed"), Plan.preset("bf16-master")
-    found = search.Search(workload(), CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
+    found = Search(Context(workload(), CPU, Settings(formats=("fp32", "bf16"), budget_s=30.0)))
     found.begun = BEGUN
     monkeypatch.setattr(
         fastest, "with_operators_as_is", lambda plan, *_: dataclasses.replace(plan, ops={"softmax": "as_is"})
@@ -629,11 +630,12 @@ def test_autocast_that_is_raced_to_be_shown_has_no_variants(monkeypatch: pytest.
     raced: list[Plan] = []
     monkeypatch.setattr(Contest, "halve", lambda _self, plans, **_: raced.extend(plans) or [BASELINE])
     with Contest(workload(), CPU) as contest:
+        found.race = contest
         contest.entries[autocast] = Entry(autocast)
-        assert fastest._with_operators(found, contest, [autocast]) == [autocast]
+        assert fastest._with_operators(found, [autocast]) == [autocast]
         assert raced == []
         contest.entries[master] = Entry(master)
-        fastest._with_operators(found, contest, [autocast])
+        fastest._with_operators(found, [autocast])
         assert len(raced) == 2
 
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.compile_trial import CompileTrial, _gradients, _moved, try_compiled
 from castwise.lab.search.compiling import MOST, compile_finalists, own_cache, pays_after, said
 from castwise.lab.search.contest import Contest, Entry
+from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.record import evidence
-from castwise.lab.search.search import Search, Settings
+from castwise.lab.search.state import Search
 from castwise.lab.timing.processes import portable
 from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.served import COMPILED, belong_to
@@ -428,13 +429,17 @@ OTHERS = [Plan.parse(f"bf16-mixed+regions.{name}=fp32") for name in ("a", "b", "
 @pytest.fixture
 def search() -> Iterator[Search]:
     """A search whose race is over: bf16-mixed first, then others, then fp32."""
-    made = Search(workload(), CPU, Settings(("fp32", "bf16"), compile="auto"))
-    with made.home:
-        made.contest = Contest(made.workload, CPU)
+    made = Search(Context(workload(), CPU, Settings(("fp32", "bf16"), compile="auto")))
+    with made.context.home:
+        made.race = Contest(made.context.workload, CPU)
         for place, plan in enumerate([AUTOCAST, *OTHERS, FP32]):
             entry = made.contest.entries.setdefault(plan, Entry(plan))
             entry.times_s = [1.0 + 0.1 * place] * 4
         yield made
+
+
+def finalists(search: Search, plans: Sequence[Plan], until: float, first_until: float) -> list[Plan]:
+    return compile_finalists(search.context, search.contest, search.trials, plans, until, first_until)
 
 
 def compiled(plan: Plan) -> Plan:
@@ -461,53 +466,58 @@ def test_the_fastest_come_first_and_the_best_go_on(search: Search, monkeypatch: 
         compiled(FP32): 0.55,
     }
     asked = tries(monkeypatch, lambda plan: CompileTrial("", 0.1, 1.0, step_s.get(plan, 0.9)))
-    made = compile_finalists(search, [AUTOCAST, *OTHERS], *within(600.0))
+    made = finalists(search, [AUTOCAST, *OTHERS], *within(600.0))
     assert asked == [compiled(plan) for plan in (AUTOCAST, *OTHERS, FP32)]
     assert made == [compiled(OTHERS[0]), compiled(OTHERS[1])]
-    assert search.fates[compiled(AUTOCAST)].reason == "not faster compiled: takes 1.10 times as long"
-    assert search.fates[compiled(FP32)].reason == f"not in the final: {MOST} others were faster when compiled"
+    assert search.journal.fates[compiled(AUTOCAST)].reason == "not faster compiled: takes 1.10 times as long"
+    assert (
+        search.journal.fates[compiled(FP32)].reason
+        == f"not in the final: {MOST} others were faster when compiled"
+    )
 
 
 def test_plans_are_compiled_as_they_keep_memory(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [dataclasses.replace(plan, host_memory="keep") for plan in (AUTOCAST, OTHERS[0], FP32)]
     asked = tries(monkeypatch, lambda _: CompileTrial("", 0.1, 1.0, 0.5))
-    assert compile_finalists(search, kept, *within(600.0)) == [*map(compiled, kept[:2])]
+    assert finalists(search, kept, *within(600.0)) == [*map(compiled, kept[:2])]
     assert asked == [*map(compiled, kept)]
 
 
 def test_who_always_compiles_takes_the_slow_too_and_never_what_is_wrong(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search.settings = Settings(("fp32", "bf16"), compile="always")
+    search.context = dataclasses.replace(
+        search.context, settings=Settings(("fp32", "bf16"), compile="always")
+    )
     tries(
         monkeypatch, lambda plan: CompileTrial("" if plan == BF16 else "not compiled: wrong", 0.1, 1.0, 1.1)
     )
-    assert compile_finalists(search, [AUTOCAST], *within(600.0)) == [BF16]
-    assert search.fates == {FP32_COMPILED: Fate("failed", "not compiled: wrong")}
+    assert finalists(search, [AUTOCAST], *within(600.0)) == [BF16]
+    assert search.journal.fates == {FP32_COMPILED: Fate("failed", "not compiled: wrong")}
 
 
 def test_without_the_time_for_it_nothing_is_compiled_and_that_is_said(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = tries(monkeypatch, lambda plan: CompileTrial("", 40.0, 1.0, 0.5))
-    assert compile_finalists(search, [AUTOCAST], *within(4.0)) == []
+    assert finalists(search, [AUTOCAST], *within(4.0)) == []
     assert asked == []
-    assert set(search.fates) == {BF16, FP32_COMPILED}
-    assert search.fates[BF16].reason.startswith("not tried: ")
-    assert search.fates[BF16].reason.endswith(
+    assert set(search.journal.fates) == {BF16, FP32_COMPILED}
+    assert search.journal.fates[BF16].reason.startswith("not tried: ")
+    assert search.journal.fates[BF16].reason.endswith(
         " s of the budget are left to compile it in; a longer --budget would do"
     )
     # what the final will take to compile the first again is kept for it
-    assert compile_finalists(search, [AUTOCAST], *within(37.0)) == [BF16]
+    assert finalists(search, [AUTOCAST], *within(37.0)) == [BF16]
     assert asked == [BF16]
 
 
 def test_the_first_may_take_what_the_final_can_spare(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = tries(monkeypatch, lambda plan: CompileTrial("", 0.1, 1.0, 0.5))
     now = time.monotonic()
-    assert compile_finalists(search, [AUTOCAST], now + 4.0, now + 600.0) == [BF16]
+    assert finalists(search, [AUTOCAST], now + 4.0, now + 600.0) == [BF16]
     assert asked == [BF16]
-    assert search.fates[FP32_COMPILED].reason.startswith("not tried: ")
+    assert search.journal.fates[FP32_COMPILED].reason.startswith("not tried: ")
 
 
 def _traced() -> nn.Module:
@@ -519,12 +529,12 @@ def _traced() -> nn.Module:
 @needs_backend
 @soaks  # else told by the whole search at the end
 def test_a_trial_has_a_process_of_its_own(search: Search) -> None:
-    search.workload = workload(_traced)
-    made = compile_finalists(search, [AUTOCAST], *within(600.0))
+    search.context = dataclasses.replace(search.context, workload=workload(_traced))
+    made = finalists(search, [AUTOCAST], *within(600.0))
     assert set(search.trials) == {BF16, FP32_COMPILED}
     for plan, found in search.trials.items():
         assert found.compile_s > 0.0
-        assert plan in made or search.fates[plan].reason.startswith("not faster compiled")
+        assert plan in made or search.journal.fates[plan].reason.startswith("not faster compiled")
 
 
 def test_a_trial_that_takes_too_long_is_ended(search: Search) -> None:
@@ -533,7 +543,7 @@ def test_a_trial_that_takes_too_long_is_ended(search: Search) -> None:
         return Net()
 
     begin = time.monotonic()
-    found = compiling._tried(search, portable(workload(sleeps)), BF16, 0.5)
+    found = compiling._tried(search.context, portable(workload(sleeps)), BF16, 0.5)
     assert found.reason == (
         "not tried: compiling took longer than the 0 s that were left; use a longer --budget"
     )
@@ -544,7 +554,7 @@ def test_a_trial_whose_process_dies_is_a_reason(search: Search) -> None:
     def dies() -> nn.Module:
         os._exit(1)
 
-    found = compiling._tried(search, portable(workload(dies)), BF16, 60.0)
+    found = compiling._tried(search.context, portable(workload(dies)), BF16, 60.0)
     assert found.reason == "does not compile: the process died without a word (out of memory?)"
 
 
@@ -557,7 +567,7 @@ def test_what_a_trial_has_started_is_gone_when_it_is_over(search: Search, tmp_pa
         time.sleep(60.0)
         return Net()
 
-    found = compiling._tried(search, portable(workload(starts_and_sleeps)), BF16, 1.0)
+    found = compiling._tried(search.context, portable(workload(starts_and_sleeps)), BF16, 1.0)
     assert found.reason.startswith("not tried: compiling took longer")
     status = Path(f"/proc/{told.read_text()}/stat")
     assert not status.exists() or status.read_text().split()[2] == "Z"
@@ -568,7 +578,7 @@ def test_a_fault_of_the_code_comes_out_of_a_trial(search: Search) -> None:
         raise LookupError("no such file of weights")
 
     with pytest.raises(LookupError, match="no such file of weights"):
-        compiling._tried(search, portable(workload(faulty)), BF16, 60.0)
+        compiling._tried(search.context, portable(workload(faulty)), BF16, 60.0)
 
 
 def test_a_workload_that_another_process_cannot_run_is_not_compiled_and_that_is_said(search: Search) -> None:
@@ -579,9 +589,9 @@ def test_a_workload_that_another_process_cannot_run_is_not_compiled_and_that_is_
             raise AttributeError("nothing was set up")
         return Net()
 
-    search.workload = workload(made_here)
-    assert compile_finalists(search, [AUTOCAST], *within(600.0)) == []
-    (note,) = search.notes
+    search.context = dataclasses.replace(search.context, workload=workload(made_here))
+    assert finalists(search, [AUTOCAST], *within(600.0)) == []
+    (note,) = search.journal.notes
     assert note.startswith(
         "Nothing was compiled: workload 'tiny' does not run in another process (AttributeError: nothing"
     )

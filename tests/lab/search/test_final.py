@@ -21,6 +21,7 @@ from castwise.lab.parity.probes import Prober
 from castwise.lab.search import decision, starts
 from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.contest import LATE, Entry
+from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.decision import ROUNDS, Decision
 from castwise.lab.search.fastest import each_numerics_first, formats_not_reached
 from castwise.lab.search.fates import Fate
@@ -28,12 +29,10 @@ from castwise.lab.search.final import Final
 from castwise.lab.search.part_costs import Cost
 from castwise.lab.search.reference import refer
 from castwise.lab.search.regions import find_parts
-from castwise.lab.search.search import Settings
 from castwise.lab.search.sound import low_share
-from castwise.lab.search.starts import race_final
-from castwise.lab.search.state import SearchState
+from castwise.lab.search.state import Search
 from castwise.lab.timing.processes import NotThereError
-from tests.lab.search.conftest import raced
+from tests.lab.search.conftest import final_of, raced, within
 from tests.lab.search.test_choices import CPU, SlowWhenLow, loss, workload
 from tests.soak import some
 
@@ -63,9 +62,9 @@ def timed(speeds: dict[Plan, float], **options: object) -> Final:
     return Final(list(speeds), times_s=times, **options)  # type: ignore[arg-type]
 
 
-def test_plans_are_started_until_the_slow_one_is_known(searching: Callable[[Workload], SearchState]) -> None:
+def test_plans_are_started_until_the_slow_one_is_known(searching: Callable[[Workload], Search]) -> None:
     search = searching(workload(SlowWhenLow))
-    final = race_final(search, [AUTOCAST], time.monotonic() + 60.0)
+    final = final_of(search, [AUTOCAST], time.monotonic() + 60.0)
     assert final.decision is not None
     assert (final.decision.chosen, final.decision.decided) == (0, True)
     assert next(final.in_turn([FP32, AUTOCAST])) == FP32
@@ -79,7 +78,7 @@ def test_plans_are_started_until_the_slow_one_is_known(searching: Callable[[Work
 
 
 def test_what_fails_in_a_process_of_its_own_is_out_with_its_reason(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     class Fragile(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -87,12 +86,12 @@ def test_what_fails_in_a_process_of_its_own_is_out_with_its_reason(
                 raise NotImplementedError("no kernel for bf16")
             return x * 2
 
-    final = race_final(searching(workload(Fragile)), [AUTOCAST], time.monotonic() + 60.0)
+    final = final_of(searching(workload(Fragile)), [AUTOCAST], time.monotonic() + 60.0)
     assert list(final.in_turn([FP32, AUTOCAST])) == [FP32]
     assert why(final, AUTOCAST, FP32) == "not supported by this device: no kernel for bf16"
 
 
-def test_a_fault_of_the_code_comes_out_of_its_process(searching: Callable[[Workload], SearchState]) -> None:
+def test_a_fault_of_the_code_comes_out_of_its_process(searching: Callable[[Workload], Search]) -> None:
     class Faulty(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x.dtype is torch.bfloat16:
@@ -100,28 +99,28 @@ def test_a_fault_of_the_code_comes_out_of_its_process(searching: Callable[[Workl
             return x * 2
 
     with pytest.raises(IndexError, match="no such row"):
-        race_final(searching(workload(Faulty)), [AUTOCAST], time.monotonic() + 60.0)
+        final_of(searching(workload(Faulty)), [AUTOCAST], time.monotonic() + 60.0)
 
 
 def test_equal_plans_have_equal_losses(
-    searching: Callable[[Workload], SearchState], monkeypatch: pytest.MonkeyPatch
+    searching: Callable[[Workload], Search], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decision, "MOST", 1)  # losses are those of the first start
     same = Plan.parse("fp32+fp32_matmul=ieee")
-    final = race_final(searching(workload()), [same, AUTOCAST], time.monotonic() + 60.0)
+    final = final_of(searching(workload()), [same, AUTOCAST], time.monotonic() + 60.0)
     assert final.losses[same] == final.losses[FP32]
     assert len(final.losses[AUTOCAST]) == len(final.losses[FP32])
 
 
 def test_a_workload_that_cannot_be_sent_is_timed_here_and_that_is_said(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     timed_here(searching(dataclasses.replace(workload(SlowWhenLow), loss=threading_loss())), "cannot be sent")
 
 
 @pytest.mark.parametrize("of", some(["loss", "model"], 2))
 def test_a_workload_that_another_process_cannot_run_is_timed_here_and_that_is_said(
-    searching: Callable[[Workload], SearchState], monkeypatch: pytest.MonkeyPatch, of: str
+    searching: Callable[[Workload], Search], monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
     """Its module is this process's alone, or lacks there what was set here."""
     job, here = workload(SlowWhenLow), os.getpid()
@@ -138,11 +137,11 @@ def test_a_workload_that_another_process_cannot_run_is_timed_here_and_that_is_sa
     timed_here(searching(made), "does not run in another process")
 
 
-def timed_here(search: SearchState, why: str) -> None:
-    final = race_final(search, [AUTOCAST], time.monotonic() + 60.0)
+def timed_here(search: Search, why: str) -> None:
+    final = final_of(search, [AUTOCAST], time.monotonic() + 60.0)
     assert next(final.in_turn([FP32, AUTOCAST])) == FP32
     assert final.starts == 1
-    (note,) = search.notes
+    (note,) = search.journal.notes
     assert note.startswith(f"The finalists were timed once, in one process: workload 'tiny' {why}")
     assert "file.py:attribute" in note
 
@@ -160,21 +159,21 @@ def test_what_left_for_the_speed_of_a_refused_plan_is_chosen_before_fp32() -> No
 
 
 def test_once_a_plan_is_refused_the_others_are_started_until_it_is_decided_between_them(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     """After its two starts it took fp32, which was slower by a quarter with 95 % confidence and not with 99."""
     search = searching(workload(SlowWhenLow))
-    search.settings = dataclasses.replace(search.settings, budget_s=600.0)  # of a busy machine
-    final = race_final(search, [LOWEST, AUTOCAST], time.monotonic())  # the time is over after two
+    within(search, 600.0)
+    final = final_of(search, [LOWEST, AUTOCAST], time.monotonic())  # the time is over after two
     assert final.starts == 2
     assert final.decision is not None
-    before, steps = final.decision, search.contest.steps if search.contest is not None else 0
+    before, steps = final.decision, search.contest.steps
     turns = final.in_turn([FP32, AUTOCAST, LOWEST])
     assert next(turns) == FP32
     next(turns)  # fp32 alone is lossless, so that the time is over for these
     assert final.starts == 2
 
-    final = race_final(
+    final = final_of(
         search, [same := Plan.parse("fp32+memory_format=channels_last"), AUTOCAST], time.monotonic()
     )
     assert final.starts == 2
@@ -182,7 +181,6 @@ def test_once_a_plan_is_refused_the_others_are_started_until_it_is_decided_betwe
     assert final.starts > 2
     assert len(final.seconds(FP32)) == len(final.seconds(same)) > len(final.seconds(LOWEST))
     assert before.chosen == 0
-    assert search.contest is not None
     assert search.contest.steps > steps
 
 
@@ -202,11 +200,11 @@ def test_with_a_refused_plan_those_of_its_numerics_are_no_longer_in_it() -> None
 
 
 def test_a_process_that_dies_in_a_further_start_loses_no_result(
-    searching: Callable[[Workload], SearchState], monkeypatch: pytest.MonkeyPatch
+    searching: Callable[[Workload], Search], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search = searching(workload(SlowWhenLow))
     same = Plan.parse("fp32+memory_format=channels_last")
-    final = race_final(search, [same, AUTOCAST], time.monotonic())
+    final = final_of(search, [same, AUTOCAST], time.monotonic())
     before = final.times_s
 
     def gone(*_: object, **__: object) -> None:
@@ -216,18 +214,20 @@ def test_a_process_that_dies_in_a_further_start_loses_no_result(
     final.decision = None
     final.go_on([FP32, same], AUTOCAST.__eq__)
     assert final.times_s == before
-    assert search.notes == ["The finalists were not started again: its process was ended by signal 9."]
+    assert search.journal.notes == [
+        "The finalists were not started again: its process was ended by signal 9."
+    ]
     assert list(final.in_turn([FP32, same, AUTOCAST], AUTOCAST.__eq__))
 
 
-def test_further_starts_are_a_stage_of_the_search(searching: Callable[[Workload], SearchState]) -> None:
+def test_further_starts_are_a_stage_of_the_search(searching: Callable[[Workload], Search]) -> None:
     search = searching(workload(SlowWhenLow))
-    final = race_final(
+    final = final_of(
         search, [same := Plan.parse("fp32+memory_format=channels_last"), AUTOCAST], time.monotonic()
     )
     final.go_on([FP32, same], AUTOCAST.__eq__)
-    assert [stage.name for stage in search.stages] == ["final"]
-    assert search.stages[0].steps
+    assert [stage.name for stage in search.journal.stages] == ["final"]
+    assert search.journal.stages[0].steps
 
 
 def test_ties_go_to_the_simpler_plan() -> None:
@@ -302,15 +302,14 @@ def test_what_left_since_it_is_slower_does_not_come_back_as_the_machine_gets_noi
 
 
 def test_where_all_run_in_one_process_they_run_all_rounds_though_the_race_is_over(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     search = searching(dataclasses.replace(workload(), loss=threading_loss()))
-    assert search.contest is not None
     search.contest._deadline = time.monotonic()
-    final = race_final(search, [AUTOCAST], time.monotonic() + 60.0)
+    final = final_of(search, [AUTOCAST], time.monotonic() + 60.0)
     assert not final.apart
     assert len(final.seconds(AUTOCAST)) == 2 * starts.ROUNDS
-    late = race_final(search, [AUTOCAST], time.monotonic())
+    late = final_of(search, [AUTOCAST], time.monotonic())
     assert len(late.seconds(AUTOCAST)) == 1
 
 
@@ -381,10 +380,9 @@ def test_what_failed_is_not_named_as_ahead_in_the_race_and_the_chosen_plan_first
 
 
 def test_who_was_behind_in_the_race_is_known_of_plans_as_they_raced(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     search = searching(workload())
-    assert search.contest is not None
     compiled = Plan.parse("bf16-mixed+compile=default")
     for plan, seconds in {FP32: 1.0, AUTOCAST: 0.8, REGION: 0.97}.items():
         search.contest.entries[plan] = Entry(plan, times_s=[seconds] * 8)
@@ -394,12 +392,12 @@ def test_who_was_behind_in_the_race_is_known_of_plans_as_they_raced(
 
 @pytest.mark.parametrize(("budget_s", "starts"), [(60.0, 2), (1e-3, 1)])
 def test_the_finalists_are_started_twice_though_the_time_is_over_but_not_far_beyond_it(
-    budget_s: float, starts: int, searching: Callable[[Workload], SearchState]
+    budget_s: float, starts: int, searching: Callable[[Workload], Search]
 ) -> None:
     """On a machine with eight times as much to do a budget of 15 s took 44 to 121."""
     search = searching(workload())
-    search.settings = dataclasses.replace(search.settings, budget_s=budget_s)
-    final = race_final(search, [AUTOCAST], time.monotonic())
+    within(search, budget_s)
+    final = final_of(search, [AUTOCAST], time.monotonic())
     assert final.starts == starts
     assert final.decision is not None
     assert not (starts == 1 and final.decision.decided)
@@ -414,7 +412,7 @@ def test_a_race_that_ends_early_has_seen_something_of_all_numerics() -> None:
 
 
 def test_a_format_that_there_was_no_time_for_leaves_the_search_incomplete(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     search = searching(workload())
     contest = raced(search, {FP32: 2.0})
@@ -433,13 +431,15 @@ def test_a_format_that_there_was_no_time_for_leaves_the_search_incomplete(
 
 
 def test_how_much_of_a_model_runs_low() -> None:
-    search = SearchState(workload(SlowWhenLow), CPU, Settings(formats=("fp32", "bf16")))
-    model = search.workload.model()
-    batch = next(iter(search.workload.batches(0)))
-    parts = find_parts(model, lambda: search.workload.loss(model, batch))
-    test = ParityTest(Prober(model, search.workload.loss, iter(search.workload.batches(0)), CPU))
-    search.begun = dataclasses.replace(refer(search), parts=parts, test=test)
-    assert low_share(search, AUTOCAST) == 1.0  # nothing was timed
+    search = Search(Context(workload(SlowWhenLow), CPU, Settings(formats=("fp32", "bf16"))))
+    model = search.context.workload.model()
+    batch = next(iter(search.context.workload.batches(0)))
+    parts = find_parts(model, lambda: search.context.workload.loss(model, batch))
+    test = ParityTest(
+        Prober(model, search.context.workload.loss, iter(search.context.workload.batches(0)), CPU)
+    )
+    search.begun = dataclasses.replace(refer(search.context), parts=parts, test=test)
+    assert low_share(search.reference, {}, AUTOCAST) == 1.0  # nothing was timed
     assert [part.pattern for part in parts] == ["0", "1", "2"]
     search.costs = {"0": Cost({"fp32": 3.0}), "1": Cost({"fp32": 0.2}), "2": Cost({"fp32": 0.8})}
     shares = {
@@ -448,6 +448,8 @@ def test_how_much_of_a_model_runs_low() -> None:
         "bf16-mixed+regions.*=fp32": 0.0,
         "fp32": 0.0,
     }
-    assert {line: low_share(search, Plan.parse(line)) for line in shares} == pytest.approx(shares)
+    assert {
+        line: low_share(search.reference, search.costs, Plan.parse(line)) for line in shares
+    } == pytest.approx(shares)
     nested = Plan.parse("bf16-mixed+regions.type:Sequential=fp32+regions.2=bf16")
-    assert low_share(search, nested) == pytest.approx(0.2)
+    assert low_share(search.reference, search.costs, nested) == pytest.approx(0.2)

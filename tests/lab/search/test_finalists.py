@@ -16,7 +16,7 @@ from castwise.lab.search.finalists import (
     room_in_final,
 )
 from castwise.lab.search.sound import find_sound
-from castwise.lab.search.state import SearchState
+from castwise.lab.search.state import Search
 from tests.lab.search.conftest import BEGUN, raced
 from tests.lab.search.test_answer import SOUND
 from tests.lab.search.test_choices import SlowWhenLow, left_for, noted, workload
@@ -33,21 +33,21 @@ def with_regions(count: int) -> Plan:
 
 
 def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_final(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     others = [with_regions(count) for count in range(FINALISTS + 1, 0, -1)]
     search = searching(workload(SlowWhenLow))
     places = {plan: 1.0 + 0.0105 * place for place, plan in enumerate([*others, AUTOCAST])}
     contest = raced(search, {FP32: 2.0, **places})
-    assert likeliest(search, contest, [FP32, *others, AUTOCAST]) == [FP32, *others[:FINALISTS]]
+    assert likeliest(search.journal, contest, [FP32, *others, AUTOCAST]) == [FP32, *others[:FINALISTS]]
     why = f"not in the final: {FINALISTS} that were faster or simpler filled it"
     assert noted(search) == dict.fromkeys([*others[FINALISTS:], AUTOCAST], why)
-    assert likeliest(search, contest, [FP32, AUTOCAST]) == [FP32, AUTOCAST]
-    assert likeliest(search, contest, [FP32]) == [FP32]
+    assert likeliest(search.journal, contest, [FP32, AUTOCAST]) == [FP32, AUTOCAST]
+    assert likeliest(search.journal, contest, [FP32]) == [FP32]
 
 
 def test_what_a_simpler_plan_is_as_fast_as_in_the_race_is_neither_tested_nor_in_the_final(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     """It could win by luck alone; two low numerics come all the same, since one may be refused on fresh batches.
 
@@ -66,29 +66,29 @@ def test_what_a_simpler_plan_is_as_fast_as_in_the_race_is_neither_tested_nor_in_
     assert in_vain(contest, worse, [FP32, AUTOCAST]) is None  # that one may be refused
     assert in_vain(contest, worse, [FP32, AUTOCAST, master]) == AUTOCAST
     assert in_vain(contest, master, [AUTOCAST, worse, layout]) is None  # another storage, or more complicated
-    assert likeliest(search, contest, [FP32, *places]) == [FP32, master, AUTOCAST]
+    assert likeliest(search.journal, contest, [FP32, *places]) == [FP32, master, AUTOCAST]
     assert noted(search) == {
         **dict.fromkeys([as_is, layout], f"not in the final: bf16-master {AS_GOOD}"),
         worse: f"not in the final: bf16-mixed {AS_GOOD}",
     }
     search.begun = BEGUN
-    search.findings = dict.fromkeys(map(numerics_of, [master, AUTOCAST]), SOUND)
-    sound, _ = find_sound(search, contest, [master, AUTOCAST, FP32, worse, as_is, layout])
+    search.parity = dict.fromkeys(map(numerics_of, [master, AUTOCAST]), SOUND)
+    sound = find_sound(search, [master, AUTOCAST, FP32, worse, as_is, layout]).plans
     assert sound == [master, AUTOCAST, FP32, layout]  # tested with its like
-    assert search.fates[as_is].reason == f"not tested: bf16-master {AS_GOOD}"
+    assert search.journal.fates[as_is].reason == f"not tested: bf16-master {AS_GOOD}"
 
 
-def test_what_fp32_is_as_fast_as_is_not_worth_a_test(searching: Callable[[Workload], SearchState]) -> None:
+def test_what_fp32_is_as_fast_as_is_not_worth_a_test(searching: Callable[[Workload], Search]) -> None:
     search = searching(workload(SlowWhenLow))
     contest = raced(search, {FP32: 1.0, AUTOCAST: 1.0, REGION: 1.0, Plan.preset("bf16-master"): 1.1})
     search.begun = BEGUN
-    search.findings = {AUTOCAST: SOUND}  # it is shown, and would seem untested
-    assert find_sound(search, contest, [FP32, REGION, AUTOCAST])[0] == [FP32, AUTOCAST]
-    assert search.fates[REGION].reason == f"not tested: fp32 {AS_GOOD}"
+    search.parity = {AUTOCAST: SOUND}  # it is shown, and would seem untested
+    assert find_sound(search, [FP32, REGION, AUTOCAST]).plans == [FP32, AUTOCAST]
+    assert search.journal.fates[REGION].reason == f"not tested: fp32 {AS_GOOD}"
     assert favourite(contest, [AUTOCAST, REGION]) == FP32
 
 
-def test_few_rounds_or_noisy_ones_leave_nobody_out(searching: Callable[[Workload], SearchState]) -> None:
+def test_few_rounds_or_noisy_ones_leave_nobody_out(searching: Callable[[Workload], Search]) -> None:
     master, as_is = Plan.preset("bf16-master"), Plan.parse("bf16-mixed+ops.exp=fp32")
     contest = raced(searching(workload(SlowWhenLow)), {FP32: 2.0, AUTOCAST: 1.0, as_is: 1.0, master: 1.0})
     sound = [FP32, AUTOCAST, master]
@@ -102,7 +102,7 @@ def test_few_rounds_or_noisy_ones_leave_nobody_out(searching: Callable[[Workload
 
 
 def test_what_may_be_refused_together_is_no_reason_to_leave_a_third_out(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     losses, layout, fp16 = (
         Plan.parse(f"{line}")
@@ -123,16 +123,19 @@ def test_nobody_stores_alike_in_two_formats() -> None:
     assert storage_of(FP32) == storage_of(AUTOCAST) != storage_of(one)
 
 
-def test_a_low_plan_that_is_behind_fp32_does_not_come(searching: Callable[[Workload], SearchState]) -> None:
+def test_a_low_plan_that_is_behind_fp32_does_not_come(searching: Callable[[Workload], Search]) -> None:
     search = searching(workload(SlowWhenLow))
     master = Plan.preset("bf16-master")
     contest = raced(search, {FP32: 1.0, master: 1.15})
-    assert likeliest(search, contest, [FP32, master]) == [FP32]
-    assert search.fates[master].reason == "not in the final: takes 1.15 times as long as fp32 in the race"
+    assert likeliest(search.journal, contest, [FP32, master]) == [FP32]
+    assert (
+        search.journal.fates[master].reason
+        == "not in the final: takes 1.15 times as long as fp32 in the race"
+    )
 
 
 def test_the_final_can_fall_back_on_simpler_numerics_that_luck_put_behind(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     """Else two searches of one job store parameters in two formats, by the luck of their races."""
     masters = [
@@ -142,11 +145,11 @@ def test_the_final_can_fall_back_on_simpler_numerics_that_luck_put_behind(
     search = searching(workload(SlowWhenLow))
     places = {plan: 1.0 + 0.011 * place for place, plan in enumerate([*masters, FUSED, AUTOCAST])}
     contest = raced(search, {FP32: 2.0, **places})
-    assert likeliest(search, contest, [*masters, FUSED, AUTOCAST], most=3) == [*masters[:2], AUTOCAST]
+    assert likeliest(search.journal, contest, [*masters, FUSED, AUTOCAST], most=3) == [*masters[:2], AUTOCAST]
 
 
 def test_of_one_numerics_the_simplest_of_those_as_fast_comes_and_others_after_all_numerics(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     """Else the memory format of one convolution in a transformer is that which the race's luck put in front."""
     layout, twin = (
@@ -156,13 +159,13 @@ def test_of_one_numerics_the_simplest_of_those_as_fast_comes_and_others_after_al
     places = {master: 1.0, twin: 1.01, layout: 1.04, AUTOCAST: 1.06, other: 1.08}
     contest = raced(searching(workload(SlowWhenLow)), {FP32: 2.0, **places})
     search = searching(workload(SlowWhenLow))
-    assert likeliest(search, contest, list(places), most=2) == [master, AUTOCAST]
-    assert likeliest(search, contest, list(places), most=3) == [master, layout, AUTOCAST]
-    assert search.fates[other].reason == f"not in the final: bf16-mixed {AS_GOOD}"
+    assert likeliest(search.journal, contest, list(places), most=2) == [master, AUTOCAST]
+    assert likeliest(search.journal, contest, list(places), most=3) == [master, layout, AUTOCAST]
+    assert search.journal.fates[other].reason == f"not in the final: bf16-mixed {AS_GOOD}"
 
 
 def test_what_the_final_wants_is_tested_before_what_is_a_little_faster_and_fp32_before_what_it_beats(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     """Passes are few: three searches of Llama found three plans, since the simplest was not tested in two."""
     faster = [Plan.parse(f"bf16-mixed+regions.{'.'.join('0' * n)}=fp32") for n in range(1, 5)]
@@ -173,38 +176,40 @@ def test_what_the_final_wants_is_tested_before_what_is_a_little_faster_and_fp32_
     assert order == [faster[0], AUTOCAST, *faster[1:], FP32, slow]
 
 
-def test_what_is_far_behind_stays_out(searching: Callable[[Workload], SearchState]) -> None:
+def test_what_is_far_behind_stays_out(searching: Callable[[Workload], Search]) -> None:
     search = searching(workload(SlowWhenLow))
     contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, REGION: 1.2})
-    assert likeliest(search, contest, [FP32, AUTOCAST, REGION]) == [FP32, AUTOCAST]
+    assert likeliest(search.journal, contest, [FP32, AUTOCAST, REGION]) == [FP32, AUTOCAST]
     assert noted(search) == {REGION: "not in the final: takes 1.20 times as long as bf16-mixed in the race"}
 
 
 def test_the_fastest_lossless_plan_comes_to_the_final_though_it_is_far_behind(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     """Else nothing but fp32 as it is would be left where a plan is refused on fresh batches."""
     lossless = Plan.parse("fp32+memory_format=channels_last")
     search = searching(workload(SlowWhenLow))
     contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, REGION: 1.2, lossless: 1.5})
-    assert likeliest(search, contest, [AUTOCAST, REGION, lossless]) == [AUTOCAST, lossless]
+    assert likeliest(search.journal, contest, [AUTOCAST, REGION, lossless]) == [AUTOCAST, lossless]
 
 
 def test_as_many_come_to_the_final_as_there_is_time_to_start(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     others = [with_regions(count) for count in (1, 2, 3)]
     search = searching(workload(SlowWhenLow))
     contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, **dict(zip(others, (0.98, 0.96, 0.94), strict=True))})
-    assert room_in_final(search, contest) == 2  # a step takes two of sixty seconds
-    assert likeliest(search, contest, [FP32, AUTOCAST, *others], most=2) == [FP32, *others[1:]]
-    assert search.fates[others[0]].reason == "not in the final: 2 that were faster or simpler filled it"
+    assert room_in_final(search.context, contest) == 2  # a step takes two of sixty seconds
+    assert likeliest(search.journal, contest, [FP32, AUTOCAST, *others], most=2) == [FP32, *others[1:]]
+    assert (
+        search.journal.fates[others[0]].reason == "not in the final: 2 that were faster or simpler filled it"
+    )
     contest.entries[FP32].times_s = [0.12] * 4
-    assert room_in_final(search, contest) == FINALISTS
+    assert room_in_final(search.context, contest) == FINALISTS
 
 
 def test_the_race_tells_those_of_one_storage_apart_sooner_than_two(
-    searching: Callable[[Workload], SearchState],
+    searching: Callable[[Workload], Search],
 ) -> None:
     """Masters and fp32 parameters are moved by some percent where each plan has a process of its own."""
     master, behind, far = (

@@ -18,12 +18,13 @@ from castwise.errors import DeviceError
 from castwise.lab.search import final
 from castwise.lab.search.axes import AUTOCAST, FP32, as_raced
 from castwise.lab.search.contest import LATE, Contest
+from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.decision import Decision
 from castwise.lab.search.fastest import with_plans_from_elsewhere
 from castwise.lab.search.finalists import with_lossless
-from castwise.lab.search.fusing import saves_time
+from castwise.lab.search.fusing import fused_saves
 from castwise.lab.search.reference import refer
-from castwise.lab.search.search import Search, Settings
+from castwise.lab.search.state import Search
 from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.timing import Lap
 from tests.lab.search.test_choices import CPU, left_for, workload
@@ -46,22 +47,22 @@ DEEP = dataclasses.replace(workload(), model=deep, optimizer=adamw)
 def asked(
     job: Workload, then: Callable[[Search], None] = lambda _search: None, plan: Plan = FP32
 ) -> tuple[bool, Search]:
-    search = Search(job, CPU, Settings(formats=("fp32", "bf16")))
-    search.begun = refer(search)
-    search.contest = Contest(job, CPU)
-    with search.home, search.contest:
+    search = Search(Context(job, CPU, Settings(formats=("fp32", "bf16"))))
+    search.begun = refer(search.context)
+    search.race = Contest(job, CPU)
+    with search.context.home, search.contest:
         search.contest.run([], 2)
         then(search)
         steps = search.contest.steps
-        saves = saves_time(search, plan)
+        saves = fused_saves(search.context, search.reference, search.contest, plan)
         search.contest.steps -= steps
-        return saves, search
+        return saves > 0.0, search
 
 
 def test_an_optimizer_that_gains_by_its_fused_kernel_is_fused_and_its_times_are_told() -> None:
     saves, search = asked(DEEP)
     assert saves
-    (note,) = search.notes
+    (note,) = search.journal.notes
     assert note.startswith("AdamW takes ")
     assert "% of a step, so the final compared plans with optimizer=fused" in note
 
@@ -79,7 +80,6 @@ def test_where_there_is_nothing_to_fuse_no_step_is_run(
 ) -> None:
     saves, search = asked(dataclasses.replace(DEEP, optimizer=optimizer))
     assert not saves
-    assert search.contest is not None
     assert not search.contest.steps
 
 
@@ -100,12 +100,11 @@ def test_what_is_saved_counts_where_it_is_known_to_be_a_hundredth_of_the_step(
     monkeypatch.setattr(Contest, "updates", lambda *_: (Lap(list(given_s)), Lap(list(fused_s))))
 
     def raced(search: Search) -> None:
-        assert search.contest is not None
         search.contest.entries[FP32].times_s[:] = [1.0] * 8
 
     found, search = asked(DEEP, raced)
     assert found == saves
-    assert (FUSED in search.fates) == (not saves and bool(given_s))
+    assert (FUSED in search.journal.fates) == (not saves and bool(given_s))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,6 @@ def test_rounds_go_on_until_they_decide(
     monkeypatch.setattr(Contest, "updates", updates)
 
     def raced(search: Search) -> None:
-        assert search.contest is not None
         search.contest.entries[FP32].times_s[:] = [1.0] * 8
 
     assert asked(DEEP, raced)[0] == saves
@@ -144,12 +142,11 @@ def test_a_part_that_took_longer_than_a_step_did_before_saves_no_more_than_all(
     monkeypatch.setattr(Contest, "updates", lambda *_: (Lap([2.0] * 8), Lap([0.1] * 8)))
 
     def raced(search: Search) -> None:
-        assert search.contest is not None
         search.contest.entries[FP32].times_s[:] = [1.0] * 8
 
     saves, search = asked(DEEP, raced)
     assert saves
-    assert ": it saves 95 % of a step" in search.notes[0]
+    assert ": it saves 95 % of a step" in search.journal.notes[0]
 
 
 def test_no_round_of_two_optimizers_begins_far_beyond_their_time() -> None:
@@ -167,7 +164,6 @@ def test_a_kernel_that_cannot_run_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("castwise.core.session.apply.fuse", refuses)
     saves, search = asked(DEEP)
     assert not saves
-    assert search.contest is not None
     assert "no kernel" in left_for(search.contest, FUSED)
 
 
@@ -194,14 +190,12 @@ def test_where_memory_runs_out_for_two_the_optimizer_stays_as_given(
         step(self, steps)
 
     def raced(search: Search) -> None:
-        assert search.contest is not None
         search.contest.run([AUTOCAST], 2)
         search.contest._close(AUTOCAST)
         monkeypatch.setattr(TrainingRun, "run", run)
 
     saves, search = asked(DEEP, raced, AUTOCAST)
     assert not saves
-    assert search.contest is not None
     assert search.contest.entries[AUTOCAST].left is None
 
 
@@ -223,27 +217,26 @@ def test_a_kernel_that_was_refused_comes_to_no_final() -> None:
 
 @pytest.mark.parametrize(("goal", "optimizer"), [("time", "as_given"), ("memory", "fused")])
 def test_a_plan_from_elsewhere_keeps_the_kernel_that_nobody_looks_for_here(goal: str, optimizer: str) -> None:
-    search = Search(DEEP, CPU, Settings(formats=("fp32", "bf16"), goal=goal))
-    search.elsewhere = [Plan.parse("bf16-true+optimizer=fused+host_memory=keep")]
+    elsewhere = [Plan.parse("bf16-true+optimizer=fused+host_memory=keep")]
+    search = Search(Context(DEEP, CPU, Settings(formats=("fp32", "bf16"), goal=goal), elsewhere=elsewhere))
     found = with_plans_from_elsewhere(search, [AUTOCAST])[0]
     assert (found.optimizer, found.host_memory) == (optimizer, "as_given")
 
 
 def test_a_step_too_long_for_the_budget_is_not_timed_again() -> None:
     def raced(search: Search) -> None:
-        assert search.contest is not None
         search.contest.entries[FP32].times_s[:] = [60.0] * 3
 
     saves, search = asked(DEEP, raced)
     assert not saves
-    assert search.fates == {FUSED: LATE}
+    assert search.journal.fates == {FUSED: LATE}
 
 
 @pytest.mark.parametrize("fuses", [True, False])
 def test_finalists_are_fused_all_or_none(fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
-    monkeypatch.setattr("castwise.lab.search.fastest.saves_time", lambda *_: fuses)
-    monkeypatch.setattr("castwise.lab.search.fastest.saves_page_faults", lambda *_: False)
+    monkeypatch.setattr("castwise.lab.search.fastest.fused_saves", lambda *_: 0.04 * fuses)
+    monkeypatch.setattr("castwise.lab.search.fastest.keeping_saves", lambda *_: 0.0)
     result = castwise.tune(
         DEEP, device="cpu", formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True
     )
@@ -260,10 +253,17 @@ def test_finalists_are_fused_all_or_none(fuses: bool, monkeypatch: pytest.Monkey
 def test_where_whole_steps_say_that_what_was_to_save_time_takes_more_fp32_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("castwise.lab.search.fastest.saves_time", lambda *_: True)
-    monkeypatch.setattr("castwise.lab.search.fastest.saves_page_faults", lambda *_: False)
+    monkeypatch.setattr("castwise.lab.search.fastest.fused_saves", lambda *_: 0.04)
+    monkeypatch.setattr("castwise.lab.search.fastest.keeping_saves", lambda *_: 0.0)
 
-    def raced(_search: Search, plans: list[Plan], _until: float, beside: list[Plan]) -> final.Final:
+    def raced(
+        _context: Context,
+        _contest: Contest,
+        plans: list[Plan],
+        _until: float,
+        beside: list[Plan],
+        _given: None,
+    ) -> final.Final:
         assert plans == [FUSED]
         assert beside == [FP32]
         starts = [[[step_s * (1 + 0.001 * (i % 2))] * 4 for i in range(3)] for step_s in (0.1, 0.12)]
@@ -282,12 +282,8 @@ def test_what_fp32_gains_by_its_own_measure_is_no_choice_of_the_final(
     """Finals of fp32 and its fused twin went on for a minute, and said now the one, now the other."""
     monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
 
-    def saves(search: Search, _plan: Plan) -> bool:
-        search.spared += 0.04
-        return True
-
-    monkeypatch.setattr("castwise.lab.search.fastest.saves_time", saves)
-    monkeypatch.setattr("castwise.lab.search.fastest.saves_page_faults", lambda *_: False)
+    monkeypatch.setattr("castwise.lab.search.fastest.fused_saves", lambda *_: 0.04)
+    monkeypatch.setattr("castwise.lab.search.fastest.keeping_saves", lambda *_: 0.0)
     asks = {"device": "cpu", "formats": ("fp32",), "budget_s": 20, "memory": False, "fresh": True}
     result = castwise.tune(DEEP, **asks)  # type: ignore[arg-type]
     assert str(result.plan) == str(FUSED)
@@ -295,5 +291,5 @@ def test_what_fp32_gains_by_its_own_measure_is_no_choice_of_the_final(
     assert rows[FUSED].rounds == 2 * 3  # two starts, since nothing was left to be decided
     assert FUSED in rows
     assert FP32 in rows
-    monkeypatch.setattr("castwise.lab.search.fastest.saves_time", lambda *_: False)
+    monkeypatch.setattr("castwise.lab.search.fastest.fused_saves", lambda *_: 0.0)
     assert castwise.tune(DEEP, **asks).plan.optimizer == "as_given"  # type: ignore[arg-type]

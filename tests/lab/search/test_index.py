@@ -21,11 +21,13 @@ from castwise import Plan, Workload
 from castwise.commands.jobs import tune as jobs_tune
 from castwise.lab.search import index
 from castwise.lab.search.axes import AUTOCAST, FP32
+from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.decision import Decision
 from castwise.lab.search.fastest import with_plans_from_elsewhere
 from castwise.lab.search.final import Final
 from castwise.lab.search.index import find, job_of, keep, restored
-from castwise.lab.search.state import SearchState, Settings
+from castwise.lab.search.search import run
+from castwise.lab.search.state import Search
 from castwise.lab.timing.processes import Home
 from tests.lab.search.test_choices import CPU
 from tests.report.evidence import make_candidate, make_evidence
@@ -143,8 +145,8 @@ def test_a_plan_from_another_device_is_a_candidate_and_no_answer(cache: Path) ->
     path.write_text(json.dumps(entry))
     plan = dataclasses.replace(plan, provenance=None)
     assert find(job, CPU, SETTINGS) == (None, [plan])
-    search = SearchState(
-        JOB, CPU, Settings(formats=("fp32", "bf16")), elsewhere=[plan, Plan.preset("fp16-mixed")]
+    search = Search(
+        Context(JOB, CPU, Settings(formats=("fp32", "bf16")), elsewhere=[plan, Plan.preset("fp16-mixed")])
     )
     assert with_plans_from_elsewhere(search, [FP32, AUTOCAST]) == [plan, FP32, AUTOCAST]
 
@@ -423,12 +425,11 @@ def test_a_record_comes_back_as_it_was_but_for_numbers_that_json_has_not() -> No
 
 
 def test_a_search_without_an_end_is_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Endless(jobs_tune.Search):
-        def run(self) -> None:
-            super().run()
-            self.complete = False
+    def endless(search: Search) -> None:
+        run(search)
+        search.complete = False
 
-    monkeypatch.setattr(jobs_tune, "Search", Endless)
+    monkeypatch.setattr(jobs_tune, "run", endless)
     tuned()
     assert not list(cache.glob("*"))
 

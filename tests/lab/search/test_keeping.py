@@ -19,11 +19,11 @@ from castwise.core.heap import HEAP, can_keep
 from castwise.lab.search import final, keeping
 from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, complexity, numerics_of
 from castwise.lab.search.contest import Contest
+from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.finalists import run_as
-from castwise.lab.search.keeping import saves_page_faults
-from castwise.lab.search.search import Settings
+from castwise.lab.search.keeping import keeping_saves
 from castwise.lab.search.starts import race_final
-from castwise.lab.search.state import SearchState
+from castwise.lab.search.state import Search
 from castwise.lab.timing.processes import Home
 from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.served import belong_to
@@ -64,9 +64,9 @@ WIDE = Workload("wide", Wide, sgd, batches, lambda model, batch: model(batch).sq
 
 
 def asked(job: Workload, device: torch.device = CPU) -> tuple[bool, list[str]]:
-    search = SearchState(job, device, Settings(formats=("fp32", "bf16")))
-    with search.home:
-        return saves_page_faults(search, FP32), search.notes
+    search = Search(Context(job, device, Settings(formats=("fp32", "bf16"))))
+    with search.context.home:
+        return keeping_saves(search.context, FP32) > 0.0, search.journal.notes
 
 
 @needs_glibc
@@ -132,16 +132,18 @@ def test_the_race_keeps_memory_whichever_plan_runs_and_the_final_does_not() -> N
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         with stays:
-            seen.setdefault(search.now, set()).add(HEAP.host_memory)
+            seen.setdefault(search.journal.now, set()).add(HEAP.host_memory)
         return model(batch).square().mean()
 
-    search = SearchState(Workload("wide", Wide, sgd, batches, loss), CPU, Settings(formats=("fp32", "bf16")))
-    contest = search.contest = Contest(search.workload, CPU)
-    with search.home, contest:
-        search.now = "race"
+    search = Search(
+        Context(Workload("wide", Wide, sgd, batches, loss), CPU, Settings(formats=("fp32", "bf16")))
+    )
+    contest = search.race = Contest(search.context.workload, CPU)
+    with search.context.home, contest:
+        search.journal.now = "race"
         contest.halve([AUTOCAST])
-        search.now = "final"
-        decided = race_final(search, [AUTOCAST], math.inf)
+        search.journal.now = "final"
+        decided = race_final(search.context, contest, [AUTOCAST], math.inf)
     assert not decided.apart
     assert decided.times_s
     assert seen == {"race": {"keep"}, "final": {"as_given"}}
@@ -184,11 +186,11 @@ def test_one_process_whose_heap_has_no_holes_is_no_answer_however_short_the_time
 
 @needs_glibc
 def test_what_there_is_no_time_for_is_not_tried_and_that_is_said() -> None:
-    search = SearchState(WIDE, CPU, Settings(formats=("fp32", "bf16"), budget_s=60.0))
-    search.start -= 50.0
-    with search.home:
-        assert not saves_page_faults(search, FP32)
-    (note,) = search.undecided
+    search = Search(Context(WIDE, CPU, Settings(formats=("fp32", "bf16"), budget_s=60.0)))
+    search.journal.start -= 50.0
+    with search.context.home:
+        assert not keeping_saves(search.context, FP32)
+    (note,) = search.journal.undecided
     assert note == "Whether keeping freed memory saves page faults was not tried: the time ran out."
 
 
@@ -198,13 +200,13 @@ def test_keeping_changes_no_numerics_and_is_nearly_free() -> None:
 
 
 def test_who_keeps_memory_does_not_race_itself_as_it_is() -> None:
-    search = SearchState(workload(), CPU, Settings(formats=("fp32", "bf16")))
+    search = Search(Context(workload(), CPU, Settings(formats=("fp32", "bf16"))))
     other = Plan.parse("bf16-master")
     kept = [Plan.parse(f"{plan}+host_memory=keep") for plan in (other, AUTOCAST)]
-    assert run_as(search, [other, AUTOCAST, FP32], KEPT) == [*kept, KEPT_FP32]
-    assert search.fates == {other: final.ran_as(kept[0]), AUTOCAST: final.ran_as(KEPT)}
+    assert run_as(search.journal, [other, AUTOCAST, FP32], KEPT) == [*kept, KEPT_FP32]
+    assert search.journal.fates == {other: final.ran_as(kept[0]), AUTOCAST: final.ran_as(KEPT)}
     layout = Plan.parse("fp32+memory_format=channels_last")
-    assert run_as(search, [layout, FP32], KEPT) == [Plan.parse(f"{layout}+host_memory=keep")]
+    assert run_as(search.journal, [layout, FP32], KEPT) == [Plan.parse(f"{layout}+host_memory=keep")]
 
 
 def test_what_runs_beside_its_twin_that_keeps_memory_says_why_it_cannot_be_chosen() -> None:
@@ -228,7 +230,7 @@ def test_finalists_keep_memory_and_race_no_longer_as_they_are(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
-    monkeypatch.setattr("castwise.lab.search.fastest.saves_page_faults", lambda *_: keeps)
+    monkeypatch.setattr("castwise.lab.search.fastest.keeping_saves", lambda *_: 0.04 * keeps)
     result = castwise.tune(
         workload(), device="cpu", formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True
     )

@@ -13,12 +13,13 @@ from castwise.lab.parity.damage import Estimate
 from castwise.lab.parity.parity import ParityResult
 from castwise.lab.search.answer import why
 from castwise.lab.search.contest import Contest, Entry
+from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.evidence import Verification
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final, ran_as
 from castwise.lab.search.finalists import AS_GOOD
 from castwise.lab.search.record import evidence
-from castwise.lab.search.search import Search, Settings
+from castwise.lab.search.state import Choice, Search
 from castwise.lab.workloads.workload import find_workload
 
 PLAN, FP32 = Plan.preset("bf16-mixed"), Plan.preset("fp32")
@@ -31,14 +32,18 @@ def finding(value: float, verdict: str) -> ParityResult:
 
 
 def searched() -> Search:
-    return Search(find_workload("sine?size=16"), torch.device("cpu"), Settings(formats=("fp32", "bf16")))
+    return Search(
+        Context(find_workload("sine?size=16"), torch.device("cpu"), Settings(formats=("fp32", "bf16")))
+    )
 
 
 def test_a_plan_that_training_decided_on_is_shown_as_fresh_batches_found_it() -> None:
     search = searched()
-    search.findings[PLAN] = finding(0.2, "fail")
-    search.settle(PLAN, finding(0.3, "fail"))
-    search.verification = Verification(58, 8, 0.00016, 0.00055, 0.0106, 0.0005, "not worse")
+    search.parity[PLAN] = finding(0.2, "fail")
+    search.choice = Choice(PLAN, finding(0.3, "fail"))
+    search.choice = dataclasses.replace(
+        search.choice, verification=Verification(58, 8, 0.00016, 0.00055, 0.0106, 0.0005, "not worse")
+    )
     search.complete = True
     chosen, baseline = evidence(search).candidates
     assert (chosen.status, chosen.parity and chosen.parity.value) == ("chosen", 0.3)
@@ -58,10 +63,10 @@ def test_a_plan_that_training_decided_on_is_shown_as_fresh_batches_found_it() ->
 
 def test_a_plan_that_training_cleared_and_that_was_not_taken_is_a_tie_with_what_training_said() -> None:
     search = searched()
-    search.findings[PLAN] = finding(0.2, "fail")
-    search.trained[PLAN] = Verification(58, 8, 0.00016, 0.00055, 0.0106, 0.0005, "not worse")
+    search.parity[PLAN] = finding(0.2, "fail")
+    search.training[PLAN] = Verification(58, 8, 0.00016, 0.00055, 0.0106, 0.0005, "not worse")
     search.final = Final([FP32, PLAN], times_s=[[[1.0] * 4, [1.01] * 4], [[1.0] * 4, [1.0] * 4]])
-    search.settle(FP32, None)
+    search.choice = Choice(FP32)
     search.complete = True
     _, row = evidence(search).candidates
     assert row.status == "tie"
@@ -71,13 +76,13 @@ def test_a_plan_that_training_cleared_and_that_was_not_taken_is_a_tie_with_what_
 
 def test_a_compiled_plan_that_was_refused_is_not_called_sound() -> None:
     search = searched()
-    search.findings[PLAN] = finding(0.001, "pass")
-    search.settle(PLAN, finding(0.001, "pass"))
+    search.parity[PLAN] = finding(0.001, "pass")
+    search.choice = Choice(PLAN, finding(0.001, "pass"))
     for mode, why_not in (
         ("default", Fate("failed", "not compiled: its gradient differs")),
         ("max-autotune", Fate("late", "not tried: 3 s are left")),
     ):
-        search.decide(dataclasses.replace(PLAN, compile=mode), why_not)
+        search.journal.decide(dataclasses.replace(PLAN, compile=mode), why_not)
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
     assert rows[f"{PLAN}+compile=default"] == ("rejected", "not compiled: its gradient differs")
     assert rows[f"{PLAN}+compile=max-autotune"] == ("not tried", "not tried: 3 s are left")
@@ -86,11 +91,11 @@ def test_a_compiled_plan_that_was_refused_is_not_called_sound() -> None:
 def test_a_plan_that_was_shown_and_never_tested_is_not_rejected_for_being_as_fast() -> None:
     search = searched()
     slower, other = Plan.parse("bf16-mixed+memory_format=channels_last"), Plan.preset("bf16-master")
-    search.findings[PLAN] = finding(0.001, "pass")
-    search.settle(PLAN, finding(0.001, "pass"))
+    search.parity[PLAN] = finding(0.001, "pass")
+    search.choice = Choice(PLAN, finding(0.001, "pass"))
     times = [[[seconds] * 3, [seconds * 1.001] * 3] for seconds in (2.0, 1.0, 1.0, 1.5)]
     search.final = Final([FP32, PLAN, other, slower], times_s=times)
-    search.decide(other, Fate("untried", "not tested: the passes were spent"))
+    search.journal.decide(other, Fate("untried", "not tested: the passes were spent"))
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
     assert rows[str(other)][0] == "not tried"
     assert rows[str(other)][1].startswith(
@@ -119,13 +124,13 @@ def test_the_time_of_a_step_and_the_speed_tell_the_same() -> None:
 @pytest.mark.parametrize("why", [ran_as(FUSED), Fate("spared", f"not in the final: bf16-mixed {AS_GOOD}")])
 def test_a_sound_plan_that_did_not_come_to_the_final_for_another_as_good_is_not_rejected(why: Fate) -> None:
     search = searched()
-    search.findings[PLAN] = finding(0.001, "pass")
-    search.contest = Contest(search.workload, search.device)
+    search.parity[PLAN] = finding(0.001, "pass")
+    search.race = Contest(search.context.workload, search.context.device)
     for plan in (PLAN, FUSED):
         search.contest.entries[plan] = Entry(plan, [1.0])
-        search.decide(plan, why)
-    search.findings[FUSED] = finding(0.3, "fail")
-    search.refuse(FUSED, "damage 0.3")
+        search.journal.decide(plan, why)
+    search.parity[FUSED] = finding(0.3, "fail")
+    search.journal.refuse(FUSED, "damage 0.3")
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
     assert rows[str(PLAN)] == ("sound", why.reason)
     assert rows[str(FUSED)] == ("rejected", "damage 0.3")
@@ -134,9 +139,9 @@ def test_a_sound_plan_that_did_not_come_to_the_final_for_another_as_good_is_not_
 @pytest.mark.parametrize("verdict", ["pass", "fail"])
 def test_training_decides_only_what_gradients_leave_open(verdict: str) -> None:
     search = searched()
-    search.settle(PLAN, finding(0.001 if verdict == "pass" else 0.3, verdict))
+    search.choice = Choice(PLAN, finding(0.001 if verdict == "pass" else 0.3, verdict))
     trained = Verification(58, 8, 0.1, 0.2, 0.0106, 0.0005, "not worse" if verdict == "pass" else "not shown")
-    search.verification = trained
+    search.choice = dataclasses.replace(search.choice, verification=trained)
     chosen = evidence(search).candidates[0]
     assert chosen.parity is not None
     assert chosen.parity.verdict == verdict
@@ -147,18 +152,18 @@ def test_other_plans_are_sound_if_they_passed_and_nothing_spoke_against_them(
     verdict: str, status: str
 ) -> None:
     search = searched()
-    search.findings[PLAN] = finding(math.inf if verdict != "pass" else 0.001, verdict)
+    search.parity[PLAN] = finding(math.inf if verdict != "pass" else 0.001, verdict)
     assert {c.plan: c.status for c in evidence(search).candidates} == {
         "fp32": "baseline",
         "bf16-mixed": status,
     }
-    search.decide(PLAN, Fate("failed", "out of memory"))
+    search.journal.decide(PLAN, Fate("failed", "out of memory"))
     assert [(c.status, c.reason) for c in evidence(search).candidates][1] == ("rejected", "out of memory")
 
 
 def test_the_record_says_what_the_plan_computes_in_and_the_lines_it_was_held_to() -> None:
     search = searched()
-    search.settle(PLAN, finding(0.001, "pass"))
+    search.choice = Choice(PLAN, finding(0.001, "pass"))
     record = evidence(search)
     assert (record.compute, record.goal, record.formats) == ("bf16", "time", ("fp32", "bf16"))
     assert dict(record.lines) == {"pass": 0.01, "fail": 0.1, "adam_pass": 0.03, "adam_fail": 0.3}
@@ -169,11 +174,15 @@ def test_where_memory_is_what_counts_it_is_what_speaks_against_a_plan() -> None:
     """fp32's row said "as fast as the chosen plan" of one that was slower, and seven rows said nothing."""
     true, master = Plan.preset("bf16-true"), Plan.preset("bf16-master")
     search = Search(
-        find_workload("sine?size=16"), torch.device("cpu"), Settings(formats=("fp32", "bf16"), goal="memory")
+        Context(
+            find_workload("sine?size=16"),
+            torch.device("cpu"),
+            Settings(formats=("fp32", "bf16"), goal="memory"),
+        )
     )
     search.peaks = {true: 1000, FP32: 2600, PLAN: 1300, master: 1001}
     search.final = Final([FP32, true], times_s=[[[1.0] * 4] * 2, [[1.3] * 4] * 2])
-    search.settle(true, finding(0.001, "pass"))
+    search.choice = Choice(true, finding(0.001, "pass"))
     search.complete = True
     reasons = {Plan.parse(row.plan): row.reason for row in evidence(search).candidates}
     assert reasons[FP32] == "takes 160 % more memory"

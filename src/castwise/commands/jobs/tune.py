@@ -26,9 +26,10 @@ from castwise.lab.passes.isolation import copied, unspoilt
 from castwise.lab.result import finite
 from castwise.lab.search import index
 from castwise.lab.search.axes import FORMATS
+from castwise.lab.search.context import Context, Journal, Say, Settings
 from castwise.lab.search.record import evidence
-from castwise.lab.search.search import Search, Settings
-from castwise.lab.search.state import Say
+from castwise.lab.search.search import run
+from castwise.lab.search.state import Search
 from castwise.lab.timing.ranks import lockstep
 from castwise.lab.workloads.workload import Workload, find_workload, users_code
 
@@ -133,26 +134,28 @@ def tune(
         if folder is not None:
             make_folder(folder, "tune(out=)")  # now, and not when there is something to lose
         opened = _Opened(found.batches)
-        search = Search(dataclasses.replace(found, batches=opened), where, settings, spec, ranks)
-        at_end.callback(vars(search).clear)  # it is in cycles, and holds models and batches
+        journal = Journal(ranks)
         at_end.callback(opened.close)
-        search.say = _teller(search, tell)
         with _kept(model):
             job = index.job_of(found, where, settings)
-        known, search.elsewhere = ranks.at("what was found before").same(
+        known, elsewhere = ranks.at("what was found before").same(
             (None, []) if job is None or fresh else index.find(job, where, settings)
         )
         if known is not None:
             return _written(TuneResult(*known), folder)
+        reopened = dataclasses.replace(found, batches=opened)
+        search = Search(Context(reopened, where, settings, spec, ranks, elsewhere, journal=journal))
+        at_end.callback(vars(search).clear)  # it is in cycles, and holds models and batches
+        journal.say = _teller(search, tell)
         try:
             with users_code(f"workload {found.name!r} failed"), _kept(model):
-                search.run()
+                run(search)
         except BaseException as error:
             if folder is not None and (search.begun is not None or isinstance(error, KeyboardInterrupt)):
                 with contextlib.suppress(Exception):  # what ended the search is told, and not what came of it
                     _note_files(error, _result(search).save(folder))
             raise
-        ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
+        ranks.alike("tune", plan=str(search.choice.plan), digest=search.choice.plan.digest)
         result = _result(search)
         if job is not None and search.complete and ranks.rank == 0:
             index.keep(job, where, result.plan, result.to_dict())
@@ -213,8 +216,8 @@ def _teller(search: Search, tell: Progress) -> Say:
     """Tell a user's function how far a search is; on rank 0 alone, whose clock it is."""
 
     def say(stage: str, subject: str, done: int, total: int) -> None:
-        if search.ranks.rank == 0:
-            parts = (subject, search.known(), f"{max(0.0, search.left_here_s()):.0f} s left")
+        if search.context.ranks.rank == 0:
+            parts = (subject, search.known(), f"{max(0.0, search.context.left_here_s()):.0f} s left")
             tell(Event(stage, "", done, total, "; ".join(part for part in parts if part)))
 
     return say
@@ -236,8 +239,8 @@ def _result(search: Search) -> TuneResult:
         "complete": record.complete,
     }
     if search.begun is not None and search.begun.arrived:
-        provenance["widen"] = widen_for(search.chosen, search.begun.model)
-    return TuneResult(dataclasses.replace(search.chosen, provenance=provenance), record)
+        provenance["widen"] = widen_for(search.choice.plan, search.begun.model)
+    return TuneResult(dataclasses.replace(search.choice.plan, provenance=provenance), record)
 
 
 def _workload(

@@ -7,7 +7,7 @@ from castwise.core.plans.plan import Plan
 from castwise.lab.search.axes import AUTOCAST, FP32, complexity, numerics_of, run_with
 from castwise.lab.search.decision import MARGIN
 from castwise.lab.search.pairs import in_training
-from castwise.lab.search.search import Search
+from castwise.lab.search.state import Search
 from castwise.lab.timing import stats
 
 MOST_NAMED = 3
@@ -20,8 +20,8 @@ _SAME = 0.01
 
 def answer(search: Search) -> str:
     """What to do, and what that brings, in a sentence."""
-    plan = search.chosen
-    if search.settings.goal == "numerics":
+    plan = search.choice.plan
+    if search.context.settings.goal == "numerics":
         return _numerics(search)
     if plan == FP32:
         if not search.complete:
@@ -42,7 +42,7 @@ def _arrived(search: Search) -> bool:
 
 def why(search: Search) -> tuple[str, ...]:
     """What speaks for the answer, in sentences."""
-    goal, plan = search.settings.goal, search.chosen
+    goal, plan = search.context.settings.goal, search.choice.plan
     if goal == "numerics":
         return ()
     return tuple(
@@ -112,19 +112,19 @@ def _speed_words(ratio: stats.Ratio | None) -> str:
 
 def _over_fp32(search: Search) -> str:
     """How fast the chosen plan is beside fp32, and what was measured by itself where whole steps do not show it."""
-    final, ratio = search.final, speed(search, search.chosen, FP32)
+    final, ratio = search.final, speed(search, search.choice.plan, FP32)
     said = _speed_words(ratio)
     if final is None or not final.to_choose or ratio is None or round(ratio.low, 2) > 1.0:
         return said
-    if run_with(FP32, search.chosen) != search.chosen:  # what sets it apart is more than that
+    if run_with(FP32, search.choice.plan) != search.choice.plan:  # what sets it apart is more than that
         return said
-    return f"timed alone it saves {100.0 * search.spared:.0f} % of a step; whole steps are {said}"
+    return f"timed alone it saves {100.0 * final.saves:.0f} % of a step; whole steps are {said}"
 
 
 def _memory_words(search: Search) -> str:
-    if search.chosen not in search.peaks or not search.peaks.get(FP32):
+    if search.choice.plan not in search.peaks or not search.peaks.get(FP32):
         return ""
-    change = search.peaks[search.chosen] / search.peaks[FP32] - 1.0
+    change = search.peaks[search.choice.plan] / search.peaks[FP32] - 1.0
     return (
         "same memory"
         if abs(change) < _SAME
@@ -133,10 +133,10 @@ def _memory_words(search: Search) -> str:
 
 
 def _numerics(search: Search) -> str:
-    low = search.settings.formats[0]
-    if search.chosen == FP32:
+    low = search.context.settings.formats[0]
+    if search.choice.plan == FP32:
         return f"No set of regions that was tried was shown to be sound in {low}: stay in fp32."
-    kept = [region.pattern for region in search.chosen.regions if region.compute == "fp32"]
+    kept = [region.pattern for region in search.choice.plan.regions if region.compute == "fp32"]
     if not kept:
         return f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."
     return (
@@ -148,15 +148,17 @@ def _numerics(search: Search) -> str:
 def _timed(search: Search) -> list[Plan]:
     """Plans other than the chosen one that came to the final's end."""
     final = search.final
-    return [] if final is None else [p for p in final.plans if p != search.chosen and final.seconds(p)]
+    return [] if final is None else [p for p in final.plans if p != search.choice.plan and final.seconds(p)]
 
 
 def tied(search: Search) -> list[Plan]:
     """Sound plans of the final that are not known to be slower than the chosen one."""
     out = []
     for plan in _timed(search):
-        ratio = speed(search, search.chosen, plan)
-        simpler = complexity(plan) < complexity(search.chosen)  # it was passed over since another is faster
+        ratio = speed(search, search.choice.plan, plan)
+        simpler = complexity(plan) < complexity(
+            search.choice.plan
+        )  # it was passed over since another is faster
         if not simpler and _is_sound(search, plan) and ratio is not None and ratio.low <= 1.0:
             out.append(plan)
     return out
@@ -164,21 +166,23 @@ def tied(search: Search) -> list[Plan]:
 
 def _is_sound(search: Search, plan: Plan) -> bool:
     numerics = numerics_of(plan)
-    found = search.findings.get(numerics)
-    passed = numerics in (FP32, numerics_of(search.chosen)) or (found is not None and found.verdict == "pass")
-    return (passed or trains_like_fp32(search, plan)) and not search.refusal(plan)
+    found = search.parity.get(numerics)
+    passed = numerics in (FP32, numerics_of(search.choice.plan)) or (
+        found is not None and found.verdict == "pass"
+    )
+    return (passed or trains_like_fp32(search, plan)) and not search.journal.refusal(plan)
 
 
 def trains_like_fp32(search: Search, plan: Plan) -> bool:
     """Whether training runs decided for a plan that its gradients left in doubt."""
-    trained = search.trained.get(numerics_of(plan))
+    trained = search.training.get(numerics_of(plan))
     return trained is not None and trained.verdict == "not worse"
 
 
 def _why_fp32(search: Search) -> str:
     others = _timed(search)
-    sound = [plan for plan in others if not search.refusal(plan)]
-    if not others and search.settings.goal == "memory" and not search.peaks.keys() - {FP32}:
+    sound = [plan for plan in others if not search.journal.refusal(plan)]
+    if not others and search.context.settings.goal == "memory" and not search.peaks.keys() - {FP32}:
         return "no other plan's peak memory was measured; use a longer --budget"
     if not others:
         return (
@@ -199,10 +203,10 @@ def _why_fp32(search: Search) -> str:
 
 def _all_slower(search: Search) -> bool:
     """Whether the race has seen plans, and each of them left it since it is slower, or none came to it for that."""
-    entries = search.contest.entries if search.contest is not None else {}
+    entries = search.race.entries if search.race is not None else {}
     raced = [entry for plan, entry in entries.items() if plan != FP32]
     if not raced:
-        left = {plan: fate.kind for plan, fate in search.fates.items() if not fate.refused}
+        left = {plan: fate.kind for plan, fate in search.journal.fates.items() if not fate.refused}
         return set(left.values()) == {"worse"} and any(plan.compute in LOW for plan in left)
     tried = [entry.left for entry in raced if entry.left is None or not entry.left.unknown]
     return bool(tried) and all(left is not None and left.kind == "worse" for left in tried)
@@ -210,9 +214,9 @@ def _all_slower(search: Search) -> bool:
 
 def why_chosen(search: Search) -> str:
     """Why the chosen plan was, in a clause."""
-    if search.settings.goal == "memory" and search.peaks.keys() - {search.chosen}:
+    if search.context.settings.goal == "memory" and search.peaks.keys() - {search.choice.plan}:
         return "the sound plan with the smallest peak memory"
-    if search.settings.goal == "numerics":
+    if search.context.settings.goal == "numerics":
         return "as few regions in fp32 as pass"
     if not _timed(search):
         return (
@@ -225,22 +229,22 @@ def why_chosen(search: Search) -> str:
     if tied(search):
         among = search.final.to_choose if search.final is not None else ""
         return f"the simplest of those{among} that are as fast within the error"
-    ratios = [speed(search, search.chosen, plan) for plan in _timed(search) if _is_sound(search, plan)]
+    ratios = [speed(search, search.choice.plan, plan) for plan in _timed(search) if _is_sound(search, plan)]
     slower = all(ratio is not None and ratio.low > 1.0 for ratio in ratios)
     return "the fastest sound plan" if slower else "no sound plan is known to be faster"
 
 
 def _by_race(search: Search) -> str:
     """What the race said of the chosen plan, where it decided since the final could not."""
-    ratio = speed(search, search.chosen, FP32)
-    raced = search.final.behind.get((FP32, search.chosen)) if search.final is not None else None
+    ratio = speed(search, search.choice.plan, FP32)
+    raced = search.final.behind.get((FP32, search.choice.plan)) if search.final is not None else None
     if raced is None or ratio is None or round(ratio.low, 2) > 1.0 or ratio.value <= MARGIN:
         return ""
     return f"In the race, where all trained in one process, it was {raced:.2f} times as fast as fp32."
 
 
 def _against_autocast(search: Search) -> str:
-    plan = search.chosen
+    plan = search.choice.plan
     ratio = speed(search, plan, AUTOCAST)
     if plan == AUTOCAST:
         return "This is one-line torch.autocast in bf16."
@@ -250,7 +254,7 @@ def _against_autocast(search: Search) -> str:
 
 
 def _soundness(search: Search) -> str:
-    plan, trained, verified = search.chosen, search.verification, search.verified
+    plan, trained, verified = search.choice.plan, search.choice.verification, search.choice.verified
     if plan.compute == "fp32" and plan.fp32_matmul in ("as_is", "ieee") and not plan.regions:
         return "It computes in fp32 throughout, so there is nothing to lose."
     if verified is not None and verified.verdict != "pass" and trained is not None:
@@ -272,13 +276,13 @@ def _ties(search: Search) -> str:
 
 def _why_not_low(search: Search) -> str:
     """What keeps a plan in fp32 from being one-line autocast, where that is known."""
-    if search.chosen.compute != "fp32":
+    if search.choice.plan.compute != "fp32":
         return ""
-    fate, reason = search.fates.get(AUTOCAST), search.refusal(AUTOCAST)
-    ratio = speed(search, AUTOCAST, search.chosen)
+    fate, reason = search.journal.fates.get(AUTOCAST), search.journal.refusal(AUTOCAST)
+    ratio = speed(search, AUTOCAST, search.choice.plan)
     if reason:
         fast = f" would be {_speed_words(ratio)}, but it" if ratio is not None and ratio.low > 1.0 else ""
-        found = search.findings.get(AUTOCAST)
+        found = search.parity.get(AUTOCAST)
         keeps = (
             "was not shown to keep" if found is not None and found.verdict == "undecided" else "does not keep"
         )

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from castwise.core.amounts import size
 from castwise.core.model.arrival import low_tensors, more_bytes, widen_for
 from castwise.core.plans.words import in_words
-from castwise.lab.search.state import SearchState
+from castwise.lab.search.state import Search
 
 AS_GIVEN = "as given"
 """What tables call the row of the model as it arrives."""
 
 
-def arrival_notes(search: SearchState) -> Iterator[str]:
+def arrival_notes(search: Search) -> Iterator[str]:
     """Say what fp32 is here, what became of the model as it was given, and how the plan is put on it."""
     model = search.reference.model
     low = low_tensors(model)
@@ -22,7 +22,7 @@ def arrival_notes(search: SearchState) -> Iterator[str]:
         f"{len(low)} tensors of the model arrive in {formats}. fp32 is the model widened to fp32, which is exact and takes "
         f"{size(more_bytes(low.values()))} more for these tensors."
     )
-    if search.contest is None:
+    if search.race is None:
         pass
     elif search.as_given is None:
         yield "There is no row for the model as it was given: what it trains is stored in several formats."
@@ -31,6 +31,6 @@ def arrival_notes(search: SearchState) -> Iterator[str]:
         dropped = "" if lost is None else f"; rounding drops {lost:.0%} of its updates"
         yield f"{AS_GIVEN!r} is the model as it arrived, under {search.as_given}, and is never chosen{dropped}."
     frozen = any(not p.requires_grad for name, p in model.named_parameters() if name in low)
-    widen = widen_for(search.chosen, model)
+    widen = widen_for(search.choice.plan, model)
     said = f", widen={(widen if frozen else True)!r}" if widen else ""
-    yield f"Apply the plan {in_words(search.chosen)} by amp.prepare(model, optimizer{said})."
+    yield f"Apply the plan {in_words(search.choice.plan)} by amp.prepare(model, optimizer{said})."

@@ -21,9 +21,11 @@ from castwise.core.plans.words import in_words
 from castwise.errors import CastwiseError, WorkloadError
 from castwise.lab.search.axes import FP32, as_raced, uncompiled
 from castwise.lab.search.compile_trial import CompileTrial, run_trial
+from castwise.lab.search.contest import Contest
+from castwise.lab.search.context import Context
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.fates import Fate
-from castwise.lab.search.state import SearchState
+from castwise.lab.search.state import Search
 from castwise.lab.timing.apart import SeparateRun
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.processes import NotThereError, SilentError, not_there
@@ -53,15 +55,19 @@ def own_cache() -> Iterator[None]:
 
 
 def compile_finalists(
-    search: SearchState,
+    context: Context,
+    contest: Contest,
+    trials: dict[Plan, CompileTrial],
     plans: Sequence[Plan],
     until: float,
     first_until: float,
 ) -> list[Plan]:
-    """Try finalists compiled, the fastest first; ``trials`` and ``fates`` of the search say what became of each.
+    """Try finalists compiled, the fastest first.
 
     Args:
-        search: Whose workload, device and settings they have.
+        context: Of the search.
+        contest: In which they raced.
+        trials: To which each is added that has been tried.
         plans: Sound plans.
         until: Clock time at which the last trial has to be over, and time be left for its starts in the final.
         first_until: The same for the first, which is the likeliest to win: it may take what the final can spare.
@@ -69,67 +75,68 @@ def compile_finalists(
     Returns:
         The compiled plans that may win the final.
     """
-    contest, ranks = search.contest, search.ranks
-    assert contest is not None
+    ranks, journal = context.ranks, context.journal
     each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they are to run in the final
     order = contest.order(list(each))
     try:
-        payload = search.payload(partial(_try_elsewhere, search))
+        payload = context.payload(partial(_try_elsewhere, context))
     except NotThereError as error:
-        search.notes.append(f"Nothing was compiled: {error}.")
+        journal.notes.append(f"Nothing was compiled: {error}.")
         return []
     took = 0.0
     speeds: dict[Plan, float] = {}
     for number, raced in enumerate(order):
         plan = each[raced]
         made = dataclasses.replace(plan, compile=MODE)
-        search.say(search.now, f"compiling {in_words(plan)}", number, len(order))
+        journal.tell(f"compiling {in_words(plan)}", number, len(order))
         begin = ranks.now()
-        in_final = sum(search.trials[one].compile_s for one in _fastest(speeds))
-        left = (until if search.trials else first_until) - begin
+        in_final = sum(trials[one].compile_s for one in _fastest(speeds))
+        left = (until if trials else first_until) - begin
         room = (left - STARTS * AGAIN * in_final) / (1.0 + STARTS * AGAIN)
         if room < max(LEAST_S, took):
             last = f", and the last that was compiled took {took:.0f} s" if took else ""
             why = f"not tried: {max(0.0, room):.0f} s of the budget are left to compile it in{last}; a longer --budget would do"
-            search.decide(made, Fate("late", why))
+            journal.decide(made, Fate("late", why))
             continue
         trial = ranks.at(f"compiling {plan}").worst(
-            partial(_tried, search, payload, made, room), lambda found: (bool(found.reason), found.step_s)
+            partial(_tried, context, payload, made, room), lambda found: (bool(found.reason), found.step_s)
         )
         took = ranks.now() - begin
-        search.trials[made] = trial
+        trials[made] = trial
         if trial.reason:
-            search.decide(made, Fate("late" if trial.late else "failed", trial.reason))
+            journal.decide(made, Fate("late" if trial.late else "failed", trial.reason))
             continue
-        if trial.step_s >= trial.eager_s and search.settings.compile == "auto":
+        if trial.step_s >= trial.eager_s and context.settings.compile == "auto":
             slower = f"not faster compiled: takes {trial.step_s / trial.eager_s:.2f} times as long"
-            search.decide(made, Fate("worse", slower))
+            journal.decide(made, Fate("worse", slower))
             continue
         ratio = contest.ratio(raced)
         speeds[made] = (ratio.value if ratio is not None else 1.0) * trial.eager_s / trial.step_s
     best = _fastest(speeds)
     for made in speeds.keys() - set(best):
-        search.decide(made, Fate("spared", f"not in the final: {MOST} others were faster when compiled"))
+        journal.decide(made, Fate("spared", f"not in the final: {MOST} others were faster when compiled"))
     return best
 
 
-def _try_elsewhere(search: SearchState, payload: bytes) -> None:
+def _try_elsewhere(context: Context, payload: bytes) -> None:
     """Train for a step in another process: after that, what a trial raises is about compiling."""
     with contextlib.closing(
-        SeparateRun(search.home, payload, FP32, search.device, search.settings.seed)
+        SeparateRun(context.home, payload, FP32, context.device, context.settings.seed)
     ) as run:
         try:
             run.warm_up(1)
         except Exception as error:
-            raise not_there(search.spec or search.workload, error) from error
+            raise not_there(context.spec or context.workload, error) from error
 
 
 def _fastest(speeds: Mapping[Plan, float]) -> list[Plan]:
     return sorted(speeds, key=speeds.__getitem__, reverse=True)[:MOST]
 
 
-def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) -> CompileTrial:
-    process = search.home.start(run_trial, payload, plan.to_json(), str(search.device), search.settings.seed)
+def _tried(context: Context, payload: bytes, plan: Plan, timeout_s: float) -> CompileTrial:
+    process = context.home.start(
+        run_trial, payload, plan.to_json(), str(context.device), context.settings.seed
+    )
     try:
         found: CompileTrial = process.answer(timeout_s)
         return found
@@ -148,7 +155,7 @@ def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) ->
         process.close(ENDED_S)  # they write into a folder that goes
 
 
-def pays_after(search: SearchState, plan: Plan) -> int | None:
+def pays_after(search: Search, plan: Plan) -> int | None:
     """Steps after which compiling a plan has paid; None where that is not known, or never."""
     trial, final = search.trials.get(plan), search.final
     if trial is None or trial.reason:
@@ -161,7 +168,7 @@ def pays_after(search: SearchState, plan: Plan) -> int | None:
     return math.ceil(trial.compile_s / (eager_s - step_s)) if step_s < eager_s else None
 
 
-def said(search: SearchState, plan: Plan) -> str:
+def said(search: Search, plan: Plan) -> str:
     """What compiling the chosen plan takes and when it pays; empty where it is not compiled."""
     trial = search.trials.get(plan)
     if trial is None:

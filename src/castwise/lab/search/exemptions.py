@@ -2,58 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from castwise.core.plans.plan import PRESETS, Plan
 from castwise.lab.parity.parity import ParityResult
-from castwise.lab.search.axes import FP32
-from castwise.lab.search.regions import exempt
-from castwise.lab.search.state import SearchState
+from castwise.lab.search.regions import Part, exempt
+from castwise.lab.search.repair import Repair
+from castwise.lab.search.state import Choice, Search
 
 ATTEMPTS = 3
 """Plans that are tried on fresh batches before the answer is fp32."""
 
 
-def find_exemptions(search: SearchState) -> None:
+def find_exemptions(search: Search) -> None:
     """Find the regions and settle the plan; ``settings.formats`` names the one low format."""
-    (low,) = search.settings.formats
+    (low,), journal = search.context.settings.formats, search.journal
     plan = search.scaled(PRESETS[f"{low}-mixed"])
-    with search.stage("all low"):
+    with journal.stage("all low"):
         found = search.find(plan)
-    if found is not None and found.verdict == "pass":
-        sound = plan
-    else:
-        search.refuse(plan, search.why(plan, found))
-        with search.stage("regions"):
-            sound = search.repaired(plan, found)
+    repair = Repair(plan)
+    if found is None or found.verdict != "pass":
+        journal.refuse(plan, search.why(plan, found))
+        with journal.stage("regions"):
+            repair = search.repaired(plan, found)
     for attempt in range(ATTEMPTS):
-        with search.stage("verification"):
-            result = search.reference.numerics.verify(sound)
-        search.findings[sound] = result
+        with journal.stage("verification"):
+            result = search.reference.numerics.verify(repair.plan)
+        search.parity[repair.plan] = result
         if result.verdict == "pass":
-            search.settle(sound, result, search.kept)
+            search.choice = Choice(repair.plan, result, repair.kept)
             return
-        search.refuse(sound, search.why(sound, result))
+        journal.refuse(repair.plan, search.why(repair.plan, result))
         if attempt < ATTEMPTS - 1:
-            with search.stage("regions"):
-                sound = _widened(search, plan, result)
-    search.notes.append(
+            with journal.stage("regions"):
+                repair = _widened(search.reference.parts, plan, repair.kept, result)
+    journal.notes.append(
         f"No set of regions made {low} pass; the plan is fp32."
         if result.verdict == "fail"
         else f"No set of regions that was tried is shown to be sound in {low}, and the last is not shown to be unsound: {result.reason}. "
         "The plan is fp32."
     )
-    search.settle(FP32, None)
+    search.choice = Choice()
 
 
-def _widened(search: SearchState, base: Plan, result: ParityResult) -> Plan:
+def _widened(parts: Sequence[Part], base: Plan, kept: Mapping[str, str], result: ParityResult) -> Repair:
     """Keep one more part in fp32: the one whose parameters show the most damage, else half of what is left."""
-    kept = search.kept
     owners = [name.rpartition(".")[0] for name in result.stopped]
     for path in (*owners, *(region.path for region in result.worst(len(result.regions)))):
-        part = next((p for p in search.reference.parts if path in p.paths and p.pattern not in kept), None)
+        part = next((p for p in parts if path in p.paths and p.pattern not in kept), None)
         if part is not None:
-            kept[part.pattern] = "damage on fresh batches shows most in its parameters"
+            more = {part.pattern: "damage on fresh batches shows most in its parameters"}
             break
     else:
-        rest = [p.pattern for p in search.reference.parts if p.pattern not in kept]
-        kept.update(dict.fromkeys(rest[: max(1, len(rest) // 2)], "the plan fails without it"))
-    return exempt(base, search.reference.parts, kept)
+        rest = [p.pattern for p in parts if p.pattern not in kept]
+        more = dict.fromkeys(rest[: max(1, len(rest) // 2)], "the plan fails without it")
+    kept = {**kept, **more}
+    return Repair(exempt(base, parts, kept), kept)

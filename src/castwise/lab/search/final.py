@@ -36,6 +36,7 @@ class Final:
         choice: Those that may be chosen; empty: all.
         decision: Between those.
         apart: Whether each had a process of its own.
+        saves: Where fp32 is only shown, the share of a step that its twin saves, which was measured by itself.
         behind: How many times as fast as the one the other was in the race, where it was known to be ahead and both run uncompiled.
         go_on: Starts some plans, and what is shown beside them, until the choice between them is decided as well, as long as
             there is time; others are refused.
@@ -48,6 +49,7 @@ class Final:
     choice: Collection[Plan] = ()
     decision: Decision | None = None
     apart: bool = True
+    saves: float = 0.0
     behind: Mapping[tuple[Plan, Plan], float] = field(default_factory=dict)
     go_on: Callable[[Collection[Plan], Refused], None] = lambda _left, _refused: None
 

@@ -15,11 +15,11 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, complexity, numerics_of, run_with, storage_of
 from castwise.lab.search.contest import Contest
+from castwise.lab.search.context import Context, Journal
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.decision import MARGIN
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import ran_as
-from castwise.lab.search.state import SearchState
 from castwise.lab.timing.apart import BLOCK_S, LEAST_ROUNDS
 from castwise.lab.timing.timing import WARMUP
 
@@ -38,13 +38,13 @@ SHOWN_ROUNDS = 3
 """Rounds that the model as it arrived, and a plan that was repaired, run in the race, so that they can come to the final."""
 
 
-def room_in_final(search: SearchState, contest: Contest) -> int:
+def room_in_final(context: Context, contest: Contest) -> int:
     """As many plans as can be started as often as they have to be, with fp32, autocast and some more, in the final.
 
     Two at least: the fastest of the race, and the simplest of those that were about as fast.
     """
-    until = search.start + FINAL_SHARE * search.settings.budget_s
-    return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / start_s(contest)) - 2))
+    left_s = context.until(FINAL_SHARE) - context.ranks.now()
+    return max(2, min(FINALISTS, int(left_s / STARTS / start_s(contest)) - 2))
 
 
 def start_s(contest: Contest) -> float:
@@ -123,9 +123,7 @@ def in_order_of_promise(contest: Contest, left: Sequence[Plan]) -> list[Plan]:
     ]
 
 
-def likeliest(
-    search: SearchState, contest: Contest, sound: Sequence[Plan], most: int = FINALISTS
-) -> list[Plan]:
+def likeliest(journal: Journal, contest: Contest, sound: Sequence[Plan], most: int = FINALISTS) -> list[Plan]:
     """As many of the promising that are near as a final has time for, those last that are in vain beside the others.
 
     The fastest that computes in fp32 comes in any case.
@@ -141,22 +139,23 @@ def likeliest(
         out = "not in the final:"
         if _is_far(contest, plan, over):
             slow = f"takes {over[plan]:.2f} times as long as {in_words(next(iter(over)))} in the race"
-            search.decide(plan, Fate("worse", f"{out} {slow}"))
+            journal.decide(plan, Fate("worse", f"{out} {slow}"))
         elif (rival := in_vain(contest, plan, left)) is not None:
-            search.decide(plan, Fate("spared", f"{out} {in_words(rival)} {AS_GOOD}"))
+            journal.decide(plan, Fate("spared", f"{out} {in_words(rival)} {AS_GOOD}"))
         elif len(left) - len([FP32, *lossless]) == most:
-            search.decide(plan, Fate("spared", f"{out} {most} that were faster or simpler filled it"))
+            journal.decide(plan, Fate("spared", f"{out} {most} that were faster or simpler filled it"))
         else:
             left.append(plan)
     return [plan for plan in sound if plan in left]
 
 
-def race_repaired(contest: Contest, sound: list[Plan]) -> None:
-    """Race plans that came by a repair, which were not timed yet, beside fp32; those that cannot run are taken out."""
+def race_repaired(contest: Contest, sound: Sequence[Plan]) -> list[Plan]:
+    """Race plans that came by a repair, which were not timed yet, beside fp32; the sound plans but for those that cannot run."""
     repaired = [plan for plan in sound if plan not in contest.entries]
-    if repaired:
-        contest.run(repaired, SHOWN_ROUNDS, until=math.inf)
-        sound[:] = [plan for plan in sound if contest.entries[plan].left is None] or [FP32]
+    if not repaired:
+        return list(sound)
+    contest.run(repaired, SHOWN_ROUNDS, until=math.inf)
+    return [plan for plan in sound if contest.entries[plan].left is None] or [FP32]
 
 
 def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
@@ -169,7 +168,7 @@ def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
     return [*sound, fastest]
 
 
-def run_as(search: SearchState, plans: Sequence[Plan], how: Plan) -> list[Plan]:
+def run_as(journal: Journal, plans: Sequence[Plan], how: Plan) -> list[Plan]:
     """Finalists, the fastest first, with the optimizer and host memory of a plan; fp32 too if nothing else computes in it.
 
     As they raced they do not come to the final: what they are spared was measured, which says more than times of both.
@@ -180,6 +179,6 @@ def run_as(search: SearchState, plans: Sequence[Plan], how: Plan) -> list[Plan]:
     for plan in running:
         made = run_with(plan, how)
         for other in {plan, dataclasses.replace(made, host_memory="as_given")} - {made, FP32}:
-            search.decide(other, ran_as(made))
+            journal.decide(other, ran_as(made))
         out.append(made)
     return out

@@ -14,9 +14,10 @@ import statistics
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.core.session.fused import can_fuse, is_fused
-from castwise.lab.search.contest import LATE
+from castwise.lab.search.contest import LATE, Contest
+from castwise.lab.search.context import Context
 from castwise.lab.search.fates import Fate
-from castwise.lab.search.state import SearchState
+from castwise.lab.search.reference import Reference
 from castwise.lab.timing.timing import WARMUP, Lap, speedup
 
 LEAST_ROUNDS, ROUNDS, MOST_ROUNDS = 4, 8, 128
@@ -27,27 +28,26 @@ WORTH = 0.01
 """Share of a step that the fused kernel has to save for the finalists to use it."""
 
 
-def saves_time(search: SearchState, plan: Plan) -> bool:
-    """Whether the fused kernel is known to save enough of a plan's step; on ranks, whether it does on all.
+def fused_saves(context: Context, reference: Reference, contest: Contest, plan: Plan) -> float:
+    """The share of a plan's step that the fused kernel saves; 0 where it is not known to save enough, on ranks on one of them.
 
     A note says how long either takes.
     """
-    contest, ranks, test, model = search.contest, search.ranks, search.reference.test, search.reference.model
-    assert contest is not None
-    optimizer = search.workload.optimizer(model.parameters())
-    fits = can_fuse(optimizer) and not is_fused(optimizer) and not test.prober.sparse
+    ranks, journal = context.ranks, context.journal
+    optimizer = context.workload.optimizer(reference.model.parameters())
+    fits = can_fuse(optimizer) and not is_fused(optimizer) and not reference.test.prober.sparse
     if not ranks.at("the optimizer").same(fits):
-        return False
+        return 0.0
     fused = dataclasses.replace(plan, optimizer="fused")
     entry = contest.entries[plan]
     standing = entry.left
     step_s = statistics.median(entry.lap.seconds)
-    budget_s, left_s = search.settings.budget_s, search.left_s()
+    budget_s, left_s = context.settings.budget_s, context.left_s()
     needs_s = 2 * (WARMUP + LEAST_ROUNDS) * step_s
     if ranks.at("the time left").same(needs_s > min(MOST_SHARE * budget_s, left_s)):
-        search.decide(fused, LATE)
-        search.undecided.append("Whether the fused optimizer saves time was not tried: the time ran out.")
-        return False
+        journal.decide(fused, LATE)
+        journal.undecided.append("Whether the fused optimizer saves time was not tried: the time ran out.")
+        return 0.0
     begin = ranks.now()
 
     def decided(given_s: Lap, fused_s: Lap) -> bool:
@@ -69,7 +69,7 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
     entry.left = standing  # it ran before: memory that two do not find here is no reason against it
     saved = _saved(given_s, fused_s, step_s)
     if saved is None:  # it cannot run
-        return False
+        return 0.0
     part_s, then_s = statistics.median(given_s.seconds), statistics.median(fused_s.seconds)
     (least, likely, _), part_s, then_s = ranks.at("the fused optimizer").worst(
         lambda: (saved, part_s, then_s), lambda found: -found[0][0]
@@ -78,18 +78,17 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
     took = (
         f"{name} takes {1e3 * part_s:.3g} ms of a step of {in_words(plan)}, and fused {1e3 * then_s:.3g} ms"
     )
-    if search.device.type != "cpu":
+    if context.device.type != "cpu":
         took = f"a step of {in_words(plan)} takes {1e3 * part_s:.3g} ms with {name}, and {1e3 * then_s:.3g} ms where that is fused"
     if least < WORTH:
         why = f"{took}, which {len(given_s.seconds)} rounds do not know to save {WORTH:.0%} of the step"
-        search.decide(fused, Fate("worse", why))
-        return False
-    search.spared += likely
-    search.notes.append(
+        journal.decide(fused, Fate("worse", why))
+        return 0.0
+    journal.notes.append(
         f"{took[:1].upper()}{took[1:]}: it saves {100.0 * likely:.0f} % of a step, so the final compared plans with "
         "optimizer=fused."
     )
-    return True
+    return likely
 
 
 def _saved(given_s: Lap, fused_s: Lap, step_s: float) -> tuple[float, float, float] | None:

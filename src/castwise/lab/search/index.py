@@ -37,8 +37,8 @@ from castwise.lab.parity.probes import as_real
 from castwise.lab.passes.isolation import seed_all, undisturbed
 from castwise.lab.passes.observers import Operators, observed
 from castwise.lab.search.code import code_digest
+from castwise.lab.search.context import Settings
 from castwise.lab.search.evidence import Evidence
-from castwise.lab.search.state import Settings
 from castwise.lab.timing.environment import environment
 from castwise.lab.timing.runners import build_model
 from castwise.lab.workloads.workload import Workload

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from castwise.core.heap import can_keep
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
-from castwise.lab.search.state import SearchState
+from castwise.lab.search.context import Context
 from castwise.lab.timing.apart import SeparateRun
 from castwise.lab.timing.processes import NotThereError
 
@@ -33,45 +33,44 @@ WORTH = 0.01
 """Share of a step that its page faults have to take for the finalists to keep memory."""
 
 
-def saves_page_faults(search: SearchState, plan: Plan) -> bool:
-    """Whether a plan, in a process of its own, meets page faults that cost anything and that keeping memory spares it.
+def keeping_saves(context: Context, plan: Plan) -> float:
+    """The share of a plan's step, in a process of its own, that page faults take which keeping memory spares it; 0 where it is small.
 
-    On ranks, whether it does on one.
+    On ranks, the largest share.
     """
-    if search.device.type != "cpu" or not can_keep():
-        return False
-    if search.left_s() < LEFT * search.settings.budget_s:
-        search.undecided.append(
+    if context.device.type != "cpu" or not can_keep():
+        return 0.0
+    if context.left_s() < LEFT * context.settings.budget_s:
+        context.journal.undecided.append(
             "Whether keeping freed memory saves page faults was not tried: the time ran out."
         )
-        return False
-    search.tell(f"page faults of {in_words(plan)}")
+        return 0.0
+    context.journal.tell(f"page faults of {in_words(plan)}")
     try:
-        payload = search.payload()
+        payload = context.payload()
     except NotThereError:  # the final says so
-        return False
-    share, given, kept = search.ranks.at("page faults").worst(lambda: _met(search, payload, plan), tuple)
+        return 0.0
+    share, given, kept = context.ranks.at("page faults").worst(lambda: _met(context, payload, plan), tuple)
     if share <= WORTH:
-        return False
-    search.spared += share
-    search.notes.append(
+        return 0.0
+    context.journal.notes.append(
         f"{in_words(plan)} met {given:,.0f} page faults per step in a process of its own, and {kept:,.0f} where that kept its "
         f"freed memory: at least {100.0 * share:.0f} % of its time, so that the final compared plans with host_memory=keep."
     )
-    return True
+    return share
 
 
-def _met(search: SearchState, payload: bytes, plan: Plan) -> tuple[float, float, float]:
+def _met(context: Context, payload: bytes, plan: Plan) -> tuple[float, float, float]:
     """The least share of a step that keeping memory saves, and a step's page faults as given and kept; none where it fails.
 
     Of some processes the one whose heap has it give back most: which of them a training will be is luck.
     """
-    until = time.monotonic() + SHARE * search.settings.budget_s
+    until = time.monotonic() + SHARE * context.settings.budget_s
     try:
-        (kept, _), first = _faults(search, payload, [dataclasses.replace(plan, host_memory="keep"), plan])
+        (kept, _), first = _faults(context, payload, [dataclasses.replace(plan, host_memory="keep"), plan])
         most = 0.0, 0.0, kept
         for draw in range(DRAWS):
-            given, step_s = first if draw == 0 else _faults(search, payload, [plan])[0]
+            given, step_s = first if draw == 0 else _faults(context, payload, [plan])[0]
             most = max(most, ((given - kept) * FAULT_S / step_s, given, kept))
             if most[0] > WORTH or (draw + 1 >= LEAST_DRAWS and time.monotonic() > until):
                 break
@@ -80,13 +79,13 @@ def _met(search: SearchState, payload: bytes, plan: Plan) -> tuple[float, float,
     return most
 
 
-def _faults(search: SearchState, payload: bytes, plans: Sequence[Plan]) -> list[tuple[float, float]]:
+def _faults(context: Context, payload: bytes, plans: Sequence[Plan]) -> list[tuple[float, float]]:
     """Page faults per step of each in a process of its own, and the seconds of one; they are built together, and step in turn."""
     with contextlib.ExitStack() as stack:
         runs = [
             stack.enter_context(
                 contextlib.closing(
-                    SeparateRun(search.home, payload, plan, search.device, search.settings.seed)
+                    SeparateRun(context.home, payload, plan, context.device, context.settings.seed)
                 )
             )
             for plan in plans

@@ -1,4 +1,4 @@
-"""A search as evidence: turns what a :class:`~castwise.lab.search.search.Search` holds into plain records."""
+"""A search as evidence: turns what a :class:`~castwise.lab.search.state.Search` holds into plain records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from castwise.lab.search.contest import Entry
 from castwise.lab.search.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.pairs import in_training
-from castwise.lab.search.search import Search
+from castwise.lab.search.state import Search
 from castwise.lab.timing import stats
 from castwise.lab.timing.environment import environment
 
@@ -29,12 +29,12 @@ _PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "tie", "rejected",
 
 def evidence(search: Search) -> Evidence:
     """All that a search, ended or interrupted, has found so far."""
-    asked, plan = dataclasses.asdict(search.settings), search.chosen
+    asked, plan = dataclasses.asdict(search.context.settings), search.choice.plan
     test = search.begun.test if search.begun is not None else None
-    where = environment(search.device)
+    where = environment(search.context.device)
     return Evidence(
-        workload=search.workload.name,
-        description=search.workload.description,
+        workload=search.context.workload.name,
+        description=search.context.workload.description,
         command=where.command,
         goal=asked.pop("goal"),
         formats=asked.pop("formats"),
@@ -46,28 +46,28 @@ def evidence(search: Search) -> Evidence:
         complete=search.complete,
         settings=asked,
         environment=where,
-        world_size=search.ranks.size,
+        world_size=search.context.ranks.size,
         candidates=_candidates(search),
         regions=_regions(search),
         histograms=_histograms(search),
-        scale=test.range.scales() if test is not None and "fp16" in search.settings.formats else None,
+        scale=test.range.scales() if test is not None and "fp16" in search.context.settings.formats else None,
         floor=test.floor if test is not None else None,
         repeat=test.repeat if test is not None else None,
-        stages=tuple(search.stages),
-        verification=search.verification,
-        notes=tuple(dict.fromkeys(search.notes)),
-        undecided=tuple(dict.fromkeys(search.undecided)),
+        stages=tuple(search.journal.stages),
+        verification=search.choice.verification,
+        notes=tuple(dict.fromkeys(search.journal.notes)),
+        undecided=tuple(dict.fromkeys(search.journal.undecided)),
     )
 
 
 def _finding(search: Search, plan: Plan) -> ParityResult | None:
     """What is known of a plan's gradients: on fresh batches rather than on the search's own."""
-    known = (search.verified if plan == search.chosen else None, search.findings.get(plan))
-    return next((found for found in known if found is not None), search.findings.get(numerics_of(plan)))
+    known = (search.choice.verified if plan == search.choice.plan else None, search.parity.get(plan))
+    return next((found for found in known if found is not None), search.parity.get(numerics_of(plan)))
 
 
 def _candidates(search: Search) -> tuple[Candidate, ...]:
-    entries = search.contest.entries if search.contest is not None else {}
+    entries = search.race.entries if search.race is not None else {}
     finalists = search.final.plans if search.final is not None else ()
     seen = [
         FP32,
@@ -76,21 +76,21 @@ def _candidates(search: Search) -> tuple[Candidate, ...]:
         *entries,
         *search.trials,
         *search.peaks,
-        *search.fates,
-        *([] if search.as_given is None or search.contest is None else [search.as_given]),
-        search.chosen,
+        *search.journal.fates,
+        *([] if search.as_given is None or search.race is None else [search.as_given]),
+        search.choice.plan,
     ]
     rows = [_candidate(search, plan) for plan in dict.fromkeys(seen)]
 
     def rank(row: Candidate) -> tuple[int, float]:
-        place = 0 if row.plan == str(search.chosen) else _PLACES.index(row.status)
+        place = 0 if row.plan == str(search.choice.plan) else _PLACES.index(row.status)
         return place, -row.speedup.value if row.speedup is not None else 0.0
 
     return tuple(sorted(rows, key=rank))
 
 
 def _candidate(search: Search, plan: Plan) -> Candidate:
-    contest, final = search.contest, search.final
+    contest, final = search.race, search.final
     entry = contest.entries.get(plan, Entry(plan)) if contest is not None else Entry(plan)
     found = _finding(search, plan)
     status, fate = _standing(search, plan, entry, found)
@@ -124,22 +124,24 @@ def _time(search: Search, times: Sequence[float], over_fp32: stats.Ratio | None)
 
 def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | None) -> tuple[Status, Fate]:
     """What became of a plan, and why."""
-    final, noted = search.final, search.fates.get(plan)
-    if plan == search.chosen:
+    final, noted = search.final, search.journal.fates.get(plan)
+    if plan == search.choice.plan:
         return ("baseline" if plan == FP32 else "chosen"), Fate("spared", why_chosen(search))
-    timed = final.fate(plan, search.chosen) if final is not None else None
+    timed = final.fate(plan, search.choice.plan) if final is not None else None
     refused = noted if noted is not None and noted.refused else None
     fate = refused or _heavier(search, plan) or timed or noted or entry.left
     if plan == FP32 or plan in tied(search):
         return ("baseline" if plan == FP32 else "tie"), fate or Fate("spared", "")
     sound = found is not None and found.verdict == "pass"
     if fate is None and found is not None:
-        unknown = "its peak memory was not measured" if sound and search.settings.goal == "memory" else ""
+        unknown = (
+            "its peak memory was not measured" if sound and search.context.settings.goal == "memory" else ""
+        )
         return ("sound" if sound else "rejected"), Fate("untried", unknown)
     if fate is None:
         never = f"not tried to the end{_race_speed(search, plan)}" if entry.rounds else _not_asked(search)
         return "not tried", Fate("untried", never)
-    ratio = speed(search, search.chosen, plan)
+    ratio = speed(search, search.choice.plan, plan)
     if (
         fate is timed
         and found is None
@@ -157,9 +159,9 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
 def _heavier(search: Search, plan: Plan) -> Fate | None:
     """What a plan's peak memory says against it, where memory is what was asked for."""
     peaks = search.peaks
-    if search.settings.goal != "memory" or plan not in peaks or search.chosen not in peaks:
+    if search.context.settings.goal != "memory" or plan not in peaks or search.choice.plan not in peaks:
         return None
-    more = peaks[plan] / peaks[search.chosen] - 1.0
+    more = peaks[plan] / peaks[search.choice.plan] - 1.0
     if more >= 0.01:
         return Fate("worse", f"takes {100.0 * more:.0f} % more memory", "memory")
     return Fate("worse", "takes as much memory, and is no simpler", "memory")
@@ -167,15 +169,15 @@ def _heavier(search: Search, plan: Plan) -> Fate | None:
 
 def _race_speed(search: Search, plan: Plan) -> str:
     """How fast a plan was in the race, in a clause; the final alone has intervals."""
-    ratio = search.contest.ratio(plan) if search.contest is not None else None
+    ratio = search.race.ratio(plan) if search.race is not None else None
     return f": about {ratio.value:.2f} times as fast as fp32 in the race" if ratio is not None else ""
 
 
 def _not_asked(search: Search) -> str:
     low = AUTOCAST.compute
-    if low not in search.settings.formats:
+    if low not in search.context.settings.formats:
         return f"{low} is not among the formats that were asked for"
-    if search.settings.goal == "numerics":
+    if search.context.settings.goal == "numerics":
         return "speed was not asked for"
     return "the search ended before it"
 
@@ -184,9 +186,9 @@ def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | 
     """A finding as a record: of the plain damage, with the verdict over all that was asked."""
     if found is None:
         return None
-    d, trained = found.damage, search.trained.get(numerics_of(plan))
-    if plan == search.chosen:
-        trained = search.verification
+    d, trained = found.damage, search.training.get(numerics_of(plan))
+    if plan == search.choice.plan:
+        trained = search.choice.verification
     if found.verdict == "pass" or trained is None or trained.verdict != "not worse":
         return Damage(found.verdict, d.value, d.low, d.high, d.bias, d.noise, found.reason)
     reason = f"{found.reason}; {in_training(trained)}"
@@ -196,12 +198,12 @@ def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | 
 def _regions(search: Search) -> tuple[RegionEvidence, ...]:
     if search.begun is None:
         return ()
-    reference, plan = search.begun, search.chosen
+    reference, plan = search.begun, search.choice.plan
     seen = reference.test.range
     low = (
         plan.compute
         if plan.compute != "fp32"
-        else next((f for f in search.settings.formats if f != "fp32"), "bf16")
+        else next((f for f in search.context.settings.formats if f != "fp32"), "bf16")
     )
     found = _finding(search, plan)
     shares = {region.path: region for region in found.regions} if found is not None else {}
@@ -220,7 +222,7 @@ def _regions(search: Search) -> tuple[RegionEvidence, ...]:
         runs_in = (region.compute if region is not None else None) or plan.compute
         out.append(RegionEvidence(
             pattern=part.pattern, kind=part.kind, modules=len(part.paths), parameters=part.parameters,
-            format=runs_in, reason=search.kept.get(part.pattern) or _slower(search, part.pattern, runs_in, low),
+            format=runs_in, reason=search.choice.kept.get(part.pattern) or _slower(search, part.pattern, runs_in, low),
             time_fp32_s=cost.times_s.get("fp32") if cost is not None else None,
             time_low_s=cost.times_s.get(low) if cost is not None else None,
             damage=None if alone is None else Damage(
@@ -235,7 +237,7 @@ def _regions(search: Search) -> tuple[RegionEvidence, ...]:
 
 def _slower(search: Search, pattern: str, region: str, low: str) -> str:
     cost = search.costs.get(pattern)
-    if cost is None or region != "fp32" or search.chosen.compute == "fp32":
+    if cost is None or region != "fp32" or search.choice.plan.compute == "fp32":
         return ""
     if low in cost.reasons:
         return f"in {low} it {cost.reasons[low]}"

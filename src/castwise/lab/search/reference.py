@@ -2,48 +2,80 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from castwise.core.model.arrival import as_given, low_tensors
+from castwise.core.plans.plan import Plan
 from castwise.lab.parity.batches import same_batch
 from castwise.lab.parity.parity import ParityTest, coarsest, is_adam
 from castwise.lab.parity.probes import Prober
 from castwise.lab.passes.isolation import seed_all
-from castwise.lab.search.regions import find_parts, operators_used
+from castwise.lab.search.context import Context
+from castwise.lab.search.regions import Part, find_parts, operators_used
 from castwise.lab.search.repair import NumericsSearch
-from castwise.lab.search.state import MICROBATCHES, Reference, SearchState
 from castwise.lab.timing.runners import build_model
 from castwise.lab.timing.served import libraries
 from castwise.lab.workloads.workload import make_optimizer
 
+MICROBATCHES = 8
 
-def refer(search: SearchState) -> Reference:
+
+@dataclass(frozen=True)
+class Reference:
+    """What is tuned, and what fp32 does with it on a few batches.
+
+    Attributes:
+        model: As the workload makes it.
+        optimizer: Class name of its optimizer.
+        arrived: Whether some of the model is stored low before any plan.
+        as_given: The plan under which a model that arrives low runs as it is; shown, and never chosen.
+        test: The parity test, after its reference.
+        parts: The model's regions.
+        numerics: Tests plans against the reference and repairs them.
+        used: ATen operators that a training step's forward runs.
+        images: Whether a memory format means anything: the model convolves over images.
+    """
+
+    model: nn.Module
+    optimizer: str
+    arrived: bool
+    as_given: Plan | None
+    test: ParityTest
+    parts: tuple[Part, ...]
+    numerics: NumericsSearch
+    used: frozenset[str]
+    images: bool
+
+
+def refer(context: Context) -> Reference:
     """Run fp32 on a few batches, and look at the model."""
-    settings, workload = search.settings, search.workload
-    model = build_model(workload, search.device, settings.seed)
+    settings, workload, ranks, journal = context.settings, context.workload, context.ranks, context.journal
+    model = build_model(workload, context.device, settings.seed)
     trained = model.parameters()
     optimizer = (
         workload.optimizer(trained) if settings.goal == "numerics" else make_optimizer(workload, trained)
     )
-    if search.device.type == "cpu":  # an accelerator that was asked for does not survive a fork
-        search.home.import_soon(libraries(type(made).__module__ for made in (*model.modules(), optimizer)))
-    adam = search.ranks.at("the optimizer").same(is_adam(optimizer))
+    if context.device.type == "cpu":  # an accelerator that was asked for does not survive a fork
+        context.home.import_soon(libraries(type(made).__module__ for made in (*model.modules(), optimizer)))
+    adam = ranks.at("the optimizer").same(is_adam(optimizer))
     prober = Prober(
-        model, workload.loss, iter(workload.batches(settings.seed)), search.device, seed=settings.seed,
+        model, workload.loss, iter(workload.batches(settings.seed)), context.device, seed=settings.seed,
         call=f"tune({workload.name!r})", dither=coarsest(settings.formats),
     )  # fmt: skip
     test = ParityTest(prober, settings.accumulate * settings.world_size, adam, workload.optimizer)
-    search.tell(f"fp32 gradients of {MICROBATCHES} batches, and fp32 against itself")
+    journal.tell(f"fp32 gradients of {MICROBATCHES} batches, and fp32 against itself")
     test.reference(MICROBATCHES)
     micros = prober.micros
     if all(same_batch(micros[0].batch, micro.batch) for micro in micros[1:]):
-        search.notes.append(
+        journal.notes.append(
             "Every batch is the same, so there is no noise of data: gradients are held against the signal alone, and "
             "fresh batches confirm nothing new."
         )
     if test.repeat > 0.0:
-        search.notes.append(
+        journal.notes.append(
             f"The loss is not deterministic: the same pass repeated in fp32 differs by {test.repeat:.2g} of an "
             "update. Where a plan's own difference is comparable it is called undecided."
         )
@@ -52,11 +84,11 @@ def refer(search: SearchState) -> Reference:
         return workload.loss(prober.model, micros[0].batch)
 
     seed_all(settings.seed)
-    parts = search.ranks.at("the regions").same(find_parts(prober.model, step))
+    parts = ranks.at("the regions").same(find_parts(prober.model, step))
     ran = [prober.model.get_submodule(path) for part in parts for path in part.paths]
     return Reference(
         model=model, optimizer=type(optimizer).__name__, arrived=bool(low_tensors(model)), as_given=as_given(model),
-        test=test, parts=parts, numerics=NumericsSearch(test, parts, search.tell, search.ranks),
-        used=search.ranks.at("the operators").same(operators_used(step)),
+        test=test, parts=parts, numerics=NumericsSearch(test, parts, journal.tell, ranks),
+        used=ranks.at("the operators").same(operators_used(step)),
         images=any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in ran),
     )  # fmt: skip

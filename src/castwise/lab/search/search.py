@@ -21,7 +21,7 @@ Steps 2 to 6 are :mod:`castwise.lab.search.fastest`; with ``goal="numerics"`` th
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import dataclasses
 
 from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
@@ -37,12 +37,12 @@ from castwise.lab.search.contest import Entry
 from castwise.lab.search.exemptions import find_exemptions
 from castwise.lab.search.fastest import find_fastest, formats_not_reached
 from castwise.lab.search.pairs import is_doubtful, train_pairs
-from castwise.lab.search.reference import refer
+from castwise.lab.search.peaks import LEAST_S as PEAKS_S
+from castwise.lab.search.peaks import measure_peaks
+from castwise.lab.search.reference import MICROBATCHES, refer
 from castwise.lab.search.repair import VERIFYING, NumericsSearch
-from castwise.lab.search.state import MICROBATCHES, PEAKS_S, SearchState, Settings
+from castwise.lab.search.state import Choice, Search
 from castwise.lab.timing.runners import build_model
-
-__all__ = ["Search", "Settings"]
 
 LEAST_S = 5.0
 """A search that has less time than this cannot say anything."""
@@ -51,118 +51,117 @@ PATIENCE_S, SLOWER = 60.0, 3.0
 reference took here."""
 
 
-@dataclass
-class Search(SearchState):
-    """One search from its checks to its answer."""
+def run(search: Search) -> None:
+    """Search; on an exception, KeyboardInterrupt among them, what has been found so far stays.
 
-    def run(self) -> None:
-        """Search; on an exception, KeyboardInterrupt among them, what has been found so far stays.
+    Raises:
+        CastwiseError: The workload cannot be tuned: it fails in fp32, or there is no time.
+    """
+    context, journal = search.context, search.journal
+    settings, ranks = context.settings, context.ranks
+    if ranks.size > 1:
+        journal.notes.append(
+            f"Measured on {ranks.size} ranks at once, each with the same weights and batches: times and peak memory "
+            "are the slowest and largest rank's, and gradients the worst rank's. What gradients cost on their way "
+            "between ranks is not in the times."
+        )
+    if settings.budget_s < LEAST_S:
+        raise StateError(
+            f"tune(budget_s={settings.budget_s:g}): no time for anything; a search needs {LEAST_S:g} s at the very "
+            "least, and a minute or two to be worth its answer"
+        )
+    with (
+        undisturbed(),
+        context.home,
+        own_cache() if settings.compile != "never" else contextlib.nullcontext(),
+    ):
+        with journal.stage("reference"):
+            if settings.goal != "numerics":
+                context.home.begin()
+            search.begun = refer(context)
+            context.home.ready(context.left_here_s())
+        context.home.patience_s = max(PATIENCE_S, settings.budget_s, SLOWER * journal.stages[-1].time_s)
+        if settings.goal == "numerics":
+            find_exemptions(search)
+        else:
+            find_fastest(search)
+        if settings.warmup_steps and settings.goal != "numerics" and numerics_of(search.choice.plan) != FP32:
+            with journal.stage("second look"):
+                _second_look(search)
+        steps = search.choice.verification.steps if search.choice.verification is not None else 0
+        if search.choice.plan != FP32 and settings.verify_steps > steps:
+            with journal.stage("training runs"):
+                _train(search)
+        if settings.memory and settings.goal == "time" and context.left_s() > PEAKS_S:
+            shown = [AUTOCAST] if search.contest.entries.get(AUTOCAST, Entry(AUTOCAST)).rounds else []
+            compiles_s = {plan: trial.compile_s for plan, trial in search.trials.items()}
+            with journal.stage("memory"):
+                measure_peaks(context, search.peaks, [FP32, *shown, search.choice.plan], compiles_s)
+    if (note := search.reference.test.prober.positions.note) and numerics_of(search.choice.plan) != FP32:
+        journal.notes.append(note)
+    if search.reference.arrived:
+        journal.notes += arrival_notes(search)
+    if missed := formats_not_reached(search):
+        journal.undecided.append(
+            f"{' and '.join(missed)} {'was' if len(missed) == 1 else 'were'} not tried: the time ran out. A longer "
+            f"--budget would tell whether {'it is' if len(missed) == 1 else 'they are'} faster."
+        )
+    search.complete = not missed
 
-        Raises:
-            CastwiseError: The workload cannot be tuned: it fails in fp32, or there is no time.
-        """
-        settings = self.settings
-        if self.ranks.size > 1:
-            self.notes.append(
-                f"Measured on {self.ranks.size} ranks at once, each with the same weights and batches: times and peak memory "
-                "are the slowest and largest rank's, and gradients the worst rank's. What gradients cost on their way "
-                "between ranks is not in the times."
-            )
-        if settings.budget_s < LEAST_S:
-            raise StateError(
-                f"tune(budget_s={settings.budget_s:g}): no time for anything; a search needs {LEAST_S:g} s at the very "
-                "least, and a minute or two to be worth its answer"
-            )
-        with (
-            undisturbed(),
-            self.home,
-            own_cache() if settings.compile != "never" else contextlib.nullcontext(),
-        ):
-            with self.stage("reference"):
-                if settings.goal != "numerics":
-                    self.home.begin()
-                self.begun = refer(self)
-                self.home.ready(self.left_here_s())
-            self.home.patience_s = max(PATIENCE_S, settings.budget_s, SLOWER * self.stages[-1].time_s)
-            if settings.goal == "numerics":
-                find_exemptions(self)
-            else:
-                find_fastest(self)
-            if settings.warmup_steps and settings.goal != "numerics" and numerics_of(self.chosen) != FP32:
-                with self.stage("second look"):
-                    self._second_look()
-            steps = self.verification.steps if self.verification is not None else 0
-            if self.chosen != FP32 and settings.verify_steps > steps:
-                with self.stage("training runs"):
-                    self._train()
-            if settings.memory and settings.goal == "time" and self.left_s() > PEAKS_S:
-                raced = self.contest is not None and bool(
-                    self.contest.entries.get(AUTOCAST, Entry(AUTOCAST)).rounds
-                )
-                shown = [AUTOCAST] if raced else []
-                with self.stage("memory"):
-                    self.measure_peaks(list(dict.fromkeys([FP32, *shown, self.chosen])))
-        if (note := self.reference.test.prober.positions.note) and numerics_of(self.chosen) != FP32:
-            self.notes.append(note)
-        if self.reference.arrived:
-            self.notes += arrival_notes(self)
-        if missed := formats_not_reached(self):
-            self.undecided.append(
-                f"{' and '.join(missed)} {'was' if len(missed) == 1 else 'were'} not tried: the time ran out. A longer "
-                f"--budget would tell whether {'it is' if len(missed) == 1 else 'they are'} faster."
-            )
-        self.complete = not missed
 
-    def _second_look(self) -> None:
-        """Test the chosen plan once more after some fp32 steps: trained weights differ from fresh ones."""
-        settings, workload = self.settings, self.workload
-        seed_all(settings.seed)
-        model = build_model(workload, self.device, settings.seed, self.reference.model.state_dict())
-        arrived = widen_(model)
-        optimizer = workload.optimizer(model.parameters())
-        batches = iter(workload.batches(settings.seed))
-        for step in range(settings.warmup_steps):
-            self.say(self.now, "fp32 steps", step, settings.warmup_steps)
-            optimizer.zero_grad()
-            workload.loss(model, to_device(next(batches), self.device)).backward()
-            optimizer.step()
+def _second_look(search: Search) -> None:
+    """Test the chosen plan once more after some fp32 steps: trained weights differ from fresh ones."""
+    context, journal, reference = search.context, search.journal, search.reference
+    settings, workload = context.settings, context.workload
+    seed_all(settings.seed)
+    model = build_model(workload, context.device, settings.seed, reference.model.state_dict())
+    arrived = widen_(model)
+    optimizer = workload.optimizer(model.parameters())
+    batches = iter(workload.batches(settings.seed))
+    for step in range(settings.warmup_steps):
+        journal.tell("fp32 steps", step, settings.warmup_steps)
         optimizer.zero_grad()
-        prober = Prober(
-            model, workload.loss, batches, self.device, seed=settings.seed, call=self.reference.test.prober.call,
-            arrived=arrived,
-        )  # fmt: skip
-        warm = ParityTest(
-            prober, self.reference.test.per_update, self.reference.test.adam, workload.optimizer
-        )
-        warm.reference(MICROBATCHES)
-        search = NumericsSearch(warm, self.reference.parts, self.tell, self.ranks)
-        result = search.find(self.chosen)
-        trained = self.verification is not None and is_doubtful(result)  # that it trains has been seen
-        if result.verdict != "pass" and not trained:
-            before = self.chosen
-            self.refuse(before, f"after {settings.warmup_steps} steps: {self.why(before, result)}")
-            repair = search.repair(before, result, reserve=VERIFYING)
-            result = search.verify(repair.plan)
-            self.settle(*((repair.plan, result, repair.kept) if result.verdict == "pass" else (FP32, None)))
-        self.findings[self.chosen] = result
-        self.verified = result
-        self.notes.append(
-            f"A second look after {settings.warmup_steps} fp32 steps: {result.verdict}; {result.reason}."
-        )
+        workload.loss(model, to_device(next(batches), context.device)).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    prober = Prober(
+        model, workload.loss, batches, context.device, seed=settings.seed, call=reference.test.prober.call,
+        arrived=arrived,
+    )  # fmt: skip
+    warm = ParityTest(prober, reference.test.per_update, reference.test.adam, workload.optimizer)
+    warm.reference(MICROBATCHES)
+    numerics = NumericsSearch(warm, reference.parts, journal.tell, context.ranks)
+    plan, result = search.choice.plan, numerics.find(search.choice.plan)
+    trained = search.choice.verification is not None and is_doubtful(result)  # that it trains has been seen
+    if result.verdict == "pass" or trained:
+        search.choice = dataclasses.replace(search.choice, verified=result)
+    else:
+        journal.refuse(plan, f"after {settings.warmup_steps} steps: {search.why(plan, result)}")
+        search.parity[plan] = result
+        repair = numerics.repair(plan, result, reserve=VERIFYING)
+        plan, result = repair.plan, numerics.verify(repair.plan)
+        search.choice = Choice(plan, result, repair.kept) if result.verdict == "pass" else Choice()
+    search.parity[plan] = result
+    journal.notes.append(
+        f"A second look after {settings.warmup_steps} fp32 steps: {result.verdict}; {result.reason}."
+    )
 
-    def _train(self) -> None:
-        settings = self.settings
-        self.verification = train_pairs(
-            self.workload, as_trained(self.chosen), self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
-            first_seed=settings.seed, ranks=self.ranks,
-            on_progress=lambda done, total: self.say(self.now, "pairs of training runs", done, total),
-        )  # fmt: skip
-        if self.verification.verdict == "worse":
-            self.refuse(
-                self.chosen,
-                f"its loss after {settings.verify_steps} steps is worse than fp32's by {self.verification.difference:.2g}",
-            )
-            self.notes.append(
-                f"{in_words(self.chosen)} passed the gradient test and failed in training; the plan is fp32."
-            )
-            self.settle(FP32, None)
+
+def _train(search: Search) -> None:
+    context, journal, plan = search.context, search.journal, search.choice.plan
+    settings = context.settings
+    trained = train_pairs(
+        context.workload, as_trained(plan), context.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
+        first_seed=settings.seed, ranks=context.ranks,
+        on_progress=lambda done, total: journal.tell("pairs of training runs", done, total),
+    )  # fmt: skip
+    search.choice = dataclasses.replace(search.choice, verification=trained)
+    if trained.verdict == "worse":
+        loses = (
+            f"its loss after {settings.verify_steps} steps is worse than fp32's by {trained.difference:.2g}"
+        )
+        journal.refuse(plan, loses)
+        journal.notes.append(
+            f"{in_words(plan)} passed the gradient test and failed in training; the plan is fp32."
+        )
+        search.choice = Choice(verification=trained)

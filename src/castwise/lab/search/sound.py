@@ -7,7 +7,8 @@ is left. Only what is ahead of all that is sound in the race is trained, since d
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from castwise.core.model.resolve import assign, region_of
 from castwise.core.plans.formats import LOW
@@ -15,15 +16,16 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.parity import FLOOR, ParityResult
 from castwise.lab.search.axes import FP32, as_raced, numerics_of
-from castwise.lab.search.contest import Contest
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.decision import MARGIN
 from castwise.lab.search.evidence import Verification
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.finalists import AS_GOOD, FINAL_SHARE, in_vain, start_s
 from castwise.lab.search.pairs import affordable_steps, in_training, is_doubtful, train_pairs
+from castwise.lab.search.part_costs import Cost
+from castwise.lab.search.reference import MICROBATCHES, Reference
 from castwise.lab.search.repair import VERIFYING
-from castwise.lab.search.state import MICROBATCHES, SearchState
+from castwise.lab.search.state import Search
 from castwise.lab.timing.failures import cannot_run, unfit
 
 BY_NAME = 0.1
@@ -33,16 +35,12 @@ TRAINING_SHARE = 0.35
 _TRAINING = "training runs"
 
 
-def low_share(search: SearchState, plan: Plan) -> float:
+def low_share(reference: Reference, costs: Mapping[str, Cost], plan: Plan) -> float:
     """Of the time that the model's parts take in fp32, the share of those that a plan runs low; 1 where none was timed."""
     assigned = assign(
-        search.reference.test.prober.model, [region for region in plan.regions if region.compute is not None]
+        reference.test.prober.model, [region for region in plan.regions if region.compute is not None]
     )
-    times_s = {
-        part: search.costs[part.pattern].times_s["fp32"]
-        for part in search.reference.parts
-        if part.pattern in search.costs
-    }
+    times_s = {part: costs[part.pattern].times_s["fp32"] for part in reference.parts if part.pattern in costs}
     low_s = 0.0
     for part, time_s in times_s.items():
         region = region_of(part.paths[0], assigned)
@@ -51,68 +49,79 @@ def low_share(search: SearchState, plan: Plan) -> float:
     return low_s / whole_s if whole_s else 1.0
 
 
-def find_sound(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
-    """Plans whose gradients pass, as they are or with more regions in fp32, and those that are in doubt; tested in this order.
+@dataclass
+class Sound:
+    """What became of plans whose gradients were tested.
+
+    Attributes:
+        plans: Those that pass, as they are or repaired; fp32 if there is no other.
+        doubtful: Those about which training runs may decide.
+        kept: Why those that were repaired keep parts in fp32, by numerics and pattern.
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    doubtful: list[Plan] = field(default_factory=list)
+    kept: dict[Plan, Mapping[str, str]] = field(default_factory=dict)
+
+
+def find_sound(search: Search, plans: Sequence[Plan]) -> Sound:
+    """Test gradients of plans in this order, and repair those that fail with more regions in fp32.
 
     None is tested in vain, beside a sound one that is simpler and as fast.
     """
-    sound: list[Plan] = []
-    doubtful: list[Plan] = []
+    out, journal, parts = Sound(), search.journal, search.reference.parts
     for plan in plans:
         if plan == FP32:
-            sound.append(plan)
+            out.plans.append(plan)
             continue
-        known = numerics_of(plan) in search.findings
-        if not known and (rival := in_vain(contest, plan, sound)) is not None:
-            search.decide(plan, Fate("untried", f"not tested: {in_words(rival)} {AS_GOOD}"))
+        known = numerics_of(plan) in search.parity
+        if not known and (rival := in_vain(search.contest, plan, out.plans)) is not None:
+            journal.decide(plan, Fate("untried", f"not tested: {in_words(rival)} {AS_GOOD}"))
             continue
         left = search.reference.numerics.left()
         if left < VERIFYING + MICROBATCHES and not known:
             spent = "not tested: the passes for numerics were spent on plans that are faster or simpler"
-            search.decide(plan, Fate("untried", spent))
+            journal.decide(plan, Fate("untried", spent))
             continue
         found = search.find(plan)
         if found is not None and found.verdict == "pass":
-            sound.append(plan)
+            out.plans.append(plan)
             continue
-        search.refuse(plan, why := search.why(plan, found))
+        journal.refuse(plan, why := search.why(plan, found))
         if may_train(search, found):
-            doubtful.append(plan)
-        if plan.params != "fp32" or left < VERIFYING + FLOOR or sound:
+            out.doubtful.append(plan)
+        if plan.params != "fp32" or left < VERIFYING + FLOOR or out.plans:
             continue  # a sound plan that promises more is there already, or its like with fp32 parameters is repaired
-        repaired = search.repaired(plan, found)
-        kept = sum(part.pattern in search.kept for part in search.reference.parts)
-        if 2 * kept > len(search.reference.parts):
-            search.refuse(
-                plan, f"{why}; {kept} of {len(search.reference.parts)} regions would have to stay in fp32"
+        repair = search.repaired(plan, found)
+        kept = sum(part.pattern in repair.kept for part in parts)
+        share = low_share(search.reference, search.costs, repair.plan)
+        if 2 * kept > len(parts):
+            journal.refuse(plan, f"{why}; {kept} of {len(parts)} regions would have to stay in fp32")
+        elif share < BY_NAME:
+            nearly = (
+                f"after repair nearly everything runs in fp32 ({share:.0%} of the time in {plan.compute})"
             )
-            search.kept = {}
-        elif (share := low_share(search, repaired)) < BY_NAME:
-            search.refuse(
-                plan,
-                f"{why}; after repair nearly everything runs in fp32 ({share:.0%} of the time in {plan.compute})",
-            )
-            search.kept = {}
-        elif repaired in search.findings and search.findings[repaired].verdict == "pass":
-            sound.append(repaired)
-    return sound or [FP32], doubtful
+            journal.refuse(plan, f"{why}; {nearly}")
+        elif repair.plan in search.parity and search.parity[repair.plan].verdict == "pass":
+            out.plans.append(repair.plan)
+            out.kept[numerics_of(repair.plan)] = repair.kept
+    out.plans = out.plans or [FP32]
+    return out
 
 
-def may_train(search: SearchState, found: ParityResult | None) -> bool:
+def may_train(search: Search, found: ParityResult | None) -> bool:
     """Whether training runs may decide about a plan whose gradients did not pass."""
-    return search.settings.goal == "time" and found is not None and is_doubtful(found)
+    return search.context.settings.goal == "time" and found is not None and is_doubtful(found)
 
 
-def cleared(
-    search: SearchState, contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan]
-) -> list[Plan]:
+def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> list[Plan]:
     """Of the plans in doubt those whose numerics train like fp32; none is trained that a sound one is as fast as in the race."""
+    contest, journal = search.contest, search.journal
     each: dict[Plan, list[Plan]] = {}
     for plan in contest.order(doubtful):
         each.setdefault(numerics_of(plan), []).append(plan)
-    after_s = (1.0 - FINAL_SHARE) * search.settings.budget_s + (1 + STARTS) * (len(sound) + 3) * start_s(
-        contest
-    )
+    final_s = (1 + STARTS) * (len(sound) + 3) * start_s(contest)
+    after_s = (1.0 - FINAL_SHARE) * search.context.settings.budget_s + final_s
     out: list[Plan] = []
     for plans in each.values():
         rival = contest.order([*sound, *out])[0]
@@ -122,49 +131,49 @@ def cleared(
             more = ""
         elif found.verdict == "not worse":
             for plan in plans:
-                del search.fates[plan]
+                del journal.fates[plan]
             out += plans
             continue
         else:
             more = f", and in training {in_training(found)}"
         for plan in plans:
-            search.refuse(plan, search.fates[plan].reason + more)
+            journal.refuse(plan, journal.fates[plan].reason + more)
     return out
 
 
-def training_runs(search: SearchState, plan: Plan, after_s: float = 0.0) -> Verification | None:
+def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verification | None:
     """Pairs of training runs of a plan, as it raced, and fp32, once for its numerics; None where they cannot be.
 
     ``after_s`` is what has to be left of the budget after them.
     """
-    plan, numerics, settings, contest = as_raced(plan), numerics_of(plan), search.settings, search.contest
-    assert contest is not None
-    if numerics in search.trained:
-        return search.trained[numerics]
+    plan, numerics, contest, context = as_raced(plan), numerics_of(plan), search.contest, search.context
+    settings, ranks, journal = context.settings, context.ranks, context.journal
+    if numerics in search.training:
+        return search.training[numerics]
     share = TRAINING_SHARE if settings.compile == "never" else TRAINING_SHARE / 2.0
-    spent_s = sum(stage.time_s for stage in search.stages if stage.name == _TRAINING)
-    room_s = min(share * settings.budget_s - spent_s, search.left_s() - after_s)
+    spent_s = sum(stage.time_s for stage in journal.stages if stage.name == _TRAINING)
+    room_s = min(share * settings.budget_s - spent_s, context.left_s() - after_s)
     a_pair_s = sum(statistics.median(contest.entries[one].lap.seconds) for one in (FP32, plan))
     steps = affordable_steps(room_s, a_pair_s, settings.verify_seeds, settings.verify_steps)
     if not steps:
-        search.undecided.append(
+        journal.undecided.append(
             f"{in_words(plan)} is in doubt by its gradients, and there was no time to let training runs decide; a longer "
             "--budget would."
         )
         return None
     contest.make_room()
     try:
-        with search.stage(_TRAINING):
-            search.trained[numerics] = train_pairs(
-                search.workload, plan, search.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
-                ranks=search.ranks, until_hopeless=True,
-                on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
+        with journal.stage(_TRAINING):
+            search.training[numerics] = train_pairs(
+                context.workload, plan, context.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
+                ranks=ranks, until_hopeless=True,
+                on_progress=lambda done, total: journal.tell("pairs of training runs", done, total),
             )  # fmt: skip
     except Exception as error:
-        if search.ranks.size > 1 or not cannot_run(error):  # the others are in the midst of it
+        if ranks.size > 1 or not cannot_run(error):  # the others are in the midst of it
             raise
-        search.notes.append(
+        journal.notes.append(
             f"{in_words(plan)} is in doubt, and training runs could not decide: {unfit(error)}."
         )
         return None
-    return search.trained[numerics]
+    return search.training[numerics]

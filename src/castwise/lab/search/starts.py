@@ -9,9 +9,10 @@ from functools import partial
 from castwise.core.plans.plan import Plan
 from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, complexity, numerics_of
 from castwise.lab.search.contest import Contest
+from castwise.lab.search.context import Context
 from castwise.lab.search.decision import BEHIND, LEAST, ROUNDS, among, settle
 from castwise.lab.search.final import Final, Refused, nobody
-from castwise.lab.search.state import PEAKS_S, SearchState
+from castwise.lab.search.peaks import LEAST_S as PEAKS_S
 from castwise.lab.timing.apart import Timed, race_apart
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.processes import NotThereError, not_there
@@ -22,26 +23,28 @@ differ."""
 
 
 def race_final(
-    search: SearchState,
+    context: Context,
+    contest: Contest,
     eligible: Sequence[Plan],
     until: float,
     beside: Collection[Plan] = (),
+    as_given: Plan | None = None,
 ) -> Final:
     """Race plans to the decision.
 
     Args:
-        search: Whose workload, device and settings they have.
+        context: Of the search.
+        contest: In which they raced; its models are let go.
         eligible: The plans to choose among; fp32 is one too.
         until: Clock time after which no third start, or further one, is to end; the first begins in any case.
         beside: Of these, and of fp32, those that cannot be chosen.
+        as_given: The plan of a model that arrived low, which is shown beside them, as autocast is, where it raced.
 
     Raises:
         Exception: What fp32 raised here, or another plan, unless it says that the plan cannot run.
     """
-    contest, ranks = search.contest, search.ranks
-    assert contest is not None
-    runs = contest.entries
-    beside_all = [plan for plan in (AUTOCAST, search.as_given) if plan is not None and plan in runs]
+    ranks, journal, runs = context.ranks, context.journal, contest.entries
+    beside_all = [plan for plan in (AUTOCAST, as_given) if plan is not None and plan in runs]
     shows = [
         plan
         for plan in beside_all
@@ -53,7 +56,7 @@ def race_final(
     taken_s = 0.0
 
     def over() -> bool:
-        last = until if starts >= LEAST else search.start + OVERRUN * search.settings.budget_s
+        last = until if starts >= LEAST else context.until(OVERRUN)
         nothing = choice.issubset(final.failed)  # what is left cannot be chosen
         return starts > 0 and (ranks.now() + taken_s > last or nothing)
 
@@ -61,7 +64,7 @@ def race_final(
         for index, timed in found.items():
             if timed.error is not None:
                 if plans[index] == FP32:  # it has run here
-                    raise not_there(search.spec or search.workload, timed.error) from timed.error
+                    raise not_there(context.spec or context.workload, timed.error) from timed.error
                 if not cannot_run(timed.error):
                     raise timed.error
                 final.failed[plans[index]] = unfit(timed.error)
@@ -78,11 +81,11 @@ def race_final(
         what = (
             f"start {starts + 1}: {len(racing)} plan{'s' * (len(racing) > 1)}, each in a process of its own"
         )
-        search.say(search.now, what, 0, ROUNDS)
+        journal.tell(what, 0, ROUNDS)
         found = race_apart(
-            search.home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,
-            first=starts * ROUNDS, seed=search.settings.seed, until=begin + (until - begin) / share,
-            on_round=lambda done: search.say(search.now, what, done, ROUNDS), ranks=ranks,
+            context.home, payload, [plans[index] for index in racing], context.device, rounds=ROUNDS,
+            first=starts * ROUNDS, seed=context.settings.seed, until=begin + (until - begin) / share,
+            on_round=lambda done: journal.tell(what, done, ROUNDS), ranks=ranks,
         )  # fmt: skip
         starts += 1
         contest.steps += sum(len(timed.losses) for timed in found)
@@ -108,19 +111,19 @@ def race_final(
     def go_on(left: Collection[Plan], refused: Refused) -> None:
         nonlocal until
         if all(numerics_of(plan) == FP32 for plan in left):  # nothing is verified after this
-            until = max(until, search.start + search.settings.budget_s - PEAKS_S)
+            until = max(until, context.until(1.0) - PEAKS_S)
         try:
-            with search.stage("final"):
-                decide_by(partial(apart, search.payload()), over, left, refused)
+            with journal.stage("final"):
+                decide_by(partial(apart, context.payload()), over, left, refused)
         except NotThereError as error:
-            search.notes.append(f"The finalists were not started again: {error}.")
+            journal.notes.append(f"The finalists were not started again: {error}.")
 
     contest.close()
     try:
-        decide_by(partial(apart, search.payload()), over)
+        decide_by(partial(apart, context.payload()), over)
         final.go_on = go_on
     except NotThereError as error:
-        search.notes.append(f"The finalists were timed once, in one process: {error}.")
+        journal.notes.append(f"The finalists were timed once, in one process: {error}.")
         final.apart = False
         decide_by(lambda racing: _here(contest, [plans[i] for i in racing], racing, until), lambda: True)
     return final

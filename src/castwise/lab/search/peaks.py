@@ -1,0 +1,63 @@
+"""Peak memory of plans, each measured in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+from castwise.core.plans.plan import Plan
+from castwise.core.plans.words import in_words
+from castwise.errors import CastwiseError
+from castwise.lab.search.context import Context
+from castwise.lab.timing.memory import measure_memory
+
+LEAST_S = 10.0
+"""With less time left than this peak memory is not measured at all."""
+EACH_S = 8.0
+"""With less time left than this no further process is started that measures peak memory."""
+
+
+def measure_peaks(
+    context: Context,
+    peaks: dict[Plan, int],
+    plans: Sequence[Plan],
+    compiles_s: Mapping[Plan, float] = MappingProxyType({}),
+) -> Sequence[Plan]:
+    """Measure peak memory, in bytes, of plans that are not among the ``peaks``, and add it there.
+
+    Args:
+        context: Of the search.
+        peaks: Bytes by plan.
+        plans: What is to be measured.
+        compiles_s: How long those take to compile that are compiled.
+
+    Returns:
+        Those for which there was no time.
+    """
+    journal = context.journal
+
+    def measure(plan: Plan) -> int | None:
+        what, seed = context.spec or context.workload, context.settings.seed
+        return measure_memory(
+            what, plan, context.device, seed=seed, inference=False, home=context.home
+        ).training_peak_bytes
+
+    for number, plan in enumerate(plans):
+        if plan in peaks:
+            continue
+        if context.left_s() < EACH_S + compiles_s.get(plan, 0.0):
+            journal.undecided.append(
+                f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
+            )
+            return plans[number:]
+        journal.tell(in_words(plan), number, len(plans))
+        try:
+            here = context.ranks.at(f"the memory of {plan}")
+            peak = here.worst(partial(measure, plan), lambda found: found or 0)
+        except (CastwiseError, OSError) as error:
+            journal.notes.append(f"{in_words(plan)}: {error}")
+            continue
+        if peak is not None:
+            peaks[plan] = peak
+    return ()

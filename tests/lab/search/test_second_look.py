@@ -1,0 +1,96 @@
+"""The plan is looked at once more after some steps: weights that have trained differ from fresh ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from castwise import Plan, Workload
+from castwise.lab.search.axes import AUTOCAST, FP32
+from castwise.lab.search.context import Context, Settings
+from castwise.lab.search.evidence import Verification
+from castwise.lab.search.record import evidence
+from castwise.lab.search.reference import refer
+from castwise.lab.search.repair import NumericsSearch
+from castwise.lab.search.search import _second_look
+from castwise.lab.search.state import Choice, Search
+
+TRAINED = Verification(58, 8, 0.1, 0.2, 0.0106, 0.0005, "not worse")
+
+
+class Shifted(nn.Module):
+    """Exact in fp32 whatever the bias; a low output has no bits left for its inputs once the bias is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifted, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.shifted(x) - self.shifted.bias)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    bias: Tensor = model.shifted.bias  # type: ignore[union-attr, assignment]
+    return model(batch).square().mean() - 1e-3 * bias.mean()
+
+
+def batches(seed: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(32, 16, generator=generator)
+
+
+def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Moves the bias by thousands, by a gradient that is lost beside the others."""
+    weight, bias, *last = params
+    return torch.optim.SGD([{"params": [bias], "lr": 1e8}, {"params": [weight, *last]}], lr=1e-2)
+
+
+GROWS = Workload("grows", Shifted, optimizer, batches, loss)
+
+
+def looked(job: Workload = GROWS, chosen: Choice = Choice(AUTOCAST)) -> Search:
+    search = Search(Context(job, torch.device("cpu"), Settings(("fp32", "bf16"), warmup_steps=4)))
+    search.begun = refer(search.context)
+    search.choice = dataclasses.replace(chosen, verified=search.reference.numerics.find(chosen.plan))
+    assert search.choice.verified is not None
+    assert search.choice.verified.verdict == "pass"
+    _second_look(search)
+    return search
+
+
+def test_what_trained_weights_break_is_repaired_and_nothing_that_was_known_of_the_plan_before_stays() -> None:
+    search = looked(chosen=Choice(AUTOCAST, verification=TRAINED))
+    assert search.choice.plan == Plan.parse("bf16-mixed+regions.shifted=fp32")
+    assert search.choice.verified is not None
+    assert search.choice.verified.verdict == "pass"
+    assert set(search.choice.kept) == {"shifted"}
+    assert search.choice.verification is None  # those were runs of another plan
+    assert search.journal.refusal(AUTOCAST).startswith("after 4 steps: ")
+    assert "pass" in search.journal.notes[-1]
+
+
+def test_where_no_repair_passes_the_plan_is_fp32_and_another_plans_damage_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(NumericsSearch, "verify", NumericsSearch.find)
+    monkeypatch.setattr(
+        NumericsSearch, "repair", lambda _self, plan, *_args, **_options: type("R", (), {"plan": plan, "kept": {"shifted": "why"}})
+    )  # fmt: skip
+    search = looked()
+    assert search.choice == Choice()
+    assert FP32 not in search.parity
+    row = next(row for row in evidence(search).candidates if row.plan == "fp32")
+    assert row.parity is None
+    assert not any(region.reason for region in evidence(search).regions)
+
+
+def test_a_plan_that_passes_again_stays_with_all_that_is_known_of_it() -> None:
+    quiet = dataclasses.replace(GROWS, loss=lambda model, batch: model(batch).square().mean())
+    search = looked(quiet, Choice(AUTOCAST, verification=TRAINED))
+    assert (search.choice.plan, search.choice.verification) == (AUTOCAST, TRAINED)
+    assert not search.journal.fates
