@@ -11,8 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from castwise.bridges.scripts.lint import lint
-from castwise.bridges.scripts.lint.rules import RULES, findings
-from castwise.bridges.scripts.migrate.view import View
+from castwise.bridges.scripts.lint.rules import RULES, faults
 from castwise.commands.cli import app
 from castwise.errors import LintError
 from tests.soak import SOAKING, some
@@ -97,7 +96,7 @@ FAULTS: dict[str, tuple[str, str, int]] = {
 
 
 def said(text: str) -> list[tuple[str, int]]:
-    return [(one.rule, one.line) for one in findings(View(text))]
+    return [(one.rule, one.line) for one in faults(text, Path("train.py"))]
 
 
 @pytest.mark.parametrize("rule", FAULTS)
@@ -138,6 +137,13 @@ def test_the_right_loop_is_right() -> None:
         ),
         HEAD + "for epoch in range(3):\n    " + LOOP.replace("\n", "\n    "),
         HEAD + LOOP.replace("    scaler.update()\n", "    finish(scaler)\n"),
+        # arguments by place, and a step of something that is no optimizer
+        HEAD.replace('"cuda"', '"cuda" if torch.cuda.is_available() else "cpu"')
+        + LOOP.replace("torch.autocast(device, dtype=torch.float16)", "torch.cuda.amp.autocast(fp16)"),
+        HEAD
+        + "schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)\n"
+        + LOOP.split("    scaler.unscale_")[0]
+        + "    schedule.step()\n",
         # names that functions share
         "import torch\ndef serve():\n    model = torch.nn.Linear(2, 2).half()\n"
         "def train():\n    model = make()\n    optimizer = torch.optim.SGD(model.parameters())\n    optimizer.step()\n",

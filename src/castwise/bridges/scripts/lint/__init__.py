@@ -1,7 +1,7 @@
 """What is silently wrong with precision in a training script, found by reading it.
 
-``rules``: what is looked for. ``script``: what they see of a script. ``files``: which files, and the finding of each. Scripts are
-parsed as :mod:`castwise.bridges.scripts.migrate` parses them, and neither they nor torch are imported. A rule says something where the script
+``rules``: what is looked for. ``script``: what they see of a script. ``files``: the faults of each file. Scripts are
+read by :mod:`castwise.bridges.scripts.reading`, and neither they nor torch are imported. A rule says something where the script
 itself shows it; what may come from elsewhere (an argument, a configuration, another file) is taken to be right.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 
-from castwise.bridges.scripts.lint.result import Finding, Lint
-from castwise.bridges.scripts.migrate.library import check_libcst
+from castwise.bridges.scripts.lint.result import Fault, Lint
+from castwise.bridges.scripts.reading.library import check_libcst
 
-__all__ = ["Finding", "Lint", "lint"]
+__all__ = ["Fault", "Lint", "lint"]
 
 
 def lint(path: str | os.PathLike[str]) -> Lint:

@@ -6,10 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from castwise.bridges.scripts.lint.result import Finding, Lint
-from castwise.bridges.scripts.lint.rules import findings
-from castwise.bridges.scripts.migrate.files import decode, scripts_below
-from castwise.bridges.scripts.migrate.view import View
+from castwise.bridges.scripts.lint.result import Fault, Lint
+from castwise.bridges.scripts.lint.rules import faults
+from castwise.bridges.scripts.reading.files import decode, reason, scripts_below
 from castwise.errors import LintError
 
 _CONCERNS = re.compile(rb"autocast|GradScaler|\bhalf\b|b?float16")
@@ -26,16 +25,13 @@ def lint_files(path: str | os.PathLike[str]) -> Lint:
     if not given.exists():
         raise LintError(f"doctor --lint: there is no file or folder {str(given)!r}")
     files = scripts_below(given)[0] if given.is_dir() else [given]
-    found: list[Finding] = []
+    found: list[Fault] = []
     problems: list[tuple[Path, str]] = []
     for file in files:
         try:
             raw = file.read_bytes()
-            if not _CONCERNS.search(raw):
-                continue
-            view = View(decode(raw)[0])
+            if _CONCERNS.search(raw):
+                found += faults(decode(raw)[0], file)
         except (OSError, SyntaxError, ValueError, LookupError, RecursionError) as error:
-            problems.append((file, f"cannot be read: {' '.join(str(error).split()) or type(error).__name__}"))
-            continue
-        found += [Finding(file, line, rule, why, instead) for line, rule, why, instead in findings(view)]
+            problems.append((file, f"cannot be read: {reason(error) or type(error).__name__}"))
     return Lint(tuple(sorted(found)), len(files), tuple(problems))

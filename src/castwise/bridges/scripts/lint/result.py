@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Finding:
+class Fault:
     """Something that is silently wrong.
 
     Attributes:
@@ -39,7 +39,7 @@ class Lint:
         problems: Files that could not be read or parsed, each with why.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Fault, ...]
     looked_at: int
     problems: tuple[tuple[Path, str], ...] = ()
 

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
 
 import libcst as cst
 
+from castwise.bridges.scripts.lint.result import Fault
 from castwise.bridges.scripts.lint.script import Script
-from castwise.bridges.scripts.migrate.torch_loop import AUTOCAST
-from castwise.bridges.scripts.migrate.view import View, inside, root
+from castwise.bridges.scripts.reading.torch_amp import (
+    CASTS,
+    FORMATS,
+    asked_for_parameters,
+    format_of,
+    is_optimizer,
+)
+from castwise.bridges.scripts.reading.view import inside, root, text
 
-_CASTS = {"half": "fp16", "bfloat16": "bf16"}
 _CLIPS = re.compile(r"(^|\.)clip_grad_(norm|value)_?$")
 _LOOPS = (cst.For, cst.While)
 _KEEPS_MASTERS = re.compile(
@@ -28,67 +34,59 @@ _NO_TRAINING = re.compile(
 )
 
 
-class Said(NamedTuple):
-    """A finding without its file."""
+def faults(code: str, path: Path) -> list[Fault]:
+    """All that the rules say of a script, each line once a rule.
 
-    line: int
-    rule: str
-    why: str
-    instead: str
-
-
-def findings(view: View) -> list[Said]:
-    """All that the rules say of a script, each line once a rule."""
-    script = Script(view)
-    found = [said for rule in RULES for said in rule(script)]
-    return sorted(dict.fromkeys(found))
+    Raises:
+        SyntaxError: It cannot be parsed.
+    """
+    script = Script(code, path)
+    return sorted({fault for rule in RULES for fault in rule(script)})
 
 
-def fp16_on_a_cpu(script: Script) -> Iterator[Said]:
+def fp16_on_a_cpu(script: Script) -> Iterator[Fault]:
     """fp16 autocast for the CPU."""
     for call in script.autocasts:
-        if script.device(call) == "cpu" and script.autocast_dtype(call) == "fp16" and script.is_on(call):
-            yield Said(
-                script.line(call),
+        if call.device_type == "cpu" and call.format == "fp16" and call.is_on:
+            yield script.fault(
+                call.node,
                 "fp16-on-cpu",
                 "CPUs compute fp16 by converting to fp32 and back, and its small range remains: gradients below 6e-8 become zero",
                 'torch.autocast("cpu", dtype=torch.bfloat16); castwise doctor measures what this CPU makes of each format',
             )
 
 
-def device_that_is_not_there(script: Script) -> Iterator[Said]:
+def device_that_is_not_there(script: Script) -> Iterator[Fault]:
     """Autocast or a scaler for CUDA in a script that also runs without it."""
     falls_back = any(
         isinstance(node, (cst.IfExp, cst.If))
-        and "is_available" in script.view.code(node.test)
-        and re.search(r"""["']cpu["']""", script.view.code(node))
-        for node in script.view.nodes
+        and "is_available" in script.code(node.test)
+        and re.search(r"""["']cpu["']""", script.code(node))
+        for node in script.nodes
     )
     if not falls_back:
         return
     for call in (*script.autocasts, *script.scalers.values()):
-        around = [outer for outer in script.view.around(call) if isinstance(outer, (cst.If, cst.IfExp))]
-        chosen = any(re.search(r"cuda|device|gpu", script.view.code(outer.test)) for outer in around)
-        name = script.view.origin(call.func) or ""
-        if script.device(call) == "cuda" and not chosen and script.is_on(call):
-            what = "autocast" if name in AUTOCAST else "GradScaler"
-            yield Said(
-                script.line(call),
+        around = [outer for outer in script.around(call.node) if isinstance(outer, (cst.If, cst.IfExp))]
+        chosen = any(re.search(r"cuda|device|gpu", script.code(outer.test)) for outer in around)
+        if call.device_type == "cuda" and not chosen and call.is_on:
+            what = "autocast" if call.is_autocast else "GradScaler"
+            yield script.fault(
+                call.node,
                 "cuda-hard-coded",
                 f"where the script falls back to the CPU this {what} is for another device and does nothing: all runs in fp32",
                 f"torch.amp.{what}(device_type, ...) with the type of the device that was chosen: device_type = torch.device(device).type",
             )
 
 
-def scaler_with_bf16(script: Script) -> Iterator[Said]:
+def scaler_with_bf16(script: Script) -> Iterator[Fault]:
     """A loss scale where everything is bf16, whose range is fp32's."""
-    formats = {script.autocast_dtype(call) for call in script.autocasts}
-    if formats != {"bf16"}:
+    if {call.format for call in script.autocasts} != {"bf16"}:
         return
     for name, call in script.scalers.items():
-        if script.is_on(call) and script.methods(name, "scale"):
-            yield Said(
-                script.line(call),
+        if call.is_on and script.methods(name, "scale"):
+            yield script.fault(
+                call.node,
                 "scaler-with-bf16",
                 "bf16 has fp32's range, so a loss scale gains nothing; it costs a check of all gradients and, until a scale is "
                 "found, skipped steps",
@@ -96,26 +94,24 @@ def scaler_with_bf16(script: Script) -> Iterator[Said]:
             )
 
 
-def clipping_before_unscale(script: Script) -> Iterator[Said]:
+def clipping_before_unscale(script: Script) -> Iterator[Fault]:
     """Gradients clipped while the loss scale is in them."""
     for name, made in script.scalers.items():
-        if not script.is_on(made):
+        if not made.is_on:
             continue
         steps, scales = script.methods(name, "step"), script.methods(name, "scale")
         unscales = script.methods(name, "unscale_")
-        for clip in script.calls:
-            if not _CLIPS.search(script.view.code(clip.func)):
+        for clip, _ in script.calls:
+            if not _CLIPS.search(script.code(clip.func)):
                 continue
-            here, at = script.function(clip), script.view.position(clip)
-            before = [s for s in scales if script.function(s) == here and script.view.position(s) < at]
-            after = [s for s in steps if script.function(s) == here and script.view.position(s) > at]
-            freed = [u for u in unscales if script.function(u) == here and script.view.position(u) < at]
-            between = before and any(
-                script.view.position(u) > script.view.position(before[-1]) for u in freed
-            )
+            here, at = script.function(clip), script.position(clip)
+            before = [s for s in scales if script.function(s) == here and script.position(s) < at]
+            after = [s for s in steps if script.function(s) == here and script.position(s) > at]
+            freed = [u for u in unscales if script.function(u) == here and script.position(u) < at]
+            between = before and any(script.position(u) > script.position(before[-1]) for u in freed)
             if before and after and not between:
-                yield Said(
-                    script.line(clip),
+                yield script.fault(
+                    clip,
                     "clip-before-unscale",
                     f"gradients still hold the loss scale (65536 at first) here, so that nearly all are clipped, to {name}'s scale "
                     "times less than was meant",
@@ -123,44 +119,38 @@ def clipping_before_unscale(script: Script) -> Iterator[Said]:
                 )
 
 
-def scaler_never_updated(script: Script) -> Iterator[Said]:
+def scaler_never_updated(script: Script) -> Iterator[Fault]:
     """A scaler whose scale never moves."""
     for name, made in script.scalers.items():
         steps = script.methods(name, "step")
-        if (
-            steps
-            and script.is_on(made)
-            and not script.methods(name, "update")
-            and not _handed_on(script, name)
-        ):
-            yield Said(
-                script.line(steps[0]),
+        if steps and made.is_on and not script.methods(name, "update") and not _handed_on(script, name):
+            yield script.fault(
+                steps[0],
                 "scaler-not-updated",
                 f"{name}.update() is never called: the scale stays where it began, and once it is too large every step is skipped",
                 f"{name}.update() after {name}.step(optimizer)",
             )
 
 
-def step_on_scaled_gradients(script: Script) -> Iterator[Said]:
+def step_on_scaled_gradients(script: Script) -> Iterator[Fault]:
     """``optimizer.step()`` where ``scaler.step(optimizer)`` is meant."""
     for name, made in script.scalers.items():
         scales = script.methods(name, "scale")
         quiet = script.methods(name, "step") or script.methods(name, "unscale_") or _handed_on(script, name)
-        if not scales or quiet or not script.is_on(made):
+        if not scales or quiet or not made.is_on:
             continue
         optimizers = {
-            script.view.code(target.target)
-            for call, origin in script.named
-            if origin.startswith("torch.optim.")
-            and isinstance(assign := script.view.parent(call), cst.Assign)
-            for target in assign.targets
+            script.code(target)
+            for call, origin in script.calls
+            if is_optimizer(origin)
+            for target in script.targets(script.parent(call))
         }
         for optimizer in sorted(optimizers):
             for step in script.methods(optimizer, "step"):
                 if script.function(step) not in map(script.function, scales):
                     continue
-                yield Said(
-                    script.line(step),
+                yield script.fault(
+                    step,
                     "step-on-scaled-gradients",
                     f"the gradients come from {name}.scale(loss), so this update is too large by the scale, and infinities reach the "
                     "weights",
@@ -168,19 +158,19 @@ def step_on_scaled_gradients(script: Script) -> Iterator[Said]:
                 )
 
 
-def scaler_made_in_the_loop(script: Script) -> Iterator[Said]:
+def scaler_made_in_the_loop(script: Script) -> Iterator[Fault]:
     """A scaler that begins anew in every step."""
     for name, made in script.scalers.items():
-        for outer in script.view.around(made):
+        for outer in script.around(made.node):
             if isinstance(outer, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
                 break
-            steps = {id(call) for call in script.methods(name, "scale")}
-            if isinstance(outer, _LOOPS) and any(id(node) in steps for node in inside(outer)):
+            scales = set(script.methods(name, "scale"))
+            if isinstance(outer, _LOOPS) and not scales.isdisjoint(inside(outer)):
                 inner = [node for node in inside(outer.body) if isinstance(node, _LOOPS)]
-                if any(id(node) in steps for loop in inner for node in inside(loop)):
+                if any(not scales.isdisjoint(inside(loop)) for loop in inner):
                     break  # one for each epoch or run
-                yield Said(
-                    script.line(made),
+                yield script.fault(
+                    made.node,
                     "scaler-in-the-loop",
                     "it is made anew in every step and begins at 65536 each time: what it learns of the scale is thrown away",
                     f"{name} = torch.amp.GradScaler(...) once, before the loop",
@@ -188,18 +178,18 @@ def scaler_made_in_the_loop(script: Script) -> Iterator[Said]:
                 break
 
 
-def scaler_not_saved(script: Script) -> Iterator[Said]:
+def scaler_not_saved(script: Script) -> Iterator[Fault]:
     """Checkpoints of optimizers without the scaler's state."""
     for name, made in script.scalers.items():
-        if not script.is_on(made) or _handed_on(script, name) or not script.methods(name, "step"):
+        if not made.is_on or _handed_on(script, name) or not script.methods(name, "step"):
             continue
         if script.methods(name, "state_dict"):
             continue
-        for call, origin in script.named:
-            text = script.view.code(call)
-            if origin == "torch.save" and re.search(r"\boptim\w*(\.\w+)*\.state_dict\(\)", text):
-                yield Said(
-                    script.line(call),
+        for call, origin in script.calls:
+            saves = origin == "torch.save"
+            if saves and re.search(r"\boptim\w*(\.\w+)*\.state_dict\(\)", script.code(call)):
+                yield script.fault(
+                    call,
                     "scaler-not-saved",
                     f"the optimizer is saved and {name} is not: a resumed run begins at a scale of 65536 and skips steps until it "
                     "has found its scale again",
@@ -208,40 +198,23 @@ def scaler_not_saved(script: Script) -> Iterator[Said]:
                 break
 
 
-def low_weights_without_masters(script: Script) -> Iterator[Said]:
+def low_weights_without_masters(script: Script) -> Iterator[Fault]:
     """A model stored in bf16 or fp16 that an optimizer of torch updates as it is."""
-    text = script.view.module.code
-    if any(_KEEPS_MASTERS.search(line) for line in script.modules) or _NO_TRAINING.search(text):
+    if _KEEPS_MASTERS.search(script.imports) or _NO_TRAINING.search(script.text):
         return
-    low = {
-        (name, script.function(node)): (script.line(node), kind) for name, node, kind in _low_models(script)
-    }
-    for call, origin in script.named:
-        if not origin.startswith("torch.optim.") or origin.startswith((
-            "torch.optim.lr_scheduler",
-            "torch.optim.swa",
-        )):
+    low = {(name, script.function(node)): (node, kind) for name, node, kind in _low_models(script)}
+    for call, origin in script.calls:
+        if not is_optimizer(origin) or not call.args:
             continue
-        if not call.args:
+        steppers = [*map(script.code, script.targets(script.parent(call))), *script.scalers]
+        if not any(script.methods(each, "step") for each in steppers):
             continue
-        target = script.view.parent(call)
-        steps = (
-            any(script.methods(script.view.code(each.target), "step") for each in target.targets)
-            if isinstance(target, cst.Assign)
-            else False
-        )
-        for node in inside(call.args[0].value):
-            if not (isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute)):
+        for model in map(script.code, asked_for_parameters(call.args[0].value)):
+            at, kind = low.get((model, script.function(call)), (None, ""))
+            if at is None:
                 continue
-            if node.func.attr.value not in ("parameters", "named_parameters"):
-                continue
-            model = script.view.code(node.func.value)
-            known = low.get((model, script.function(call)))
-            if known is None or not (steps or any(script.methods(s, "step") for s in script.scalers)):
-                continue
-            at, kind = known
             eps = ", and Adam's eps of 1e-8 is zero in fp16" if kind == "fp16" and "Adam" in origin else ""
-            yield Said(
+            yield script.fault(
                 at,
                 "low-weights-without-masters",
                 f"{model!r} is stored in {kind} and trained as it is: updates below {'1/256' if kind == 'bf16' else '1/2048'} of a weight "
@@ -251,13 +224,13 @@ def low_weights_without_masters(script: Script) -> Iterator[Said]:
             )
 
 
-def loss_in_fp16(script: Script) -> Iterator[Said]:
+def loss_in_fp16(script: Script) -> Iterator[Fault]:
     """A loss of the outputs of a model that was made fp16."""
     low = {(name, script.function(node)) for name, node, kind in _low_models(script) if kind == "fp16"}
-    if not low or script.autocasts or any(_KEEPS_MASTERS.search(line) for line in script.modules):
+    if not low or script.autocasts or _KEEPS_MASTERS.search(script.imports):
         return
-    for call, origin in script.named:
-        name = script.view.code(call.func)
+    for call, origin in script.calls:
+        name = script.code(call.func)
         is_loss = re.match(
             r"torch\.nn\.functional\.(cross_entropy|nll_loss|mse_loss|kl_div|binary_cross_entropy\w*|l1_loss|smooth_l1_loss)$",
             origin,
@@ -267,41 +240,35 @@ def loss_in_fp16(script: Script) -> Iterator[Said]:
         if (
             is_loss
             and isinstance(first, cst.Call)
-            and (script.view.code(first.func), script.function(call)) in low
+            and (script.code(first.func), script.function(call)) in low
         ):
-            yield Said(
-                script.line(call),
+            yield script.fault(
+                call,
                 "loss-in-fp16",
                 "outputs are fp16, and so the loss is computed in fp16: its sums overflow above 65504, and its small terms become zero",
-                f"{name}({script.view.code(first)}.float(), ...)",
+                f"{name}({script.code(first)}.float(), ...)",
             )
 
 
 def _low_models(script: Script) -> Iterator[tuple[str, cst.Call, str]]:
     """Variables that hold modules whose weights are made low: name, place and format. One that is made fp32 again is none."""
-    text = script.view.module.code
-    optimized = {
-        script.view.code(node.func.value)
-        for node in script.calls
-        if isinstance(node.func, cst.Attribute) and node.func.attr.value in ("parameters", "named_parameters")
-    }
+    optimized = {script.code(model) for model in asked_for_parameters(script.module)}
     for name in sorted(optimized):
         if re.search(
-            rf"\b{re.escape(name)}\.float\(\)|\b{re.escape(name)}\.to\(\s*(dtype\s*=\s*)?torch\.float32", text
+            rf"\b{re.escape(name)}\.float\(\)|\b{re.escape(name)}\.to\(\s*(dtype\s*=\s*)?torch\.float32",
+            script.text,
         ):
             continue
-        for node in script.calls:
+        for node, _ in script.calls:
             if not _is_unconditional(script, node):
                 continue
             kind = _made_low(script, node)
             if kind is None:
                 continue
-            target = script.view.parent(node)
-            assigned = isinstance(target, cst.Assign) and any(
-                script.view.code(each.target) == name for each in target.targets
-            )
-            of = isinstance(node.func, cst.Attribute) and script.view.code(node.func.value) == name
-            if assigned or (of and isinstance(target, cst.Expr)):
+            user = script.parent(node)
+            assigned = name in map(script.code, script.targets(user))
+            of = isinstance(node.func, cst.Attribute) and script.code(node.func.value) == name
+            if assigned or (of and isinstance(user, cst.Expr)):
                 yield name, node, kind
 
 
@@ -310,35 +277,30 @@ def _made_low(script: Script, call: cst.Call) -> str | None:
     if not isinstance(call.func, cst.Attribute):
         return None
     method = call.func.attr.value
-    if method in _CASTS and not call.args:
-        return _CASTS[method]
-    if method == "to":
-        given = [
-            script.dtype(each.value)
-            for each in call.args
-            if each.keyword is None or each.keyword.value == "dtype"
-        ]
-        return next((kind for kind in given if kind is not None), None)
-    if method == "from_pretrained":
-        return script.dtype(script.argument(call, "torch_dtype")) or script.dtype(
-            script.argument(call, "dtype")
-        )
+    if method in CASTS and not call.args:
+        return CASTS[method]
+    named = {each.keyword.value: each.value for each in call.args if each.keyword is not None}
+    if method in ("to", "from_pretrained"):
+        given = [each.value for each in call.args if each.keyword is None] if method == "to" else []
+        given += [named[name] for name in ("torch_dtype", "dtype") if name in named]
+        formats = (format_of(script, each) or FORMATS.get(f"torch.{text(each)}") for each in given)
+        return next(filter(None, formats), None)
     if method in ("cuda", "train", "eval", "to_empty", "compile") and isinstance(call.func.value, cst.Call):
         return _made_low(script, call.func.value)
     return None
 
 
 def _is_unconditional(script: Script, node: cst.CSTNode) -> bool:
-    return not any(isinstance(outer, (cst.If, cst.IfExp, cst.Try)) for outer in script.view.around(node))
+    return not any(isinstance(outer, (cst.If, cst.IfExp, cst.Try)) for outer in script.around(node))
 
 
 def _handed_on(script: Script, name: str) -> bool:
     """Whether other code may do something with a scaler: it is given to a function, returned, or kept elsewhere."""
     if name.startswith("self."):
         return True
-    for node in script.view.nodes:
+    for node in script.nodes:
         if isinstance(node, cst.Name) and node.value == name and root(node) is node:
-            user = script.view.parent(node)
+            user = script.parent(node)
             if isinstance(user, (cst.Arg, cst.Return, cst.DictElement, cst.Element)) or (
                 isinstance(user, cst.Assign) and user.value is node
             ):

@@ -1,7 +1,7 @@
 """Move scripts that use Apex amp, Colossal-AI AMP or torch.amp to castwise.
 
-``files``: which files, and how they are read and written. ``program``: which of them belong together, and whose imports
-stay in them. ``view``: a script as a tree, and what its names mean. ``edits``: changes collected and applied at once.
+``files``: which files, and how they are written; :mod:`castwise.bridges.scripts.reading` reads them. ``program``: which of them
+belong together, and whose imports stay in them. ``edits``: changes collected and applied at once.
 ``dropins``: imports of Apex and Colossal-AI come to name castwise's drop-ins, which run the script as it is; ``served``:
 what these have. ``torch_session``: what a script shows of torch's scaler, with its models and optimizers
 (``torch_objects``) and the order of its steps (``torch_loop``); ``torch_write``: a session of castwise in their place.
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 
-from castwise.bridges.scripts.migrate.library import check_libcst
 from castwise.bridges.scripts.migrate.result import FileResult, Finding, Migration
+from castwise.bridges.scripts.reading.library import check_libcst
 
 __all__ = ["FileResult", "Finding", "Migration", "migrate"]
 

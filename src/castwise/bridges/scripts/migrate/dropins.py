@@ -22,7 +22,7 @@ from castwise.bridges.scripts.migrate.served import (
     row,
     serves,
 )
-from castwise.bridges.scripts.migrate.view import View, root
+from castwise.bridges.scripts.reading.view import View, root
 
 _PAGES = {"apex": "docs/compat.md#apex", "colossalai": "docs/compat.md#colossal-ai"}
 _KERNELS = re.compile(

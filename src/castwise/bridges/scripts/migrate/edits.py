@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 
 from castwise.bridges.scripts.migrate.result import Finding, Kind
-from castwise.bridges.scripts.migrate.view import View
+from castwise.bridges.scripts.reading.view import View
 
 Change = Callable[[Any], Any]
 

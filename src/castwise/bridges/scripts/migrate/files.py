@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
 import re
 import stat
 import tempfile
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,11 +15,11 @@ from pathlib import Path
 from castwise.bridges.scripts.migrate.program import Script, Stay, loaded, look, staying
 from castwise.bridges.scripts.migrate.result import FileResult, Finding, Migration
 from castwise.bridges.scripts.migrate.rewriting import rewrite
+from castwise.bridges.scripts.reading.files import decode, reason, scripts_below
 from castwise.errors import MigrateError
 
 _CONCERNS = re.compile(rb"\bapex\b|colossalai|autocast|GradScaler|custom_fwd|custom_bwd")
 """What a file must hold to be parsed at all: one of Python 2 beside the scripts is none of our business."""
-_PASSED_OVER = {"__pycache__", "node_modules", "site-packages"}
 
 
 def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
@@ -45,7 +43,7 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
             if not given.is_dir() or _CONCERNS.search(raws[file]):
                 texts[file] = decode(raws[file])
         except (OSError, SyntaxError, ValueError, LookupError) as error:  # codecs raise what they like
-            results.append(FileResult(file, problem=f"cannot be read: {_reason(error)}"))
+            results.append(FileResult(file, problem=f"cannot be read: {reason(error)}"))
     root = given if given.is_dir() else _root(given)
     others = {} if given.is_dir() else _others(given, root)
     scripts = {file: look(raw) for file, raw in {**raws, **others}.items()} if texts else {}
@@ -112,30 +110,8 @@ def _one(file: Path, text: str, exported: frozenset[str], stays: Mapping[str, St
     except RecursionError:
         return FileResult(file, text, text, problem="is nested too deep to be looked at")
     except SyntaxError as error:
-        return FileResult(file, text, text, problem=f"is not Python that can be parsed: {_reason(error)}")
+        return FileResult(file, text, text, problem=f"is not Python that can be parsed: {reason(error)}")
     return FileResult(file, text, after, tuple(findings))
-
-
-def scripts_below(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Scripts below a folder in the order of their paths, and symbolic links to scripts."""
-    scripts: list[Path] = []
-    links: list[Path] = []
-    for here, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not _is_passed_over(Path(here, name)))
-        for name in sorted(files):
-            file = Path(here, name)
-            if file.suffix == ".py":
-                (links if file.is_symlink() else scripts).append(file)
-    return scripts, links
-
-
-def _is_passed_over(folder: Path) -> bool:
-    return (
-        folder.name.startswith(".")
-        or folder.name in _PASSED_OVER
-        or folder.is_symlink()
-        or (folder / "pyvenv.cfg").exists()
-    )
 
 
 def _link(link: Path) -> FileResult:
@@ -143,14 +119,6 @@ def _link(link: Path) -> FileResult:
         f"a symbolic link to {os.readlink(link)}, which was not followed; name that file to have it migrated"
     )
     return FileResult(link, findings=(Finding(1, "left", where),))
-
-
-def decode(raw: bytes) -> tuple[str, str]:
-    """The text, newlines as they are, and the encoding that the file declares."""
-    if b"\0" in raw:
-        raise SyntaxError("it holds null bytes, as binary files do")
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-    return raw.decode(encoding), encoding
 
 
 def _write(
@@ -165,7 +133,7 @@ def _write(
             texts[result.path] = result.after.encode(encodings[result.path])
             _check_writable(result.path.resolve(), raws[result.path])
         except (OSError, UnicodeEncodeError) as error:
-            problems[result.path] = f"was not written: {_reason(error)}"
+            problems[result.path] = f"was not written: {reason(error)}"
     if problems:
         barred = ", ".join(str(path) for path in problems)
         others = dict.fromkeys(texts, f"was not written, since {barred} cannot be")
@@ -202,7 +170,7 @@ def _put(texts: Mapping[Path, bytes], raws: Mapping[Path, bytes]) -> dict[Path, 
             else f"was not written, since {path} cannot be"
             for other in texts
         }
-        return {**others, path: f"was not written: {_reason(error)}"}
+        return {**others, path: f"was not written: {reason(error)}"}
     finally:
         for name in staged.values():
             with contextlib.suppress(OSError):
@@ -245,11 +213,3 @@ def _stage(path: Path, text: bytes) -> str:
             os.unlink(name)
         raise
     return name
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnicodeError):
-        return f"its text is not {error.encoding}" if hasattr(error, "encoding") else str(error)
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return " ".join(str(error).split())

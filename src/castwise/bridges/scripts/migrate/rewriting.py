@@ -12,7 +12,7 @@ from castwise.bridges.scripts.migrate.edits import Edits
 from castwise.bridges.scripts.migrate.program import Stay
 from castwise.bridges.scripts.migrate.result import Finding
 from castwise.bridges.scripts.migrate.torch_write import rewrite_session
-from castwise.bridges.scripts.migrate.view import View
+from castwise.bridges.scripts.reading.view import View
 
 
 def rewrite(

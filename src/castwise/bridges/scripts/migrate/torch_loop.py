@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
 import libcst as cst
 
-from castwise.bridges.scripts.migrate.view import Undecided, View, inside
+from castwise.bridges.scripts.reading.torch_amp import PARAMETERS
+from castwise.bridges.scripts.reading.view import View, inside
 
-
-def _names(what: str, module: str) -> Mapping[str, str | None]:
-    """The dotted names of something of torch.amp, with the device that each is for; None where an argument says so."""
-    homes = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu", "torch.amp": None}
-    names = {f"{home}.{name}": at for home, at in homes.items() for name in (what, f"{module}.{what}")}
-    return {**names, f"torch.{what}": None}
-
-
-AUTOCAST = _names("autocast", "autocast_mode")
-SCALER = _names("GradScaler", "grad_scaler")
 _JUMPS = (cst.Continue, cst.Break, cst.Return, cst.Raise)
 _ON_GRADIENTS = re.compile(r"clip|grad(ient)?s|grad_norm")
 """Matches names of functions that work on gradients, or on parameters for the sake of their gradients."""
+
+
+class Undecided(Exception):
+    """Why a rewrite is not certain, and where.
+
+    Attributes:
+        node: The place.
+        reason: A clause.
+    """
+
+    def __init__(self, node: cst.CSTNode, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +118,13 @@ def _takes_gradients(view: View, node: cst.CSTNode, *, narrow: bool) -> bool:
         outer = view.parent(node)
         return node.attr.value == "grad" and not (isinstance(outer, cst.Call) and outer.func is node)
     assert isinstance(node, cst.Call)
-    name = view.code(node.func).rpartition(".")[2]
-    return bool(_ON_GRADIENTS.search(name)) or (not narrow and name in ("parameters", "named_parameters"))
+    name = view.called(node)
+    return bool(_ON_GRADIENTS.search(name)) or (not narrow and name in PARAMETERS)
 
 
 def _by_function(view: View, events: Iterable[Event]) -> Iterable[list[Event]]:
     """The events of each function, in the order of lines."""
-    functions: dict[int, list[Event]] = {}
+    functions: dict[cst.CSTNode, list[Event]] = {}
     for event in sorted(events, key=lambda event: view.position(event.node)):
-        functions.setdefault(id(view.function(event.node)), []).append(event)
+        functions.setdefault(view.function(event.node), []).append(event)
     return functions.values()

@@ -10,8 +10,15 @@ from collections.abc import Container, Sequence
 import libcst as cst
 from libcst import metadata as meta
 
-from castwise.bridges.scripts.migrate.torch_loop import AUTOCAST
-from castwise.bridges.scripts.migrate.view import Suite, Undecided, View, inside, root
+from castwise.bridges.scripts.migrate.torch_loop import Undecided
+from castwise.bridges.scripts.reading.torch_amp import (
+    AUTOCAST,
+    CASTS,
+    FORMATS,
+    asked_for_parameters,
+    is_optimizer,
+)
+from castwise.bridges.scripts.reading.view import Suite, View, inside, root
 
 _WRAPPER = re.compile(
     r"DataParallel|^DDP$|^DP$|^FSDP$|fully_shard|compile$|parallelize|Engine|^(script|trace)$"
@@ -24,7 +31,6 @@ _HARMLESS = {
 _GIVES_ITSELF = {"train", "eval", "requires_grad_"}
 _HOLDS_ITSELF = {"modules", "named_modules"}
 _LOOPS = (cst.For, cst.While, cst.BaseComp)
-_LOW = {"torch.float16", "torch.half", "torch.bfloat16"}
 _LAZY = re.compile(r"torch\.nn\.(modules\.\w+\.)?Lazy\w+")
 _NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode"}
 
@@ -77,16 +83,12 @@ def models_of(view: View, optimizer: Thing) -> list[cst.Name]:
         raise Undecided(item.node, f"how {optimizer.name!r} is made cannot be seen")
     first = value.args[0].value
     if any(
-        isinstance(node, cst.Call) and (view.origin(node.func) or "").startswith("torch.optim.")
-        for node in inside(first)
+        isinstance(node, cst.Call) and is_optimizer(view.origin(node.func) or "") for node in inside(first)
     ):
         raise Undecided(item.node, f"{optimizer.name!r} is made around another optimizer")
     names: dict[str, cst.Name] = {}
-    for node in inside(first):
-        if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-            name = root(node.func.value)
-            if node.func.attr.value in ("parameters", "named_parameters") and name is not None:
-                names.setdefault(name.value, name)
+    for name in filter(None, map(root, asked_for_parameters(first))):
+        names.setdefault(name.value, name)
     if not names:
         raise Undecided(item.node, f"which model {optimizer.name!r} updates cannot be seen")
     return list(names.values())
@@ -110,14 +112,9 @@ def _taken(view: View, optimizer: Thing, *, whole: bool) -> list[str]:
     """The modules that an optimizer takes parameters of; ``whole``: all of them, through no condition."""
     value = view.assigned_value(optimizer.assignments[0])
     first = value.args[0].value if isinstance(value, cst.Call) and value.args else cst.Tuple([])
-    asked = [node.func for node in inside(first) if isinstance(node, cst.Call)]
     if whole and any(isinstance(node, (cst.BaseComp, cst.Lambda)) for node in inside(first)):
         return []
-    return [
-        view.code(name.value)
-        for name in asked
-        if isinstance(name, cst.Attribute) and name.attr.value in ("parameters", "named_parameters")
-    ]
+    return [view.code(module) for module in asked_for_parameters(first)]
 
 
 def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], suite: Suite | None) -> None:
@@ -161,7 +158,7 @@ def wraps(view: View, value: cst.BaseExpression) -> bool:
         for node in inside(function)
         if isinstance(node, cst.Call)
     ]
-    return any(_WRAPPER.search(view.code(call.func).rpartition(".")[2]) for call in calls)
+    return any(_WRAPPER.search(view.called(call)) for call in calls)
 
 
 def _bindings(view: View, called: cst.BaseExpression) -> list[meta.Assignment]:
@@ -241,11 +238,11 @@ def check_weights(view: View, model: Thing, until: tuple[int, int]) -> None:
     for node in (inner for place in (*values, *map(view.small, uses)) for inner in inside(place)):
         outer = view.parent(node)
         is_called = isinstance(outer, cst.Call) and outer.func is node
-        if is_called and isinstance(node, cst.Attribute) and node.attr.value in ("half", "bfloat16"):
+        is_cast = is_called and isinstance(node, cst.Attribute) and node.attr.value in CASTS
+        origin = (view.origin(node) if isinstance(node, (cst.Name, cst.Attribute)) else None) or ""
+        if is_cast or origin in FORMATS:
             raise Undecided(node, f"weights of {model.name!r} are stored in low precision")
-        if isinstance(node, (cst.Name, cst.Attribute)) and view.origin(node) in _LOW:
-            raise Undecided(node, f"weights of {model.name!r} are stored in low precision")
-        if isinstance(node, (cst.Name, cst.Attribute)) and _LAZY.fullmatch(view.origin(node) or ""):
+        if _LAZY.fullmatch(origin):
             raise Undecided(node, f"weights of {model.name!r} have no shape before the model runs")
 
 
@@ -276,8 +273,7 @@ def run_once(
 
 def _name_of(view: View, node: cst.CSTNode) -> str:
     """What the value of a statement is called that a node is in."""
-    small = view.small(node)
-    targets = [each.target for each in small.targets] if isinstance(small, cst.Assign) else []
+    targets = view.targets(view.small(node))
     return view.code(targets[0]) if len(targets) == 1 and isinstance(targets[0], cst.Name) else ""
 
 

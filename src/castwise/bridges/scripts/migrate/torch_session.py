@@ -10,13 +10,7 @@ import re
 
 import libcst as cst
 
-from castwise.bridges.scripts.migrate.torch_loop import (
-    AUTOCAST,
-    SCALER,
-    Event,
-    check_gradients,
-    check_windows,
-)
+from castwise.bridges.scripts.migrate.torch_loop import Event, Undecided, check_gradients, check_windows
 from castwise.bridges.scripts.migrate.torch_objects import (
     Thing,
     autocasts,
@@ -32,7 +26,8 @@ from castwise.bridges.scripts.migrate.torch_objects import (
     thing,
     wraps,
 )
-from castwise.bridges.scripts.migrate.view import Undecided, View
+from castwise.bridges.scripts.reading.torch_amp import AUTOCAST, AmpCall, amp_calls
+from castwise.bridges.scripts.reading.view import View
 
 _SCALE_FIELDS = {
     "init_scale": "init",
@@ -42,7 +37,6 @@ _SCALE_FIELDS = {
 }
 _FLOOR = 2.0**-14
 _BACKWARD = {"retain_graph", "create_graph", "inputs"}
-_FP16 = {"torch.float16", "torch.half"}
 _UNSEEN = re.compile(r"\bset_autocast_|(?<![.\w])(?<!def )(?:(?:exec|eval)\(|(?:globals|locals|vars)\(\s*\))")
 """Code that reaches variables by their names as text, or gives autocast another format."""
 
@@ -50,9 +44,10 @@ _UNSEEN = re.compile(r"\bset_autocast_|(?<![.\w])(?<!def )(?:(?:exec|eval)\(|(?:
 class Session:
     """What a script shows about its scaler, models and optimizers."""
 
-    def __init__(self, view: View, made: cst.Call) -> None:
+    def __init__(self, view: View, scaler: AmpCall) -> None:
         self.view = view
-        self.made = made
+        self.arguments = scaler
+        self.made = scaler.node
         self.events: list[Event] = []
         self.states: list[cst.Name] = []
         self.optimizers: dict[str, Thing] = {}
@@ -116,8 +111,8 @@ class Session:
         return line
 
     def _look_at_scaler(self) -> None:
-        view, assign, line = self.view, self.view.parent(self.made), self.view.statement(self.made)
-        targets = [each.target for each in assign.targets] if isinstance(assign, cst.Assign) else []
+        view, line = self.view, self.view.statement(self.made)
+        targets = view.targets(view.parent(self.made))
         if (
             not isinstance(line, cst.SimpleStatementLine)
             or len(line.body) != 1
@@ -136,20 +131,17 @@ class Session:
             raise Undecided(
                 self.scaler.assignments[1].node, f"{self.scaler.name!r} is assigned more than once"
             )
-        origin = view.origin(self.made.func)
-        assert origin is not None
-        device = SCALER[origin]
-        order = ["init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"]
-        if device is None:
-            order.insert(0, "device")
-        given = _by_name(self.made, order)
-        where = given.pop("device", None)
-        if where is not None and not view.is_fixed(where):
+        if self.arguments.unseen:
+            raise Undecided(self.made, self.arguments.unseen)
+        where = self.arguments.device
+        if isinstance(where, cst.BaseExpression) and not view.is_fixed(where):
             raise Undecided(where, "the device may be another one later")
-        self.device = f'"{device or "cuda"}"' if where is None else view.code(where).replace("'", '"')
-        self.enabled = _condition(view, given.pop("enabled", None))
+        self.device = _device(self.arguments)
+        self.enabled = _condition(self.arguments)
         items = []
-        for name, value in given.items():
+        for name, value in self.arguments.given.items():
+            if name not in _SCALE_FIELDS:
+                continue
             number = view.number(value)
             if number is None:
                 raise Undecided(value, f"{name} is not a number written out")
@@ -224,10 +216,11 @@ class Session:
                 if self.enabled is None or not called:
                     what = "stepped without the scaler" if called else "given another step()"
                     raise Undecided(name, f"{name.value!r} is {what} here")
-        own = {id(event.node) for event in self.events}
-        for call in (node for node in view.nodes if isinstance(node, cst.Call) and id(node) not in own):
+        own = {event.node for event in self.events}
+        for call, _ in view.calls:
             if (
                 self.enabled is None
+                and call not in own
                 and isinstance(call.func, cst.Attribute)
                 and call.func.attr.value == "backward"
                 and view.is_within(view.scope(call), self.scaler.scope)
@@ -236,13 +229,13 @@ class Session:
 
     def _find_regions(self) -> None:
         view = self.view
-        for call in (node for node in view.nodes if isinstance(node, cst.Call)):
+        for each in amp_calls(view, AUTOCAST):
+            call = each.node
             if (
-                view.origin(call.func) in AUTOCAST
-                and isinstance(view.parent(call), cst.WithItem)
+                isinstance(view.parent(call), cst.WithItem)
                 and view.is_within(view.scope(call), self.scaler.scope)
                 and not self._is_in_class(call)
-                and self._is_own(call)
+                and self._is_own(each)
             ):
                 if not self._is_after(call, frozenset()):
                     raise Undecided(call, "this autocast may be entered before the session would be there")
@@ -273,26 +266,14 @@ class Session:
         calls = [access.node for item in scope[function.name.value] for access in item.references]
         return bool(calls) and all(self._is_after(call, seen | {function}) for call in calls)
 
-    def _is_own(self, call: cst.Call) -> bool:
+    def _is_own(self, call: AmpCall) -> bool:
         """Whether an autocast is what the session's plan does: fp16 on the scaler's device, on and off as the scaler."""
-        origin = self.view.origin(call.func)
-        assert origin is not None
-        device = AUTOCAST[origin]
-        order = (
-            ["enabled", "dtype", "cache_enabled"]
-            if device
-            else ["device_type", "dtype", "enabled", "cache_enabled"]
-        )
         try:
-            given = _by_name(call, order)
-            enabled = _condition(self.view, given.get("enabled"))
+            enabled = _condition(call)
         except Undecided:
             return False
-        where = given.get("device_type")
-        at = f'"{device}"' if where is None else self.view.code(where).replace("'", '"')
-        dtype = given.get("dtype")
-        fp16 = at == '"cuda"' if dtype is None else self.view.origin(dtype) in _FP16
-        return fp16 and at == self.device and enabled == self.enabled and "cache_enabled" not in given
+        is_plain = not call.unseen and "cache_enabled" not in call.given
+        return is_plain and call.format == "fp16" and _device(call) == self.device and enabled == self.enabled
 
     def _look_at_model(self, model: Thing) -> None:
         view = self.view
@@ -358,20 +339,15 @@ class Session:
         return found
 
 
-def _by_name(call: cst.Call, order: list[str]) -> dict[str, cst.BaseExpression]:
-    """Arguments of a call by their names."""
-    out = {}
-    for number, argument in enumerate(call.args):
-        if argument.star or (argument.keyword is None and number >= len(order)):
-            raise Undecided(call, "its arguments cannot be seen")
-        out[argument.keyword.value if argument.keyword else order[number]] = argument.value
-    if set(out) - set(order):
-        raise Undecided(call, "it has an argument that torch's does not have")
-    return out
+def _device(call: AmpCall) -> str:
+    """The device type as code."""
+    at = call.device
+    return call.view.code(at).replace("'", '"') if isinstance(at, cst.BaseExpression) else f'"{at or "cuda"}"'
 
 
-def _condition(view: View, value: cst.BaseExpression | None) -> str | None:
+def _condition(call: AmpCall) -> str | None:
     """What ``enabled=`` depends on; None for nothing."""
+    view, value = call.view, call.given.get("enabled")
     if value is None or view.code(value) == "True":
         return None
     if not isinstance(value, (cst.Name, cst.Attribute)) or view.code(value) == "False":

@@ -6,9 +6,10 @@ import libcst as cst
 from libcst import metadata as meta
 
 from castwise.bridges.scripts.migrate.edits import Edits, statement
-from castwise.bridges.scripts.migrate.torch_loop import AUTOCAST, SCALER, Event
+from castwise.bridges.scripts.migrate.torch_loop import Event, Undecided
 from castwise.bridges.scripts.migrate.torch_session import Session
-from castwise.bridges.scripts.migrate.view import Undecided, View, root
+from castwise.bridges.scripts.reading.torch_amp import AUTOCAST, SCALER, amp_calls
+from castwise.bridges.scripts.reading.view import View, root
 
 _MODULES = {"torch.amp", "torch.cpu.amp", "torch.cuda.amp"}
 
@@ -23,13 +24,13 @@ def rewrite_session(edits: Edits, exported: frozenset[str]) -> None:
     if not found:
         return
     try:
-        made = [call for node in found if (call := _scaler_call(view, node)) is not None]
+        made = amp_calls(view, SCALER)
         if not made:
             raise Undecided(found[0], "no GradScaler is made here, so this script does not show the loop")
         if len(made) > 1:
-            raise Undecided(made[1], "there is more than one scaler")
+            raise Undecided(made[1].node, "there is more than one scaler")
         if edits.findings:  # of Apex or Colossal-AI
-            raise Undecided(made[0], "the script uses another kind of mixed precision too")
+            raise Undecided(made[0].node, "the script uses another kind of mixed precision too")
         session = Session(view, made[0])
         session.look(exported)
     except Undecided as why:
@@ -44,11 +45,6 @@ def _is_use(view: View, node: cst.CSTNode) -> bool:
         return node.module is not None and view.code(node.module) in _MODULES
     names = view.origins(node) if isinstance(node, (cst.Name, cst.Attribute)) else ()
     return any(name in AUTOCAST or name in SCALER for name in names)
-
-
-def _scaler_call(view: View, node: cst.CSTNode) -> cst.Call | None:
-    call = view.parent(node)
-    return call if view.origin(node) in SCALER and isinstance(call, cst.Call) and call.func is node else None
 
 
 class _Writer:

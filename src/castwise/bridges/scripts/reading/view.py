@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,20 +14,6 @@ from libcst import metadata as meta
 Suite = cst.IndentedBlock | cst.Module
 
 
-class Undecided(Exception):
-    """Why a rewrite is not certain, and where.
-
-    Attributes:
-        node: The place.
-        reason: A clause.
-    """
-
-    def __init__(self, node: cst.CSTNode, reason: str) -> None:
-        super().__init__(reason)
-        self.node = node
-        self.reason = reason
-
-
 class View:
     """Questions about a parsed script.
 
@@ -34,10 +21,10 @@ class View:
         SyntaxError: It cannot be parsed.
     """
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, code: str) -> None:
+        self.text = code
         try:
-            tree = cst.parse_module(text)
+            tree = cst.parse_module(code)
         except cst.ParserSyntaxError as error:
             raise SyntaxError(f"line {error.raw_line}: {error.message}") from None
         wrapper = meta.MetadataWrapper(tree, unsafe_skip_copy=True)
@@ -61,8 +48,14 @@ class View:
         self.strings = {
             value
             for node in self.nodes
-            if isinstance(node, cst.SimpleString) and isinstance(value := node.evaluated_value, str)
+            if isinstance(node, cst.SimpleString) and (value := text(node)) is not None
         }
+
+    @functools.cached_property
+    def calls(self) -> list[tuple[cst.Call, str]]:
+        """All calls, each with what is called by the script's imports; the empty string where that is not certain."""
+        calls = [node for node in self.nodes if isinstance(node, cst.Call)]
+        return [(call, self.origin(call.func) or "") for call in calls]
 
     # --- places -------------------------------------------------------------------------------------------
 
@@ -96,10 +89,7 @@ class View:
 
     def statement(self, node: cst.CSTNode) -> cst.BaseStatement:
         """The statement that a node is in."""
-        for outer in (node, *self.around(node)):
-            if isinstance(outer, cst.BaseStatement):
-                return outer
-        raise Undecided(node, "it is not in a statement")
+        return next(outer for outer in (node, *self.around(node)) if isinstance(outer, cst.BaseStatement))
 
     def suite(self, node: cst.CSTNode) -> Suite | None:
         """The block that the statement of a node stands in; None for one on the line of its ``if`` or ``with``."""
@@ -130,6 +120,14 @@ class View:
         line = self.statement(node)
         simple = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
         return simple and self.suite(line) is not None
+
+    def targets(self, statement: cst.CSTNode | None) -> list[cst.BaseExpression]:
+        """What an assignment assigns to; empty for anything else."""
+        return [each.target for each in statement.targets] if isinstance(statement, cst.Assign) else []
+
+    def called(self, call: cst.Call) -> str:
+        """The last part of the name of what is called."""
+        return self.code(call.func).rpartition(".")[2]
 
     # --- names --------------------------------------------------------------------------------------------
 
@@ -204,6 +202,12 @@ def inside(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         here = stack.pop()
         yield here
         stack.extend(reversed(here.children))
+
+
+def text(node: cst.BaseExpression) -> str | None:
+    """A string written out; None for anything else."""
+    value = node.evaluated_value if isinstance(node, cst.SimpleString) else None
+    return value if isinstance(value, str) else None
 
 
 def root(node: cst.BaseExpression) -> cst.Name | None:

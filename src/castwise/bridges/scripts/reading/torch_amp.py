@@ -1,0 +1,118 @@
+"""What a script makes of torch.amp, low formats and optimizers, by the names of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import libcst as cst
+
+from castwise.bridges.scripts.reading.view import View, inside, text
+
+
+def _names(what: str, module: str) -> Mapping[str, str | None]:
+    """The dotted names of something of torch.amp, with the device that each is for; None where an argument says so."""
+    homes = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu", "torch.amp": None}
+    names = {f"{home}.{name}": at for home, at in homes.items() for name in (what, f"{module}.{what}")}
+    return {**names, f"torch.{what}": None}
+
+
+AUTOCAST = _names("autocast", "autocast_mode")
+SCALER = _names("GradScaler", "grad_scaler")
+PARAMETERS = ("parameters", "named_parameters")
+"""Methods of a model that give its parameters."""
+CASTS = {"half": "fp16", "bfloat16": "bf16"}
+"""Methods of a model that store it low."""
+FORMATS = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16"}
+_FOR_AUTOCAST = ("enabled", "dtype", "cache_enabled")
+_FOR_ANY_AUTOCAST = ("device_type", "dtype", "enabled", "cache_enabled")
+_FOR_SCALER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+
+
+@dataclasses.dataclass(frozen=True)
+class AmpCall:
+    """A call that makes an autocast or a GradScaler of torch.
+
+    Attributes:
+        view: Of its script.
+        node: The call.
+        origin: The name that torch has for what is called.
+        given: Its arguments by the names of torch's parameters, as far as they are written out.
+        unseen: What keeps the rest of the arguments from being seen; empty where nothing does.
+    """
+
+    view: View
+    node: cst.Call
+    origin: str
+    given: Mapping[str, cst.BaseExpression]
+    unseen: str
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether it is an autocast."""
+        return self.origin in AUTOCAST
+
+    @property
+    def device(self) -> cst.BaseExpression | str | None:
+        """The device type: as it is given, or the one that the name is for; None where neither says it."""
+        given = self.given.get("device_type", self.given.get("device"))
+        return {**AUTOCAST, **SCALER}[self.origin] if given is None else given
+
+    @property
+    def device_type(self) -> str | None:
+        """The device type, where it is written out."""
+        return text(self.device) if isinstance(self.device, cst.BaseExpression) else self.device
+
+    @property
+    def format(self) -> str | None:
+        """The format of an autocast, where it is written out or the default of its device."""
+        if "dtype" in self.given or self.unseen:
+            return format_of(self.view, self.given.get("dtype"))
+        return {"cpu": "bf16", "cuda": "fp16"}.get(self.device_type or "")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether nothing can switch it off."""
+        enabled = self.given.get("enabled")
+        return not self.unseen and (enabled is None or self.view.code(enabled) == "True")
+
+
+def amp_calls(view: View, names: Mapping[str, str | None]) -> list[AmpCall]:
+    """The calls that make an autocast or a GradScaler, for ``names`` of :data:`AUTOCAST` or :data:`SCALER`."""
+    return [_read(view, call, origin) for call, origin in view.calls if origin in names]
+
+
+def _read(view: View, node: cst.Call, origin: str) -> AmpCall:
+    if origin in AUTOCAST:
+        order: tuple[str, ...] = _FOR_AUTOCAST if AUTOCAST[origin] else _FOR_ANY_AUTOCAST
+    else:
+        order = _FOR_SCALER if SCALER[origin] else ("device", *_FOR_SCALER)
+    given: dict[str, cst.BaseExpression] = {}
+    unseen = ""
+    for place, each in enumerate(node.args):
+        if each.star or (each.keyword is None and place >= len(order)):
+            unseen = "its arguments cannot be seen"
+            break
+        given[each.keyword.value if each.keyword else order[place]] = each.value
+    if not unseen and set(given) - set(order):
+        unseen = "it has an argument that torch's does not have"
+    return AmpCall(view, node, origin, given, unseen)
+
+
+def format_of(view: View, node: cst.BaseExpression | None) -> str | None:
+    """``bf16`` or ``fp16`` where an expression is torch's dtype of that name; None for anything else."""
+    return None if node is None else FORMATS.get(view.origin(node) or "")
+
+
+def is_optimizer(origin: str) -> bool:
+    """Whether a name of torch's is an optimizer, by its module."""
+    return origin.startswith("torch.optim.") and not origin.startswith((
+        "torch.optim.lr_scheduler.",
+        "torch.optim.swa_utils.",
+    ))
+
+
+def asked_for_parameters(node: cst.CSTNode) -> list[cst.BaseExpression]:
+    """The modules whose parameters are asked for in an expression."""
+    calls = [each.func for each in inside(node) if isinstance(each, cst.Call)]
+    return [func.value for func in calls if isinstance(func, cst.Attribute) and func.attr.value in PARAMETERS]
