@@ -22,7 +22,7 @@ from castwise.bridges.scripts.migrate.served import (
     row,
     serves,
 )
-from castwise.bridges.scripts.reading.view import View, root
+from castwise.bridges.scripts.reading.view import View, root, text
 
 _PAGES = {"apex": "docs/compat.md#apex", "colossalai": "docs/compat.md#colossal-ai"}
 _KERNELS = re.compile(
@@ -125,8 +125,7 @@ class _DropIns:
             elif isinstance(node, cst.Attribute) and not isinstance(view.parent(node), cst.Attribute):
                 first = root(node)
                 if first is not None and view.origin(first) == library:
-                    chain = "".join(view.code(node).split()).removeprefix(first.value)
-                    yield not lacks(here(library + chain))
+                    yield not lacks(here(self._chain(node, first, library)))
 
     # --- imports ------------------------------------------------------------------------------------------
 
@@ -233,34 +232,32 @@ class _DropIns:
         for argument in node.args:
             if dotted and argument.keyword is not None:
                 self._say_row(node, f"{dotted}({argument.keyword.value})")
-            is_backend = argument.keyword is not None and argument.keyword.value.endswith("backend")
             if (
-                is_backend
-                and isinstance(text := argument.value, cst.SimpleString)
-                and text.evaluated_value == "apex"
+                argument.keyword
+                and argument.keyword.value.endswith("backend")
+                and text(argument.value) == "apex"
             ):
                 self._moves(node, "apex") if "apex" in self.stays else self._say_text(node, "apex")
-        first = node.args[0].value if node.args else None
-        if isinstance(first, cst.SimpleString) and BY_NAME.search(_last(self.view.code(node.func))):
-            name = first.evaluated_value
-            library = library_of(name) if isinstance(name, str) else ""
+        name = text(node.args[0].value) if node.args else None
+        if name is not None and BY_NAME.search(self.view.called(node)):
+            library = library_of(name)
             if library not in self.libraries:
                 self._look_at_module(node, library)
-            elif not is_module(here(str(name))):
-                self._say_absent(node, str(name), str(name))
+            elif not is_module(here(name)):
+                self._say_absent(node, name, name)
             elif library in self.stays:
                 self._moves(node, library)
             else:
-                self._say_text(node, str(name))
+                self._say_text(node, name)
 
     def look_at_text(self, node: cst.SimpleString) -> None:
         """List modules of libraries that a text names, which is neither a docstring nor an annotation."""
-        text = node.evaluated_value
+        value = text(node)
         is_code = not isinstance(self.view.parent(node), cst.Expr) and not any(
             isinstance(outer, cst.Annotation) for outer in self.view.around(node)
         )
-        if isinstance(text, str) and is_code:
-            for name in named_in_text(text):
+        if value is not None and is_code:
+            for name in named_in_text(value):
                 if library_of(name) in self.libraries - self.stays.keys():
                     self._say_text(node, name)
 
@@ -275,9 +272,12 @@ class _DropIns:
             if library_of(origin) in self.libraries:
                 found = imported(here(origin))
                 assert first is not None
-                chain = "".join(self.view.code(node).split()).removeprefix(first.value)
-                return here(found + chain) if found else ""
+                return here(self._chain(node, first, found)) if found else ""
         return ""
+
+    def _chain(self, node: cst.CSTNode, first: cst.Name, found: str) -> str:
+        """``first.a.b`` with what its first name stands for."""
+        return found + "".join(self.view.code(node).split()).removeprefix(first.value)
 
     # --- what there is to say -----------------------------------------------------------------------------
 
@@ -331,10 +331,6 @@ class _DropIns:
         elif found is not None and found.status == "differs" and dotted not in self.said:
             self.said.add(dotted)
             self.edits.say(node, "differs", f"{dotted}: {found.note.replace('`', '')}")
-
-
-def _last(dotted: str) -> str:
-    return dotted.rpartition(".")[2]
 
 
 def _dotted(name: str) -> cst.BaseExpression:
