@@ -326,7 +326,7 @@ MAKERS: tuple[Maker, ...] = (
     Maker("log-zero", op(lambda x: x.relu().log()), ("log",), cause=("log of zero",)),
     Maker("log-negative", op(lambda x: x.log()), ("log",), cause=("log of a negative value",)),
     Maker("zero-by-zero", op(_padded), ("div",), cause=("0/0",)),
-    Maker("sqrt-negative", op(lambda x: x.sqrt()), ("sqrt",), cause=("outside of the domain",)),
+    Maker("sqrt-negative", op(lambda x: x.sqrt()), ("sqrt",), cause=("outside the operator's domain",)),
     Maker("exp-fp32", op(lambda x: (x.abs() + 100.0).exp()), ("exp",), cause=("exp of a large value",), cured=True),
     Maker("exp-fp16", op(lambda x: 1e-6 * (x.abs() + 12.0).exp()), ("exp",), cause=("exp of a large value",), plan="fp16-mixed",
           cured=True),

@@ -1,4 +1,4 @@
-"""Automatic mixed precision for PyTorch: the plan chosen by experiment, applied in any loop, watched while it runs."""
+"""Automatic mixed precision for PyTorch: find a precision plan by experiment, apply it in any training loop, watch the run."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ _MOVED = {
 
 
 class _Moved:
-    """Finds modules by the paths of :data:`_MOVED`."""
+    """Import hook for the paths in :data:`_MOVED`."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         package, _, rest = name.partition(".")
@@ -147,7 +147,7 @@ class _Moved:
 
 
 class _Alias(importlib.abc.Loader):
-    """Gives a module that has a path of its own."""
+    """Loader that returns a module which already exists under another path."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -168,7 +168,7 @@ class _Alias(importlib.abc.Loader):
 
 
 class _Holder(types.ModuleType):
-    """Takes what the import of a module by its other path would put over a name of the package, and gives way to the package."""
+    """Keeps a public name of the package when importing a module of the same name would overwrite it."""
 
     def __init__(self, package: str) -> None:
         vars(self).update(_package=package, _inner=sys.modules[package])
@@ -186,7 +186,7 @@ sys.meta_path.insert(0, _Moved())  # before that which looks in folders
 if not TYPE_CHECKING:  # or a checker would take every wrong name for Any
 
     def __getattr__(name: str) -> Any:
-        """Import a public name when it is first used: ``import castwise`` itself costs next to nothing."""
+        """Import a public name when it is first used, so that ``import castwise`` is cheap."""
         if name in _MOVED:
             return importlib.import_module(f"castwise.{name}")
         if name not in _HOME:

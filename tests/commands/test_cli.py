@@ -73,7 +73,7 @@ def test_bench_prints_its_table_and_where_it_wrote(own_folder: Path) -> None:
     folder = Path("runs/bench-mlp")
     assert f"  {folder}/bench.html\n  {folder}/bench.json" in result.stdout
     record = json.loads((folder / "bench.json").read_text())
-    assert [row["name"] for row in record["plans"]] == ["fp32", "bf16-mixed", "bf16-mixed+ops.relu=fp32"]
+    assert [row["name"] for row in record["plans"]] == ["fp32", "bf16-mixed", "bf16-mixed; relu in fp32"]
     assert all(row["inference"] is None and row["memory"] is None for row in record["plans"])
     assert "training fp32" in result.stderr
     assert "training" not in result.stdout.partition("Speed")[0]
@@ -301,7 +301,7 @@ def test_a_failed_command_leaves_no_empty_folder() -> None:
 
 def test_a_failed_training_says_where_its_record_is() -> None:
     result = _run("train", f"{TINY}:nan_data", "--out", "here")
-    assert "What there was to record is in here" in result.stderr
+    assert "The records so far are in here" in result.stderr
     assert json.loads(Path("here/result.json").read_text())["status"] == "failed"
 
 
@@ -352,7 +352,7 @@ def test_an_interrupted_training_keeps_its_record(ends: signal.Signals, code: in
         assert process.wait(120) == code
     finally:
         process.end()
-    assert f"castwise: {said}\nWhat there was to record is in o" in process.said("err")
+    assert f"castwise: {said}\nThe records so far are in o" in process.said("err")
     record = json.loads(Path("o/result.json").read_text())
     assert record["status"] == "interrupted"
     assert record["steps_done"] == len(lines.read_text().splitlines()) > 5
@@ -417,7 +417,7 @@ def test_a_search_that_is_terminated_writes_what_it_knows(tmp_path: Path) -> Non
     finally:
         process.end()
     assert " s  reference" in process.said("err")
-    assert "castwise: terminated\nWhat was known by then was written to" in process.said("err")
+    assert "castwise: terminated\nThe results so far were written to" in process.said("err")
     assert "Traceback" not in process.said("err")
     assert json.loads((tmp_path / "o" / "evidence.json").read_text())["complete"] is False
     left = [path.name for path in (tmp_path / "tmp").iterdir()]

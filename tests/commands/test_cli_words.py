@@ -94,7 +94,7 @@ WORDS: dict[str, tuple[list[str], str]] = {
     "bytes as a path": (["train", "sine", "--out", "\udcff/o"], "is not valid text"),
     "a layout": (["train", "sine", "--layout", "x"], "layout 'x': it names no part. Allowed: single, dp2"),
     "no layout": (["train", "sine", "--layout", ""], "layout '': it names no part. Allowed: single, dp2"),
-    "a module": (["bench", ".:x"], "'.' is no name of a module"),
+    "a module": (["bench", ".:x"], "'.' is not a module name"),
     "bytes as a file": (["bench", "\udcff.py:x"], "is not valid text"),
 }
 

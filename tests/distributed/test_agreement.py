@@ -387,7 +387,7 @@ def orders(rank: int, size: int) -> None:
     net = build()
     amp.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
     model.parallelize(net, mesh_of(tp=size))
-    with pytest.raises(StateError, match=r"take fully_shard\(model, mesh=...\) with the mesh \(dp, 1, tp\)"):
+    with pytest.raises(StateError, match=r"use fully_shard\(model, mesh=...\) with the mesh \(dp, 1, tp\)"):
         nn.parallel.DistributedDataParallel(net)
 
     net = build()

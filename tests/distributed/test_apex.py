@@ -141,7 +141,7 @@ def test_wrappers_and_arguments_that_are_refused(two: World) -> None:
         "Incoming model is an instance of apex.parallel.DistributedDataParallel. Parallel wrappers should only",
         "Incoming model is an instance of torch.nn.parallel.DistributedDataParallel. Parallel wrappers should",
         "shared_param is no longer supported as an option.",
-        "DistributedDataParallel(retain_allreduce_buffers=...): torch's has nothing of the kind; leave it out",
+        "DistributedDataParallel(retain_allreduce_buffers=...): torch's DistributedDataParallel has no such option; leave it out",
         "SyncBatchNorm(fuse_relu=True): torch has no fused form; add a ReLU after it",
         "SyncBatchNorm",
     )

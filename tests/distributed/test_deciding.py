@@ -289,7 +289,7 @@ def gradients_of_ones_own(rank: int, size: int, max_norm: float | None) -> str:
 def test_gradients_that_no_backward_gave_are_refused_on_all_ranks(two: World, max_norm: float | None) -> None:
     for text in two.run(gradients_of_ones_own, max_norm):
         assert text.startswith(
-            "step: rank 1 had no backward since the last step, and gradients that no other rank has"
+            "step: rank 1 had no backward since the last step, but has gradients that no other rank has"
         )
         assert "call amp.unscale_(optimizer) on all ranks before" in text
 
@@ -337,7 +337,7 @@ def test_an_idle_rank_and_named_losses(two: World) -> None:
     (scales, _), (other, said) = two.run(names)
     assert scales == other
     assert scales[0] != scales[1]
-    assert "step: another rank computes the gradients of one more named loss meanwhile" in said
+    assert "step: another rank computes the gradients of one more named loss in this step" in said
 
 
 # --- a rank that trains nothing --------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def test_operators_are_those_of_the_slowest_rank(two: World) -> None:
         assert one.ranks_time_s[one.rank] == max(one.ranks_time_s) == pytest.approx(one.time_s)
         assert len(one.ranks_time_s) == 2
         assert f"on rank {one.rank}, the slowest of 2" in one.answer
-        assert one.notes == (f"Rank {1 - one.rank} ran other operators: sinh.",)
+        assert one.notes == (f"Rank {1 - one.rank} ran different operators: sinh.",)
         own = {(u.operator, u.format, u.phase, u.calls) for u in one.operators if u.operator != "sinh"}
         assert own == {(u.operator, u.format, u.phase, u.calls) for u in whole.operators}
 

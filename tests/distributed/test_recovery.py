@@ -142,7 +142,7 @@ def test_the_part_of_one_rank(two: World, tmp_path: Path) -> None:
     again = castwise.replay(tmp_path, Net(), loss)
     assert again.first is not None
     assert again.first.name == "batch[1]"
-    assert any("is that of rank 1" in note for note in again.notes)
+    assert any("ran on rank 1" in note for note in again.notes)
     assert "rank" in again.to_dict()["reason"] or again.to_dict()["world_size"] == 2
     good, bad = (castwise.replay(tmp_path, Net(), loss, rank=rank, find=False) for rank in (0, 1))
     assert good.exact
@@ -150,7 +150,7 @@ def test_the_part_of_one_rank(two: World, tmp_path: Path) -> None:
     assert good.recorded_nonfinite  # which came from the other rank
     assert bad.exact
     assert not bad.finite
-    assert any("one of several ranks" in note for note in good.notes)
+    assert any("one rank of several recorded it" in note for note in good.notes)
     with pytest.raises(PlanError, match="was written by 2 ranks, numbered from 0"):
         castwise.replay(tmp_path, Net(), loss, rank=2)
 
@@ -280,7 +280,7 @@ def test_an_error_of_one_rank_is_its_own(two: World, tmp_path: Path) -> None:
 def refused(rank: int, size: int, folder: str) -> None:
     job = Job(rank, "fsdp", "bf16-master")
     before = job.state()
-    with pytest.raises(StateError, match="whose groups are by the formats that parameters are stored in"):
+    with pytest.raises(StateError, match="is sharded in groups that follow the formats of its parameters"):
         job.amp.change("bf16-mixed")
     assert same(before, job.state())
     job.amp.close()

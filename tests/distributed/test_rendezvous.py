@@ -57,7 +57,7 @@ def test_who_did_not_come_is_named() -> None:
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=0.3))
     with pytest.raises(
-        StateError, match=r"1 of 3 ranks have not come in 0:00:00.3.*first of them rank 2;.*timeout="
+        StateError, match=r"1 of 3 ranks have not arrived within 0:00:00.3.*first of them rank 2;.*timeout="
     ):
         raise next(found for found in start(store, (0, 1)) if isinstance(found, Exception))
 

@@ -165,7 +165,7 @@ def refused(rank: int, size: int) -> str:
 
 def test_every_rank_raises(two: World) -> None:
     first, second = two.run(refused)
-    assert "those of another rank" in first
+    assert "they are on another rank" in first
     assert "those of bias" in second
 
 

@@ -358,7 +358,7 @@ def test_an_interrupt_on_one_rank_ends_both_and_rank_0_writes(found: Callable[[C
     assert (first["kind"], second["kind"]) == ("KeyboardInterrupt", "KeyboardInterrupt")
     assert first["text"] == "rank 1 was interrupted"
     assert (first["wrote"], second["wrote"]) == (True, False)
-    assert first["notes"][0].startswith("What was known by then was written to")
+    assert first["notes"][0].startswith("The results so far were written to")
     assert second["notes"] == []
 
 

@@ -210,7 +210,7 @@ def test_where_it_does_not_fit_all_ranks_say_so(two: World) -> None:
     assert heard[0] == heard[1]
     room, uncopied = heard[0]
     assert room.startswith(
-        "RankError: on rank 1: WorkloadError: forecast: the model is sharded, and every rank needs room"
+        "RankError: on rank 1: WorkloadError: forecast: the model is sharded, and every rank needs memory"
     )
     assert "0.0625 GiB" in room
     assert uncopied.startswith("RankError: on rank 1: TypeError: cannot pickle 'generator' object")

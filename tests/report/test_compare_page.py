@@ -39,7 +39,7 @@ def test_the_table_says_where_the_error_is_born(found: Comparison) -> None:
     said = console.export_text()
     assert "an error arises in layers.2.second, backward" in " ".join(said.split())
     assert max(map(len, said.splitlines())) <= 80
-    assert "+regions.layers.2.second=fp32" in "".join(said.split())
+    assert "bf16-mixed; layers.2.second in fp32" in " ".join(said.split())
 
 
 def test_the_file_has_all_of_it(found: Comparison, page: Path) -> None:

@@ -1,1 +1,1 @@
-"""To the code of others: drop-ins, scripts, trainers; on public names alone."""
+"""Bridges to other code: drop-ins, scripts and trainers, built on castwise's public names only."""

@@ -1,4 +1,4 @@
-"""Numbers and lists of names, as sentences have them."""
+"""Format numbers and lists of names for sentences."""
 
 from __future__ import annotations
 

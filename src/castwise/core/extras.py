@@ -1,4 +1,4 @@
-"""Libraries that castwise does without until they are used: which extra brings each, and what is said where one is missing."""
+"""Optional libraries: the extra that installs each, and the error when one is missing."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ EXTRAS: Final[Mapping[str, str]] = {
 
 
 class LeftOutWarning(UserWarning):
-    """Something was left out for want of a library; says what, and what installs it."""
+    """An output was left out because a library is missing; names both, and how to install the library."""
 
 
 def install(library: str) -> str:
-    """The line that installs a library with castwise."""
+    """The command that installs a library with castwise."""
     return f'pip install "castwise[{EXTRAS[library]}]"'
 
 
 @contextlib.contextmanager
 def needs(what: str) -> Iterator[None]:
-    """Import libraries of an extra inside, for ``what``.
+    """Context for imports of an optional library that ``what`` needs.
 
     Raises:
         MissingLibraryError: One is not installed; it says what installs it. Other failures of an import stay what they are.
@@ -51,7 +51,7 @@ def needs(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def left_out(what: str) -> Iterator[None]:
-    """Make inside what a library of an extra is for; where it is missing ``what`` is left out, and a warning says so."""
+    """Context for an output that needs an optional library: if it is missing, ``what`` is left out with a warning."""
     try:
         with needs(what):
             yield

@@ -1,4 +1,4 @@
-"""Files of results: each is whole, or as it was before."""
+"""Atomic writing of result files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes, errors: str = "strict") -> None:
-    """Write a file, text as UTF-8, so that a full disk, an interrupt or a kill leaves what was there, and no half of this one.
+    """Write a file, text as UTF-8, atomically: after a full disk, an interrupt or a kill the old content remains.
 
     Args:
         path: Its folder is there.

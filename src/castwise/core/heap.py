@@ -1,4 +1,4 @@
-"""The heap of this process: whether the memory that tensors on the host give back stays in it.
+"""The heap of this process: whether freed host memory stays in it.
 
 glibc gives memory back to the system once 64 MiB of it are free at the end of the heap, so that the tensors of every training
 step on a CPU meet page faults anew: a tenth of a step of BERT or of ResNet. Told to keep what it has, it hands that out again.
@@ -35,7 +35,7 @@ _USUAL: Final = {
 
 @cache
 def _glibc() -> Any:
-    """The C library, where it is glibc; None elsewhere."""
+    """The C library if it is glibc, else None."""
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)
@@ -43,12 +43,12 @@ def _glibc() -> Any:
 
 
 def can_keep() -> bool:
-    """Whether this process can be told to keep memory: its C library is glibc."""
+    """Whether the C library can be told to keep freed memory: it must be glibc."""
     return _glibc() is not None
 
 
 def _given(name: str) -> int | None:
-    """What the environment says of a parameter, as a tunable (``GLIBC_TUNABLES``) or by a variable of its own."""
+    """The environment's value of a parameter, from ``GLIBC_TUNABLES`` or from its own variable."""
     said = [os.environ.get(f"MALLOC_{name.upper()}_", "")]
     for tunable in os.environ.get("GLIBC_TUNABLES", "").split(":"):
         key, _, value = tunable.partition("=")
@@ -60,7 +60,7 @@ def _given(name: str) -> int | None:
 
 
 class Heap:
-    """What is done with memory that is free again: one for the process.
+    """The setting for freed memory, one per process.
 
     Attributes:
         host_memory: ``as_given``, or ``keep``; setting it takes effect at once.
@@ -71,7 +71,7 @@ class Heap:
 
     @property
     def host_memory(self) -> str:
-        """As it was set last."""
+        """The last setting."""
         return self._mode
 
     @host_memory.setter

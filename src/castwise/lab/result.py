@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from castwise.core.extras import left_out
 from castwise.core.files import write_whole
+from castwise.core.plans.words import in_words
 from castwise.core.schemas import RECORD_VERSION
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ class Result:
         return record
 
     def _fields(self) -> dict[str, Any]:
-        """What is recorded: the dataclass's own fields, and what a kind of result derives from them."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+        """The dataclass's fields, the plan in words, and what a kind of result derives from its fields."""
+        fields: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return fields | {"words": in_words(fields["plan"])} if "plan" in fields else fields
 
     def to_json(self) -> str:
         """The record as JSON text."""

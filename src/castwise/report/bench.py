@@ -28,8 +28,10 @@ _MEMORY = {
 def lines(record: Record) -> list[Grid | Line]:
     """A bench's answer, its tables and remarks, for the terminal."""
     small = (interval_note(record), words.where(record))
+    others = [row for row in record["plans"] if row["name"] != row["plan"]]
     return [
         Line(headline(record), "bold"), Line(), *grids(record), *(Line(note, "yellow") for note in notes(record)),
+        *(line for row in others for line in (Line(f"To train by {row['name']}:"), Line(words.pasted(row["plan"]), "green"))),
         *(Line(said, "dim") for said in small),
     ]  # fmt: skip
 
@@ -61,7 +63,7 @@ def brief(record: Record) -> list[Grid | Line]:
             if row["status"] in _UNMEASURED
         ),
         Line(
-            "Brackets hold 95 % intervals. --verbose, or the page: inference, memory, learning, the method.",
+            "Brackets hold 95 % intervals. --verbose or the page shows inference, memory, losses and the method.",
             "dim",
         ),
     ]
@@ -90,7 +92,7 @@ def headline(record: Record) -> str:
     rows = [row for row in others if row["status"] == "ok" and row["training"] and row["training"]["speedup"]]
     if not rows:
         why = [f"{row['name']}: {row['reason']}." for row in others if row["reason"]]
-        said = f"On this machine no other plan than {name} could be measured on {workload}."
+        said = f"On this machine {name} is the only plan that could be measured on {workload}."
         return " ".join([said, *why])
     sound = [row for row in rows if row["name"] not in record["behind"]]
     if record["best"] is not None:
@@ -100,7 +102,7 @@ def headline(record: Record) -> str:
             f"{name} ({_firm(best)}){_memory_words(best, base)}; {_loss_words(best, base)}."
         )
         if record["level_with_best"]:
-            said += f" The measurement does not tell it apart from {words.listed(record['level_with_best'])} in speed."
+            said += f" {words.listed(record['level_with_best'])} cannot be told from it in speed."
     else:
         best = max(sound or rows, key=lambda row: float(row["training"]["speedup"]["value"]))
         speed = best["training"]["speedup"]
@@ -110,7 +112,7 @@ def headline(record: Record) -> str:
             if speed["n"] < FEW:
                 what = "start" if record["starts"] else "round"
                 few = f"{speed['n']} {what}s do" if speed["n"] > 1 else f"One {what} does"
-                near = f"{few} not tell {best['name']} from {name}, and {FEW} or more may"
+                near = f"{few} not show whether {best['name']} or {name} is faster; {FEW} or more may"
         said = (
             f"On this machine no plan that learns as well trains {workload} measurably faster than {name}. "
             f"{near}: {_times(best)} as fast ({_firm(best)}){_memory_words(best, base)}; {_loss_words(best, base)}."
@@ -151,13 +153,13 @@ def interval_note(record: Record) -> str:
     times = f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds"
     if record["starts"]:
         times += f" over {record['starts']} starts of every plan in a process of its own"
-        of = "over starts (Student's t) and times of day"
+        of = "over starts (Student's t), which covers the time of day"
     else:
         times += " of all plans in one process"
         of = "from paired rounds"
     return (
-        f"{times}; speeds come with their 95 % interval {of}. An interval that contains 1 is a tie. {words.PAIRED} Losses are of "
-        f"{record['steps']} training steps of each plan."
+        f"{times}; speeds come with their 95 % interval {of}. An interval that contains 1 is a tie. {words.PAIRED} Losses are "
+        f"those of {record['steps']} training steps of each plan."
     )
 
 

@@ -181,12 +181,12 @@ PICTURES = {
         "Medians, whiskers from the first to the third quartile; shorter is faster. A bar with // is longer.",
     ),
     "memory": Picture(
-        _memory, "memory of each plan", "Most that was allocated at once, each plan in a process of its own."
+        _memory, "memory of each plan", "Peak of allocated memory; each plan ran in its own process."
     ),
     "loss": Picture(
         _losses, "loss of each plan", "Every plan started from the same weights and saw the same batches."
     ),
     "prediction": Picture(
-        _images, "prediction of each plan", "The target, and what each plan's model makes of it after training."
+        _images, "prediction of each plan", "The target, and the prediction of each plan's model after training."
     ),
 }  # fmt: skip

@@ -16,16 +16,17 @@ Record = Mapping[str, Any]
 SHOWN = 12
 """Rows of calls in the terminal."""
 MEANING = (
-    "Errors are relative: the norm of the difference over the norm under the first plan. error: of what a call makes, when each plan "
-    "runs by itself. came in: of what it was given. own: of what it makes when it is given what the first plan's run had, so that "
-    "nothing passes through. x rounding: the own error over what rounding to the call's format explains there, measured by moving its "
+    "Errors are relative: the norm of the difference over the norm under the first plan. error: of the call's results when "
+    "each plan runs by itself. came in: of its inputs. own: of its results when it gets the inputs of the first plan's run, "
+    "so that no earlier error is included. x rounding: the own error over what rounding to the call's format explains, "
+    "measured by moving its "
     "inputs and weights by half a unit in the last place."
 )
 VERDICTS = {
     "born": "an error that rounding to the format does not explain",
-    "amplifies": "conditioning: rounding, made much larger by what the call computes",
+    "amplifies": "conditioning: the call magnifies rounding errors",
     "rounding": "most of the error is the call's own rounding",
-    "passes": "most of the error came in",
+    "passes": "most of the error comes from the inputs",
     "exact": "no difference",
     "unseen": "nothing to compare",
 }
@@ -62,7 +63,7 @@ def values(record: Record) -> dict[str, Any]:
 
 def headline(record: Record) -> str:
     """Where an error arises, in a sentence or two."""
-    a, b = record["plan_a"], record["plan_b"]
+    a, b = record["words_a"], record["words_b"]
     born = [
         (call, direction)
         for call in _born(record)
@@ -74,7 +75,7 @@ def headline(record: Record) -> str:
             return f"{b} against {a}: where errors arise could not be determined."
         if not any(_number(call[d]["error"]) for call in record["calls"] for d in _DIRECTIONS):
             return f"{b} and {a} agree to the last bit."
-        return f"Under {b} rounding explains every difference from fp32: against {a} there is rounding, and what comes of it."
+        return f"Under {b} rounding explains every difference from fp32: compared with {a} there is only rounding."
     first, direction = max(
         born, key=lambda pair: max(_number(pair[0][d]["excess"]) for d in _DIRECTIONS)
     )  # of both directions of one call forward
@@ -85,12 +86,15 @@ def headline(record: Record) -> str:
         else f"differs by {_error(side['own'])}, {side['excess']:.3g} times what rounding to {first['format']} explains"
     )
     where = f" on rank {side['rank']}" if side.get("rank") is not None else ""
-    said = f"Under {b} an error arises in {label(first)}, {direction}{where}: given what {a} has there, its {side['where']} {differs}."
+    place = f"{label(first)}, {direction}{where}"
+    said = f"Under {b} an error arises in {place}: with the inputs that it has under {a}, its {side['where']} {differs}."
     others = [label(call) for call, _ in born if call is not first]
     others = list(dict.fromkeys(others))
     if others:
         more = f" and {len(others) - 4} more" if len(others) > 4 else ""
-        said += f" So it is in {words.listed(others[:4]) if not more else ', '.join(others[:4]) + more}."
+        said += (
+            f" The same holds for {words.listed(others[:4]) if not more else ', '.join(others[:4]) + more}."
+        )
     return said
 
 
@@ -111,13 +115,13 @@ def ends(record: Record) -> str:
 def tried(record: Record) -> Grid:
     """What is left of the errors at the end with one module in the first plan's format."""
     columns: Columns = {
-        "plan": "plan",
+        "plan": "words",
         "loss": lambda trial: _error(trial["loss_error"]),
         "outputs": lambda trial: _error(trial["output_error"]),
         "gradients": lambda trial: _error(trial["gradient_error"]),
     }
     whole = {
-        "plan": record["plan_b"], "loss_error": record["loss_error"], "output_error": record["output_error"],
+        "words": record["words_b"], "loss_error": record["loss_error"], "output_error": record["output_error"],
         "gradient_error": record["gradient_error"], "reason": "",
     }  # fmt: skip
     rows = [whole, *record["tried"]]

@@ -52,9 +52,11 @@ def _path(record: Record, direction: str) -> Figure | None:
     born = any(call[direction]["verdict"] == "born" for call in calls)
     axes.set_ylim(floor / 4, top * (30 if born else 4))  # room for the legend, and for names
     axes.grid(visible=True, axis="y")
-    axes.set_title(f"{direction.capitalize()}: the way of the error")
+    axes.set_title(f"{direction.capitalize()}: how the error develops")
     axes.set_xlabel(
-        "calls, as they end" if direction == "forward" else "calls; backward goes from right to left"
+        "calls, in the order in which they end"
+        if direction == "forward"
+        else "calls; backward goes from right to left"
     )
     ticks = _ticks([call["path"] for call in calls])
     axes.set_xticks(
@@ -132,8 +134,9 @@ def _backward(record: Record) -> Figure | None:
 
 
 _CAPTION = (
-    "A dot is what a call adds by itself, the dashed line what rounding to its format explains there. Red dots are far above it: "
-    "there an error arises. Where the line of the error stays above the dots it passes through."
+    "A dot is the error that a call adds by itself; the dashed line is what rounding to its format explains. An error arises "
+    "at red dots, which are far above the dashed line. Where the solid line is above the dots, the error comes from earlier "
+    "calls."
 )
 PICTURES = {
     "forward": Picture(_forward, "error of each call, forward", _CAPTION),

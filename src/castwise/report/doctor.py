@@ -67,8 +67,8 @@ def _device_headline(record: Record) -> str:
 
 
 _ALONE = (
-    "These are single operators. What a training makes of a format depends on its other operators and sizes: "
-    "castwise doctor WORKLOAD times its steps."
+    "These are single operators. How much a training step gains from a format depends on its other operators and its sizes: "
+    "castwise doctor WORKLOAD times the steps."
 )
 
 
@@ -133,15 +133,16 @@ def _workload(report: Record) -> list[Grid | Line]:
         Line(),
         _steps(report),
         Line(
-            "Each trained in a process of its own, in turns, and was started again; brackets hold 95 % intervals from paired rounds. "
-            f"{words.PAIRED} fast: all of the interval is above 1; avoid: all of it is below 0.9. Whether a format keeps the "
-            "gradients, and which plan is fastest, castwise tune finds.",
+            "Each plan trained in its own process, in turns, with several starts; brackets hold 95 % intervals from paired "
+            "rounds. "
+            f"{words.PAIRED} fast: all of the interval is above 1; avoid: all of it is below 0.9. castwise tune tests whether "
+            f"a format preserves the gradients, and finds the fastest plan.",
             "dim",
         ),
         Line(),
         Line(f"What limits {report['name']} in fp32", "bold cyan"),
         Line(
-            f"Profiled by itself, with nothing beside it, a training step takes {median} (quartiles {low} to {high}), a batch "
+            f"Profiled alone, a training step takes {median} (quartiles {low} to {high}), a batch "
             f"{words.time(profile['data_s']['median_s'])} to come; {profile['launches']:.0f} operators per step, "
             f"{1 - profile['outside_share']:.0%} of their time in matrix products and convolutions."
         ),
@@ -149,5 +150,5 @@ def _workload(report: Record) -> list[Grid | Line]:
     for finding in report["findings"]:
         lines += [Line(f"- {finding['sentence']}", "yellow"), Line(f"  {finding['advice']}")]
     if not report["findings"]:
-        lines.append(Line("Nothing stands out: matrix products decide."))
+        lines.append(Line("Nothing stands out: matrix products take most of the time."))
     return [*lines, Line()]

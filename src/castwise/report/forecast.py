@@ -83,19 +83,22 @@ def values(record: Record) -> dict[str, Any]:
 
 
 TERMS = {
-    "overflow": "too large for the format: infinite there, or its largest value in fp8_e4m3, which has no infinity",
-    "become 0": "too small for the format, and not 0 before",
+    "overflow": "too large for the format: they become infinite, or the largest value in fp8_e4m3, which has no infinity",
+    "become 0": "nonzero, but too small for the format",
     "subnormal": "so small that the format holds them with fewer digits than others",
-    "dropped": "of the updates: too small beside their weight to change it where that is stored in the format, without masters",
-    "error": "of rounding, relative: the norm of what it changes over that of the values",
-    "reached": "holds its own numbers, and is given infinities by a region that does not",
+    "dropped": "of the updates: too small to change a weight that is stored in the format without masters",
+    "error": "of rounding, relative: the norm of the change over the norm of the values",
+    "reached": "can hold its own numbers, but gets infinities from a region that cannot",
 }
 
 
 def _means(record: Record) -> str:
     return (
-        f"From {record['microbatches']} microbatches in fp32, casts as under {record['plan']}. A format holds a region where none of "
-        "its numbers overflow and underflow takes at most 0.01 % of their square; whether its digits are enough, castwise.parity tests."
+        f"From {record['microbatches']} microbatches in fp32, with the casts of {record['words']}. A format holds a region "
+        f"where "
+        f"none of "
+        "its numbers overflow and underflow takes at most 0.01 % of their square; castwise.parity tests whether its precision "
+        "is enough."
     )
 
 
@@ -126,7 +129,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
     facts = [("plan that follows", record["recommendation"] or "none")]
     if record["scales"] is not None:
         facts += [
-            ("loss scales that lose nothing in fp16", _scales(record["scales"]) or "-"),
+            ("loss scales without overflow or underflow in fp16", _scales(record["scales"]) or "-"),
             ("gradients were cast to fp16 at", words.number(record["loss_scale"])),
         ]
     return facts
@@ -180,7 +183,7 @@ def _row(record: Record, region: Record, tensor: Record, low: int, high: int) ->
     return PageRow(
         region["path"] or "(the model itself)",
         region["module"],
-        _planned(region).replace(", no", ", which does not hold it"),
+        _planned(region).replace(", no", ", which cannot hold it"),
         tensor["kind"],
         tensor["kept"],
         tensor["count"],

@@ -36,22 +36,22 @@ def values(record: Record) -> dict[str, Any]:
 
 def headline(record: Record) -> str:
     """How far apart the two sides are: of the plan that is furthest off, and which are not off at all."""
-    train, clip = record["plan_train"], record["clip"]
-    same = [row["plan"] for row in record["serve"] if row["max_abs"] == 0.0]
+    train, clip = record["words_train"], record["clip"]
+    same = [row["words"] for row in record["serve"] if row["max_abs"] == 0.0]
     off = [row for row in record["serve"] if row["max_abs"] != 0.0]
     said = []
     if off:
         row = max(off, key=lambda row: float("inf") if row["mean_abs"] is None else row["mean_abs"])
         most = " most, by" if len(off) > 1 else " by"
         said.append(
-            f"Trained by {train} and served by {row['plan']}, a token's log-probability differs{most} {_digits(row['mean_abs'])} nats "
+            f"Trained by {train} and served by {row['words']}, a token's log-probability differs{most} {_digits(row['mean_abs'])} nats "
             f"in the mean and {_digits(row['max_abs'])} at most; {_percent(row['clipped'])} of the ratios are outside of {clip[0]:g} to "
             f"{clip[1]:g}, and the effective sample is {_percent(row['effective'])} of the tokens, {_percent(row['effective_sequences'])} "
             "of the sequences."
         )
     if same:
         said.append(
-            f"Served by {words.listed(same)} every token has exactly the probability that it has under {train}."
+            f"Served by {words.listed(same)}, every token has exactly the same probability as under {train}."
         )
     return " ".join(said)
 
@@ -70,15 +70,15 @@ def grids(record: Record) -> list[Grid]:
         return lambda row: _digits(row["ratio"][key])
 
     distance: Columns = {
-        "plan": "plan", "mean nats": digits("mean_abs"), "most nats": digits("max_abs"), "other likeliest": percent("argmax"),
+        "plan": "words", "mean nats": digits("mean_abs"), "most nats": digits("max_abs"), "other likeliest": percent("argmax"),
     }  # fmt: skip
     ratios: Columns = {
-        "plan": "plan", "r, 1\N{NO-BREAK SPACE}%": level("0.01"), "50\N{NO-BREAK SPACE}%": level("0.5"),
+        "plan": "words", "r, 1\N{NO-BREAK SPACE}%": level("0.01"), "50\N{NO-BREAK SPACE}%": level("0.5"),
         "99\N{NO-BREAK SPACE}%": level("0.99"), "clipped": percent("clipped"), "effective": percent("effective"), "clipped sequences": percent("clipped_sequences"),
         "effective sequences": percent("effective_sequences"),
     }  # fmt: skip
     kl: Columns = {
-        "plan": "plan",
+        "plan": "words",
         "exact": digits("kl"),
         "k1": digits("k1"),
         "k2": digits("k2"),
@@ -106,7 +106,7 @@ def _tokens(record: Record, count: int | None = None) -> Grid:
         "serve": lambda token: f"{token['serve']:.4f}",
     }
     rows = [
-        token | {"plan": row["plan"]}
+        token | {"plan": row["words"]}
         for row in record["serve"]
         for token in row["worst"][:count]
         if row["max_abs"] != 0.0
@@ -119,13 +119,15 @@ def meaning(record: Record) -> str:
     drawn = (
         "drawn from the serving plan's probabilities at each position, so that k1 and k3 are unbiased"
         if record["tokens"] == "sampled"
-        else "those of the batches; k1 and k3 are unbiased where the serving side has sampled them"
+        else "those of the batches; k1 and k3 are unbiased if the serving side sampled them"
     )
     return (
         f"{record['count']:,} tokens in {record['sequences']:,} sequences, {drawn}. nats: differences of natural logarithms, so that 0.01 is "
-        "a probability 1 % off. other likeliest: positions at which the two plans hold different tokens for the likeliest. Ratios are r = "
-        "p(train) / p(serve), of a sequence the product over its tokens, and of them the quantiles at 1, 50 and 99 %; clipped: those "
-        "outside of the clip range of PPO. k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r (Schulman 2020); exact is from all "
+        "a probability 1 % off. other likeliest: positions at which the two plans hold different tokens for the likeliest. "
+        "Ratios are r = p(train) / p(serve) per token, and the product over tokens per sequence, with quantiles at 1, 50 and "
+        "99 %; clipped: those outside PPO's clip range. k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r (Schulman "
+        "2020); exact is "
+        "from all "
         "logits. Effective: (sum r)^2 / sum r^2 over their number (Kish 1965)."
     )
 

@@ -15,7 +15,7 @@ def _ratios(record: Record) -> Figure | None:
     rows = record["serve"]
     if any(value is None for row in rows for value in row["ratio"].values()):
         return None
-    names = [row["plan"] for row in rows]
+    names = [row["words"] for row in rows]
     figure = new_figure(0.9 + row_height(names, 0.35) * len(rows))
     axes = figure.subplots()
     for at, row in enumerate(rows):
@@ -44,7 +44,7 @@ def _positions(record: Record) -> Figure | None:
     for at, row in enumerate(rows):
         heights = [float("nan") if value is None else value for value in row["by_position"]]
         ends = [100 * (place + 0.5) / len(heights) for place in range(len(heights))]
-        axes.plot(ends, heights, color=COLOURS[at % len(COLOURS)], lw=1.8, label=row["plan"])
+        axes.plot(ends, heights, color=COLOURS[at % len(COLOURS)], lw=1.8, label=row["words"])
     axes.set_ylim(bottom=0)
     axes.set_title("Difference along the sequence")
     axes.set_xlabel("position, % of the longest sequence")
@@ -58,7 +58,7 @@ def _positions(record: Record) -> Figure | None:
 PICTURES = {
     "ratios": Picture(
         _ratios, "ratios of probabilities for each plan",
-        "Lines: 99.8, 98 and 90 % of the tokens; dashed: what clipping leaves.",
+        "Lines: 99.8, 98 and 90 % of the tokens; dashed: the clip range.",
     ),
     "positions": Picture(
         _positions, "difference along the sequence", "An error that adds up along the context rises to the right."

@@ -22,12 +22,12 @@ _COLUMNS = {
     "lost": "lost_updates",
 }  # fmt: skip
 COLUMNS = {
-    "gradient, weights": "norms, of gradients before the step and without the loss scale",
+    "gradient, weights": "norms; those of gradients are taken before the step, without the loss scale",
     "update": "how far the weights moved in the step, over their norm",
     "output": "the largest magnitude that the module returned",
     "near overflow": "share of its fp16 outputs above an eighth of 65504",
-    "zero, subnormal": "shares of the gradients of its fp16 outputs that are 0, or too small for fp16 to hold with all digits",
-    "underflow": "what rounding to these adds to the gradients: the square of the error over theirs",
+    "zero, subnormal": "shares of the gradients of its fp16 outputs that are 0 or subnormal in fp16",
+    "underflow": "error of rounding to subnormals: its square over the squared norm of the gradients",
     "lost": "share of the updates that rounding dropped, where parameters are stored low without masters",
 }
 """What columns say, for the page."""
@@ -58,8 +58,10 @@ def answer(record: Mapping[str, Any]) -> str:
     if cleared := len(record["alarms"]) - count:
         alarms += f", {cleared} cleared"
     restored = [name for name, _ in record["restored_buffers"]]
-    put_back = f"buffers put back after them: {some(restored)}; " if restored else ""
-    return f"{record['plan']}: {record['steps']} steps, {record['skipped_steps']} skipped, {put_back}{alarms}"
+    put_back = f"buffers restored after them: {some(restored)}; " if restored else ""
+    return (
+        f"{record['words']}: {record['steps']} steps, {record['skipped_steps']} skipped, {put_back}{alarms}"
+    )
 
 
 def last(record: Mapping[str, Any]) -> str:

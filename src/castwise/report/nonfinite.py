@@ -12,9 +12,9 @@ Record = Mapping[str, Any]
 
 PICTURES: Mapping[str, Picture] = {}
 MEANING = (
-    "lowest and highest: of the finite values. smallest: of the magnitudes beside 0. became NaN: the operator that made NaN of the "
-    "infinities. passed through: modules between there and what is not finite at the end. Each plan that is tried runs the same pass "
-    "once more."
+    "lowest and highest: of the finite values. smallest: of the nonzero magnitudes. became NaN: the operator that turned "
+    "infinities into NaN. passed through: modules between the origin and the final non-finite value. Each plan that is tried "
+    "runs the same pass again."
 )
 _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
@@ -23,12 +23,12 @@ def headline(record: Record) -> str:
     """The finding in a sentence or two."""
     if not record["found"]:
         gone = (
-            f"; {record['harmless']} of them made NaN or infinities that went away again"
+            f"; {record['harmless']} of them returned NaN or infinities that did not reach the results"
             if record["harmless"]
             else ""
         )
         return (
-            f"All is finite under {record['plan']}: the loss is {record['loss']}, and so are gradients and buffers. "
+            f"Everything is finite under {record['words']}: the loss is {record['loss']}, and so are gradients and buffers. "
             f"{record['operators']:,} operators ran{gone}."
         )
     made = "NaN" if record["nan"] else "infinities"
@@ -39,7 +39,7 @@ def headline(record: Record) -> str:
         return f"Something is not finite{on}: {record['why']}."
     what = f"{record['operator']} in {place(record)} made {made}"
     if record["origin"] != "operator":
-        what = f"{record['operator']} in {place(record)} was the first to see {made}"
+        what = f"{record['operator']} in {place(record)} was the first with {made} among its inputs"
     return f"{what}{on}: {record['why']}."
 
 
@@ -50,7 +50,7 @@ def place(record: Record) -> str:
     if record["phase"] == "backward":
         of = f"of {record['forward']} " if record["forward"] else ""
         return f"the backward {of}in {module}{call}"
-    again = ", computed again in backward" if record["phase"] == "recomputation" else ""
+    again = ", recomputed in backward" if record["phase"] == "recomputation" else ""
     return f"{module}{call}{again}"
 
 
@@ -77,7 +77,9 @@ def facts(record: Record) -> dict[str, str]:
         "passed through": ", ".join(filter(None, record["through"])),
         "others": ", ".join(record["others"][:6]),
         "loss scale": f"{record['loss_scale']:g}" if record["loss_scale"] != 1 else "",
-        "proof": "with finite values in its place the pass is finite" if record["confirmed"] else "",
+        "proof": "the pass is finite if its result is replaced by finite values"
+        if record["confirmed"]
+        else "",
         "ranks": ", ".join(map(str, record["ranks"])),
         "note": record["note"],
     }
@@ -100,7 +102,7 @@ def grids(record: Record) -> list[Grid]:
             "NaN": lambda v: f"{v['nan']:,}",
             "infinite": lambda v: f"{v['inf']:,}",
         }
-        out.append(Grid.of(f"What {record['operator']} was given, and made of it", tensors, columns))
+        out.append(Grid.of(f"Inputs and results of {record['operator']}", tensors, columns))
     if record["trials"]:
         tried: Columns = {
             "plan": "what",

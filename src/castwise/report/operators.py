@@ -26,7 +26,7 @@ def headline(record: Record) -> str:
     most = sorted(by_format.items(), key=lambda pair: -pair[1])[:3]
     shares = words.listed([f"{_share(time, total)} in {name}" for name, time in most])
     casts, rank = record["casts"], record.get("rank")
-    plan = record["plan"]
+    plan = record["words"]
     if rank is not None:
         plan = f"{plan}, on rank {rank}, the slowest of {len(record['ranks_time_s'])}"
     if not casts:
@@ -107,9 +107,9 @@ def _where(cast: Record) -> str:
     """Where a cast stands, and why it could be avoided."""
     where = cast["source"].replace(", line ", ":")
     if cast["avoidable"] == "repeated":
-        return f"cast before in {cast['first'] or 'the model'}; {where}"
+        return f"was cast before in {cast['first'] or 'the model'}; {where}"
     if cast["avoidable"] == "round trip":
-        return f"takes back a cast; {where}"
+        return f"undoes a cast; {where}"
     return str(where)
 
 

@@ -20,6 +20,6 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
         name: two_digits(key) for name, key in names.items()
     }
     grid = Grid.of("", record["modules"], columns)
-    answer = f"{record['plan']}: {record['verdict']}. {record['reason']}"
+    answer = f"{record['words']}: {record['verdict']}. {record['reason']}"
     note = [Line(record["note"])] if record["note"] else []
     return [Line(answer), *note, Line(), grid, Line(), Line(f"Damage is {words.MEANING}.")]

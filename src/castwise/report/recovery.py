@@ -24,7 +24,7 @@ def headline(record: Mapping[str, Any]) -> str:
     """How often, and what the plan is now, in a sentence."""
     count = len(record["returns"])
     times = "never" if not count else "once" if count == 1 else f"{count} times"
-    changed = "" if record["plan"] == record["first_plan"] else f"; the plan is {record['plan']} now"
+    changed = "" if record["plan"] == record["first_plan"] else f"; the plan is {record['words']} now"
     put_back = record["restored_buffers"]
-    restored = f"; put back after skipped steps: {some([*put_back])}" if put_back else ""
+    restored = f"; restored after skipped steps: {some([*put_back])}" if put_back else ""
     return f"{record['steps']} steps; went back to a good state {times}{changed}{restored}."

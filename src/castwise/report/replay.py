@@ -47,11 +47,11 @@ def headline(record: Mapping[str, Any]) -> str:
     """Whether it came out the same, in a sentence."""
     what = f"Step {record['step']} ({record['reason']})"
     if record["exact"]:
-        return f"{what}, made again under {record['plan']}: the same, bit for bit."
+        return f"{what}, repeated under {record['words']}: bit-identical."
     if record["exact"] is False:
-        return f"{what}, made again under {record['plan']}: it comes out otherwise than it was recorded."
+        return f"{what}, repeated under {record['words']}: the result differs from the record."
     end = "finite" if record["finite"] else "not finite"
-    return f"{what} of {record['recorded_plan']}, made again under {record['plan']}: {end}."
+    return f"{what} of {record['recorded_words']}, repeated under {record['words']}: {end}."
 
 
 def _said(value: float | str | None) -> str | None:

@@ -21,12 +21,12 @@ def lines(record: Mapping[str, Any]) -> list[Line]:
 def summary(record: Mapping[str, Any]) -> str:
     """The outcome in a sentence."""
     where = f" on {record['layout']}" if record["world_size"] > 1 else ""
-    said = f"{record['workload']} under {record['plan']}{where}: loss {words.loss(record['final_loss'])}"
+    said = f"{record['workload']} under {record['words']}{where}: loss {words.loss(record['final_loss'])}"
     said += f" after {record['steps_done']} steps ({record['steps_per_s']:.3g} steps/s"
     said += f", {record['steps_before']} of them before" if record["steps_before"] else ""
     said += f", {record['skipped_steps']} skipped)" if record["skipped_steps"] else ")"
     if record["restored_buffers"]:
-        said += f"; put back after skipped steps: {some([*record['restored_buffers']])}"
+        said += f"; restored after skipped steps: {some([*record['restored_buffers']])}"
     return "; ".join([said, *(f"{key} {words.loss(value)}" for key, value in record["metrics"].items())])
 
 

@@ -16,27 +16,27 @@ def headline(record: Record) -> str:
     rows = record["plans"]
     first, ran = rows[0], [row for row in rows if row["status"] == "ok"]
     if first not in ran:
-        return f"{record['script']} did not run under {first['plan']}, so nothing can be compared with it."
+        return f"{record['script']} did not run under {first['words']}, so nothing can be compared with it."
     if len(rows) == 1:
-        return f"{record['script']} runs under {first['plan']}; --plans with more than one compares them."
+        return f"{record['script']} runs under {first['words']}; --plans with more than one compares them."
     known = [row for row in ran if row["speedup"] is not None and row["speedup"]["low"] > 1.0]
     if not known:
         others = "no other plan that ran is" if len(ran) > 1 else "no other plan ran, so none is"
-        return f"{record['script']}: {others} known to be faster than {first['plan']}."
+        return f"{record['script']}: {others} known to be faster than {first['words']}."
     best = max(known, key=lambda row: float(row["speedup"]["value"]))
-    return f"{record['script']} runs {words.speed(best['speedup'])} as fast under {best['words']} as under {first['plan']}."
+    return f"{record['script']} runs {words.speed(best['speedup'])} as fast under {best['words']} as under {first['words']}."
 
 
 def brief(record: Record) -> list[Grid | Line]:
     """The answer, a row per plan and which of them failed, for one screen."""
     grid = _grid(record)
-    failed = [f"{row['plan']} failed: {row['reason']}" for row in record["plans"] if row["reason"]]
+    failed = [f"{row['words']} failed: {row['reason']}" for row in record["plans"] if row["reason"]]
     return [
         Line(headline(record), "bold"),
         grid.only(grid.title, *(name for name in grid.header if name != "skipped")),
         *(Line(said, "yellow") for said in failed[:_MOST]),
         *_tuned(record),
-        Line("Brackets hold 95 % intervals. --verbose: notes, and how it was measured.", "dim"),
+        Line("Brackets hold 95 % intervals. --verbose adds notes and the method.", "dim"),
     ]
 
 
@@ -51,13 +51,13 @@ def lines(record: Record) -> list[Grid | Line]:
     return [
         Line(headline(record), "bold"),
         _grid(record),
-        *(Line(f"{row['plan']} failed: {row['reason']}", "yellow") for row in rows if row["reason"]),
-        *(Line(f"{row['plan']}: {note}") for row in rows for note in row["notes"]),
+        *(Line(f"{row['words']} failed: {row['reason']}", "yellow") for row in rows if row["reason"]),
+        *(Line(f"{row['words']}: {note}") for row in rows for note in row["notes"]),
         *_tuned(record),
         Line(
-            f"Times are medians ± half the interquartile range of {record['rounds']} rounds, with all that the script does between "
-            f"two steps; each plan ran in a process of its own, one at a time. Brackets hold 95 % intervals from paired rounds of "
-            f"this one start. Memory is the most at any time{process}.",
+            f"Times are medians ± half the interquartile range of {record['rounds']} rounds, including everything that the "
+            f"script does between two steps; each plan ran in its own process, one at a time. Brackets hold 95 % intervals "
+            f"from paired rounds of one start. Memory is the peak{process}.",
             "dim",
         ),
         Line(words.where(record), "dim"),
@@ -77,7 +77,7 @@ def _grid(record: Record) -> Grid:
     columns: Columns = {
         "plan": "words",
         "step": lambda row: words.step(row["step"]),
-        f"vs {first['plan']}": lambda row: "" if row is first else words.speed(row["speedup"]),
+        f"vs {first['words']}": lambda row: "" if row is first else words.speed(row["speedup"]),
         "peak memory": lambda row: words.against(
             row["peak_bytes"], None if row is first else first["peak_bytes"]
         ),

@@ -77,7 +77,7 @@ def _scatter(record: Record) -> Figure | None:
         axes.scatter(x, y, s=size, c=colour, marker=marker, label=status, zorder=3, linewidths=0)
         for r, at, value in zip(mine, x, y, strict=True):
             _error_bars(axes, r, at, value, low, high, colour)
-    axes.set_title("Speed against what it does to gradients")
+    axes.set_title("Speed against damage to gradients")
     axes.set_xlabel("speed over fp32")
     axes.set_ylabel("damage: relative error of an update")
     axes.xaxis.set_major_formatter("{x:g}x")
@@ -277,13 +277,13 @@ def _regions(record: Record) -> Figure | None:
 PICTURES = {
     "scatter": Picture(
         _scatter, "Speed over fp32 against the damage of each plan",
-        "Every plan whose speed and gradients were both measured, with their intervals; right and down is better. Plans "
-        "without both are in the table alone.",
+        "Every plan whose speed and gradients were both measured, with intervals; lower right is better. The other plans are "
+        "only in the table.",
     ),
     "gradients": Picture(
         _gradients, "Histogram of gradient magnitudes with the ranges of formats",
-        "Gradients of the model's modules in fp32, per power of two, above what formats hold: pale where a format has "
-        "fewer digits left, nothing where it has none. A loss scale moves fp16's range (dashed) down.",
+        "Gradients of the model's modules in fp32, per power of two, with the ranges of the formats below: pale where a "
+        "format is subnormal, empty beyond its range. A loss scale moves fp16's range (dashed) down.",
     ),
     "gradients_by_region": Picture(
         _by_region, "Gradient magnitudes of each region",
@@ -291,6 +291,6 @@ PICTURES = {
     ),
     "regions": Picture(
         _regions, "Bias and noise of each region",
-        "Parts of the plan's damage, the relative error of an update, against the lines (dashed) that judge the whole of it.",
+        "Parts of the plan's damage, the relative error of an update, with the limits for the whole damage (dashed).",
     ),
 }  # fmt: skip

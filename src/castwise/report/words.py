@@ -19,8 +19,8 @@ MEANING = (
 )
 """What damage is, for whoever prints one."""
 PAIRED = (
-    "A speed is the middle of ratios of times that were taken side by side, not the ratio of two medians: where the machine's own "
-    "speed moved meanwhile, the two differ."
+    "A speed is the median ratio of times measured side by side, not the ratio of two medians; the two differ if the "
+    "machine's speed changed in between."
 )
 """Why the times of a table need not give its speeds."""
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))

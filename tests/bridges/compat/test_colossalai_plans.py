@@ -106,7 +106,7 @@ def test_bf16_takes_the_place_of_fp16_only_when_asked() -> None:
         ("apex", {"keep_batchnorm_fp32": True}, "the model's weights stay in fp32 there"),
         ("apex", {"master_weights": False}, "the model's weights stay in fp32 there"),
         ("apex", {"opt_level": "O2", "patch_torch_functions": True}, "Leave it out, or use opt_level='O2'"),
-        ("apex", {"cast_model_type": torch.float16}, "either put around functions"),
+        ("apex", {"cast_model_type": torch.float16}, "or the model is cast"),
         ("apex", {"opt_level": "O2", "cast_model_outputs": torch.bfloat16}, "Allowed: None, fp32, fp16"),
     ],
 )

@@ -93,7 +93,7 @@ REFUSED = {
     ),
     "a function that is not torch's": (
         "class B(torch.autograd.Function):\n    @staticmethod\n    def forward(c, x): return x * 2\n    @staticmethod\n"
-        "    def backward(c, g): return g\nstep(ce(B.apply(m(X[0])), Y[0]))", "functions of torch alone",
+        "    def backward(c, g): return g\nstep(ce(B.apply(m(X[0])), Y[0]))", "by torch functions only",
     ),
     "no model": ("w = torch.zeros(2, requires_grad=True); w.sum().backward()", "no model was seen"),
     "autocast": ("with torch.autocast('cpu'): loss = ce(m(X[0]), Y[0])\nstep(loss)", "autocasts"),

@@ -404,7 +404,7 @@ def test_a_script_with_a_bad_batch_ends_with_sound_weights_and_buffers(plan: str
     ran = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "ran")
     assert ran.wait(100) == 0
     assert ran.said("out") == "True\n"
-    assert "buffers that they had made non-finite were put back: 1.running_mean, 1.running_var" in ran.said(
+    assert "buffers that they had made non-finite were restored: 1.running_mean, 1.running_var" in ran.said(
         "err"
     )
     assert python(tmp_path, POISONED) == "False\n"

@@ -758,7 +758,7 @@ def late_to(plan: str) -> None:
     ("do", "said"),
     [
         (lambda a: a.prepare(parts()[1]), r"prepare\(AdamW\): it updates no model that this accelerator"),
-        (lambda a: late_to("bf16-master"), r"prepare\(AdamW\): the plan bf16-master has stored parameters of its model low"),
+        (lambda a: late_to("bf16-master"), r"prepare\(AdamW\): the plan bf16-master has already stored parameters of its model low"),
         (lambda a: CastwiseAccelerator.adopt(a, "fp32"), r"has prepared models or optimizers already"),
         (lambda a: a.prepare(castwise.Amp("fp32", device="cpu").prepare(net())), r"has prepared it already, and this"),
     ],

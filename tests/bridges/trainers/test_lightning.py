@@ -482,7 +482,7 @@ def test_weights_are_saved_whole_in_the_middle_of_training(tmp_path: Path) -> No
                     self.seen.append(callback._average_model.module.state_dict())
 
     averages = EMAWeightAveraging()
-    with pytest.warns(UserWarning, match=r"rounded to bf16, .* Average by castwise.AveragedModel\(model\)"):
+    with pytest.warns(UserWarning, match=r"rounded to bf16, .* Average with castwise.AveragedModel\(model\)"):
         model = fit(Saves(), "bf16-master", callbacks=[averages])
     kinds = {value.dtype for state in model.seen for value in state.values()}
     assert torch.float32 in kinds
@@ -738,7 +738,7 @@ def test_an_optimizer_of_nothing_in_the_model_steps_as_it_would() -> None:
     for plan in ("fp16-mixed", "fp16-master"):
         model = Apart()
         with pytest.raises(
-            StateError, match=r"SGD\.step\(\): .*has not prepared.*gradients hold the loss scale"
+            StateError, match=r"SGD\.step\(\): .*has not prepared.*gradients still hold the loss scale"
         ):
             fit(model, plan, model="net")
         assert model.other.item() == 1.0
@@ -1059,7 +1059,7 @@ def test_another_release_of_lightning_is_said(
     monkeypatch.setattr(lightning, "__version__", release)
     CastwisePrecision("fp32")
     assert [str(warning.message) for warning in recwarn] == [
-        f"CastwisePrecision was tested with Lightning 2.6, and this is {release}, whose precision hooks may be others; install "
+        f"CastwisePrecision was tested with Lightning 2.6, and this is {release}, whose precision hooks may differ; install "
         "'lightning==2.6.*' where something fails."
     ] * warns
     assert all(warning.filename == __file__ for warning in recwarn)

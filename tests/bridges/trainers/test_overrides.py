@@ -173,10 +173,10 @@ def test_lomo_takes_its_rate_from_backward_or_is_refused(plan: str, apart: None)
     plain.load_state_dict(model.state_dict())
     accelerator = CastwiseAccelerator(plan)
     if plan in ("fp16-mixed", "bf16-master"):
-        with pytest.raises(StateError, match=r"Lomo updates weights inside of the backward"):
+        with pytest.raises(StateError, match=r"Lomo updates weights inside the backward"):
             accelerator.prepare(model, Lomo(model))
         return
-    with pytest.warns(UserWarning, match="Lomo updates weights inside of the backward"):
+    with pytest.warns(UserWarning, match="Lomo updates weights inside the backward"):
         model, optimizer = accelerator.prepare(model, Lomo(model))
     assert accelerator.has_lomo_optimizer
     by_hand = Lomo(plain)

@@ -46,7 +46,7 @@ def test_waiting_for_data():
     (finding,) = found(data_s=0.1)
     assert finding.what == "data"
     assert finding.measured["share"] == 0.5
-    assert "a batch takes 100 ms to come, the step itself 100 ms (50%" in finding.sentence
+    assert "a batch takes 100 ms to arrive, the step itself 100 ms (50%" in finding.sentence
     assert "num_workers" in finding.advice
     assert found(data_s=0.005) == ()
 
@@ -110,7 +110,7 @@ def test_a_doctor_with_a_workload_prints_it():
     console.print(result.table())
     text = console.export_text()
     assert "What limits" in text
-    assert "Profiled by itself, with nothing beside it, a" in text
+    assert "Profiled alone, a" in text
     assert "Matrix units:" in text
     for finding in result.workload.findings:
         assert finding.sentence[:30] in text

@@ -203,7 +203,7 @@ def test_buffers_that_a_skipped_step_had_poisoned_are_in_the_result(tiny: str, t
     result = train(workload, "fp16-mixed+loss_scale.init=1024", steps=12, out=tmp_path)
     assert result.skipped_steps == 1
     assert result.restored_buffers == {"norm.running_mean": 1, "norm.running_var": 1}
-    assert "put back after skipped steps: norm.running_mean, norm.running_var" in result.summary()
+    assert "restored after skipped steps: norm.running_mean, norm.running_var" in result.summary()
 
 
 @pytest.mark.parametrize("plan", ["fp32", "fp16-mixed"])

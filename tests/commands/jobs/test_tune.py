@@ -134,7 +134,7 @@ def test_nothing_is_left_behind(end: str, tmp_path: Path) -> None:
     if end == "is interrupted":
         with pytest.raises(KeyboardInterrupt) as caught:
             tune(model, loss=watched, out=tmp_path)
-        assert "What was known by then was written to" in caught.value.__notes__[0]
+        assert "The results so far were written to" in caught.value.__notes__[0]
         record = json.loads((tmp_path / "evidence.json").read_text())
         assert record["complete"] is False
         assert (tmp_path / "report.html").exists()
@@ -330,7 +330,7 @@ def test_a_search_that_fails_writes_what_was_known(after: int, tmp_path: Path) -
     with pytest.raises(WorkloadError, match="LookupError: planted") as caught:
         tune(loss=fails, out=tmp_path)
     notes = " ".join(getattr(caught.value, "__notes__", []))
-    assert ("What was known by then was written to" in notes) == (after > 0)
+    assert ("The results so far were written to" in notes) == (after > 0)
     assert (tmp_path / "evidence.json").exists() == (after > 0)
     if after:
         assert json.loads((tmp_path / "evidence.json").read_text())["complete"] is False

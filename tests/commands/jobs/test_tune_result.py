@@ -71,7 +71,7 @@ def test_a_search_that_is_interrupted_as_it_is_written_loses_nothing(
     monkeypatch.setattr(plots, "draw", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         _written(TuneResult(Plan.preset("fp32"), make_bare()), tmp_path)
-    assert caught.value.__notes__[0].startswith("What was known by then was written to")
+    assert caught.value.__notes__[0].startswith("The results so far were written to")
     assert {"report.html", "plan.json", "evidence.json"} <= {path.name for path in tmp_path.iterdir()}
 
 

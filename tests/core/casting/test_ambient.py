@@ -24,7 +24,7 @@ def test_all_code_is_cast_until_it_is_left() -> None:
         assert (X @ X).dtype is torch.float32
         casts.enter()
         assert casts.entered
-        with pytest.raises(StateError, match="are in force on 'cpu' already; leave them first"):
+        with pytest.raises(StateError, match="is already active on 'cpu'; leave it first"):
             AmbientAutocast(O1, "cpu").enter()
         assert (X @ X).dtype is torch.bfloat16
         with casts.suspended():
@@ -74,7 +74,7 @@ def test_it_is_left_where_it_was_entered() -> None:
     casts, found = AmbientAutocast(O1, "cpu"), []
 
     def leave() -> None:
-        with pytest.raises(StateError, match="end on the thread that they began on") as error:
+        with pytest.raises(StateError, match="must end on the thread that began them") as error:
             casts.leave()
         found.append(error)
 

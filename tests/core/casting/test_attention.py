@@ -97,6 +97,6 @@ def test_compiled_it_is_the_same() -> None:
 def test_other_operators_are_refused_in_words() -> None:
     with pytest.raises(
         PlanError,
-        match=r"ops=\('softmax', 'unfused'\): its parts are not known. Allowed for unfused: scaled_dot_product_attention.",
+        match=r"ops=\('softmax', 'unfused'\): it cannot be unfused. Allowed for unfused: scaled_dot_product_attention.",
     ):
         Plan(compute="bf16", ops={"softmax": "unfused"})

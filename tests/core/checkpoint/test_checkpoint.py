@@ -435,7 +435,7 @@ def test_a_model_that_does_not_fit_is_left_alone(tmp_path: Path) -> None:
     refuses(
         other(lambda model: delattr(model, "norm")),
         path,
-        r"weights were saved that the model has not: norm\.bias, norm\.num_batches_tracked, norm\.running_mean, "
+        r"weights were saved that the model does not have: norm\.bias, norm\.num_batches_tracked, norm\.running_mean, "
         r"norm\.running_var, norm\.weight",
     )
     refuses(other(lambda _: None, "sgd"), path, "optimizer 0 was AdamW and is SGD here")
@@ -547,9 +547,11 @@ def test_damage_is_found(tmp_path: Path, saved: Run) -> None:
     manifest.write_text(text.replace('"version": 2', '"version": 1'))
     passes_over(tmp_path, path.name, "has format version 1, and this castwise reads 2")
     manifest.write_text("[]")
-    passes_over(tmp_path, path.name, "is not one of castwise's")
+    passes_over(tmp_path, path.name, "was not written by castwise")
     manifest.unlink()
-    passes_over(tmp_path, path.name, r"has no checkpoint\.json: damaged, or another program's")
+    passes_over(
+        tmp_path, path.name, r"has no checkpoint\.json: it is damaged or was written by another program"
+    )
 
 
 def test_another_programs_folder_is_neither_loaded_nor_replaced_nor_deleted(
@@ -691,7 +693,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path, saved: Run) -> No
     other.mkdir()
     (other / ".lock").symlink_to(tmp_path / "victim")
     with pytest.raises(
-        CheckpointError, match=r"\.lock, which says who saves there, .*: it is a link\. Delete"
+        CheckpointError, match=r"\.lock, which names the process that saves there, .*: it is a link\. Delete"
     ):
         saved.save(other, 1)
     assert not (tmp_path / "victim").exists()

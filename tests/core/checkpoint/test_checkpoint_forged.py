@@ -221,7 +221,7 @@ def test_no_file_outside_is_named(tmp_path: Path, saved: Run, name: str) -> None
     values = values_of(path)
     values["tensors"]["extra.seen"]["pieces"][0][0] = name
     with_values(path, values)
-    assert "a piece lies in no file of the checkpoint" in refused(saved, path)
+    assert "a piece is in a file that the checkpoint does not have" in refused(saved, path)
 
 
 def test_links_to_folders_are_removed_and_not_what_they_lead_to(tmp_path: Path, saved: Run) -> None:
@@ -302,7 +302,7 @@ def test_a_manifest_of_any_shape_is_passed_over_in_words(tmp_path: Path, saved: 
         if isinstance(wrong.get(key), str) and key in ("castwise", "torch", "plan", "digest"):
             continue  # what is only printed may say anything
         if key == "world_size" and value == 3 and key in wrong:
-            assert "not as many parts as ranks saved" in refused(saved, path)
+            assert "the number of parts differs from the number of ranks" in refused(saved, path)
         else:
             passed_over(tmp_path, saved)
 
@@ -382,23 +382,23 @@ def test_forged_sizes_and_places_of_tensors(tmp_path: Path, saved: Run) -> None:
     name, start, _, _ = weight["pieces"][0]
     cases: list[tuple[str, Any]] = [
         ("pieces overlap", [[name, start, [0, 0], [4, 16]], [name, start, [3, 0], [2, 16]]]),
-        ("pieces are not the whole", []),
-        ("pieces are not the whole", weight["pieces"] * 2),
-        ("reaches out of the tensor", [[name, start, [1, 0], [6, 16]]]),
-        ("other dimensions", [[name, start, [0], [96]]]),
+        ("pieces do not cover the tensor", []),
+        ("pieces do not cover the tensor", weight["pieces"] * 2),
+        ("extends beyond the tensor", [[name, start, [1, 0], [6, 16]]]),
+        ("wrong number of dimensions", [[name, start, [0], [96]]]),
         ("a piece is empty", [*weight["pieces"], [name, start, [0, 0], [0, 16]]]),
         ("in the middle of a number", [[name, start + 2, [0, 0], [6, 16]]]),
-        ("ends after its file", [[name, 4 * 10**9, [0, 0], [6, 16]]]),
-        ("whole numbers", [[name, -4, [0, 0], [6, 16]]]),
-        ("whole numbers", [[name, start, [0.0, 0], [6, 16]]]),
-        ("whole numbers", [[name, start, [0, 0], [10**30, 16]]]),
+        ("ends beyond the end of its file", [[name, 4 * 10**9, [0, 0], [6, 16]]]),
+        ("list of integers", [[name, -4, [0, 0], [6, 16]]]),
+        ("list of integers", [[name, start, [0.0, 0], [6, 16]]]),
+        ("list of integers", [[name, start, [0, 0], [10**30, 16]]]),
     ]
     for said, pieces in cases:
         with_values(path, put(values, ("tensors", "model.into.weight", "pieces"), pieces))
         assert said in refused(saved, path)
     huge = {"dtype": "float32", "shape": [2**40], "pieces": [[name, 0, [0], [2**40]]]}
     with_values(path, put(values, ("tensors", "extra.seen"), huge))
-    assert "ends after its file" in refused(saved, path)
+    assert "ends beyond the end of its file" in refused(saved, path)
     for wrong in ("int64", "bool", "complex64"):
         with_values(
             path,
@@ -443,7 +443,7 @@ def test_forged_options_scales_and_random_states(tmp_path: Path, saved: Run) -> 
         ("losses", 3),
     ):
         with_values(path, put(values, (*scaler, "dict", keys.index(key), 1), wrong))
-        assert "the scaler's state is not of finite numbers" in refused(saved, path)
+        assert "the scaler's state is not a mapping of names to finite numbers" in refused(saved, path)
     with_values(path, put(values, scaler, {"dict": []}))
     saved.load(path)
     generator = values["tensors"]["rng.0.cpu"]
@@ -483,7 +483,7 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, saved: Run) -> Non
     values = values_of(path)
     values["optimizers"][0]["options"][0]["dict"].append(["lr", 5.0])
     with_values(path, values)
-    assert "a mapping that gives a key twice" in refused(saved, path)
+    assert "a mapping with a duplicate key" in refused(saved, path)
 
 
 @pytest.mark.parametrize("where", ["model", "optimizer", "amp", "random"])

@@ -56,7 +56,7 @@ def test_tensors_of_another_weight_are_refused(tmp_path: Path, where: str) -> No
         lr = [key for key, _ in one["options"][0]["dict"]].index("lr")
         one["options"][0]["dict"][lr][1] = {"tensor": "optimizer.0.a.weight.step"}
     with_values(path, values)
-    assert "a tensor under another's name" in refused(run, path)
+    assert "a tensor under the name of another entry" in refused(run, path)
 
 
 def with_option(path: Path, key: str, value: Any) -> None:

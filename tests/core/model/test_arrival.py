@@ -642,7 +642,7 @@ def test_widening_under_a_plan_that_stores_all_low_is_refused(plan: str) -> None
     model = arrive("plain", torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with castwise.Amp(plan, device="cpu") as amp:
-        with pytest.raises(PlanError, match=r"prepare\(widen=True\).*nothing is left.*-mixed'"):
+        with pytest.raises(PlanError, match=r"prepare\(widen=True\).*nothing remains.*-mixed'"):
             amp.prepare(model, optimizer, widen=True)
         amp.prepare(model, optimizer)
 
@@ -731,5 +731,5 @@ def test_a_model_that_was_prepared_alone_has_no_masters_in_an_optimizer_it_joins
     assert not torch.equal(amp.model_state_dict(head)["weight"], before)
     amp.prepare(other)
     optimizer.add_param_group({"params": list(other.parameters())})
-    with pytest.raises(StateError, match=r"which these have not.*amp.prepare\(model, optimizer\)"):
+    with pytest.raises(StateError, match=r"which these do not have.*amp.prepare\(model, optimizer\)"):
         step()

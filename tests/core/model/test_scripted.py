@@ -87,7 +87,7 @@ def test_a_region_that_some_escape_says_which(kind: str) -> None:
 def test_a_region_around_works_where_hooks_do() -> None:
     plan = with_region(Region("inner", compute="fp32"))
     assert train(plan, Net("traced")) is torch.float32
-    with pytest.raises(PatternError, match="a scripted module runs code of its own"):
+    with pytest.raises(PatternError, match="a scripted module runs scripted code"):
         Amp(plan, device="cpu").prepare(Net("scripted"))
     wrapped = Net("scripted")
     wrapped.inner = nn.Sequential(wrapped.inner)
@@ -104,7 +104,7 @@ def test_storage_knows_what_a_part_was_made_from() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_whole_model_is_refused(kind: str) -> None:
-    with pytest.raises(StateError, match="a scripted or traced model runs code of its own"):
+    with pytest.raises(StateError, match="a scripted or traced model runs compiled code"):
         Amp("bf16-mixed", device="cpu").prepare(Net(kind).inner)
 
 

@@ -34,7 +34,7 @@ def test_a_preset_is_its_name(name: str) -> None:
             "bf16-mixed+memory_format=channels_last+optimizer=fused+compile=default+host_memory=keep",
             "bf16-mixed; channels_last; fused optimizer; compiled; freed memory kept",
         ),
-        ("fp16-mixed+loss_scale.init=1024", "fp16-mixed; another loss scale"),
+        ("fp16-mixed+loss_scale.init=1024", "fp16-mixed; loss scale from 1024"),
         ("bf16-mixed+output=as_is", "bf16-mixed; output as_is"),
         ("not a plan", "not a plan"),
     ],

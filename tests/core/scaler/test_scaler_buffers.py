@@ -214,7 +214,7 @@ def test_it_is_named_and_counted() -> None:
     for _ in range(2):
         assert run.step(batch(NAN)).restored == ("1.running_mean", "1.running_var")
     assert run.amp.restored_buffers == {"1.running_mean": 2, "1.running_var": 2}
-    said = "buffers that skipped steps had made non-finite, put back: 1.running_mean (2 times), 1.running_var (2 times)"
+    said = "buffers that skipped steps had made non-finite, restored: 1.running_mean (2 times), 1.running_var (2 times)"
     assert run.amp.summary().endswith(f"skipped steps: 2\n{said}")
 
 
@@ -582,7 +582,7 @@ def test_what_cannot_be_put_back_is_said_once() -> None:
         run.step(batch(seed=seed))
     model.write = _through_data
     with pytest.warns(
-        RuntimeWarning, match="these buffers of Writes hold a NaN that cannot be taken back: mean. No earlier"
+        RuntimeWarning, match="these buffers of Writes hold a NaN and cannot be restored: mean. Their earlier"
     ):
         run.step(batch(NAN))
     assert run.step(batch(NAN)).restored == ()
@@ -969,5 +969,5 @@ def test_statistics_in_parameters_are_told(kind: str, direct: bool) -> None:
             optimizer.zero_grad()
             amp.backward(model(torch.ones(3, 4) * factor).square().mean())
             optimizer.step() if direct else amp.step(optimizer)
-    assert [("code.weight. Parameters are not put back" in str(w.message)) for w in said] == [True]
+    assert [("code.weight. Only buffers are restored" in str(w.message)) for w in said] == [True]
     assert amp.skipped_steps == 2

@@ -187,7 +187,10 @@ def test_raise_names_the_parameters_before_anything_changed(plan: str, way: str)
         run.model[2].bias.grad[1] = NAN
         return torch.ones(())
 
-    words = r"AdamW\): gradients are not finite: those of 2\.bias; nonfinite='raise' allows none\. Weights and optimizer are"
+    words = (
+        r"AdamW\): gradients are not finite: those of 2\.bias; nonfinite='raise' allows no such step\. Weights and "
+        r"optimizer are"
+    )
     step = {
         "step": lambda: run.amp.step(run.optimizer),
         "max_norm": lambda: run.amp.step(run.optimizer, max_norm=1e9),
@@ -320,7 +323,7 @@ def test_allow_lets_through_and_a_loss_scale_cannot() -> None:
     assert not run.amp.step(run.optimizer).skipped
     assert run.model[0].weight.isnan().any()
     with pytest.raises(
-        PlanError, match=r"nonfinite='allow'\): a loss scale finds its size by skipping.*'skip', 'raise'"
+        PlanError, match=r"nonfinite='allow'\): a loss scale is adjusted by skipping.*'skip', 'raise'"
     ):
         castwise.Amp("fp16-mixed", device="cpu", nonfinite="allow")
 
@@ -538,7 +541,7 @@ def test_the_very_gradients_in_another_model_are_not_stepped_on() -> None:
     run.backward()
     for theirs, ours in zip(other.parameters(), run.model.parameters(), strict=True):
         theirs._grad = ours.grad
-    with pytest.raises(StateError, match=r"amp\.unscale_ of that one first"):
+    with pytest.raises(StateError, match=r"call amp\.unscale_ on that optimizer first"):
         shared.step()
     run.amp.unscale_(run.optimizer)
     shared.step()

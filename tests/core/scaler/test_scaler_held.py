@@ -259,7 +259,7 @@ def test_a_wrapper_that_replaces_gradients_in_its_step(plan: str) -> None:
         wrapper.step()
     assert all(map(torch.equal, before, model.parameters()))
     model.a.weight.grad_sample = torch.ones(2, 4, 4)
-    with pytest.raises(StateError, match=r"gradients per sample \(grad_sample\).*'bf16-mixed'"):
+    with pytest.raises(StateError, match=r"per-sample gradients \(grad_sample\).*'bf16-mixed'"):
         amp.unscale_(base)
     amp.close()
 

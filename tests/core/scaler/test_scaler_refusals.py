@@ -49,7 +49,7 @@ def test_a_second_step_by_the_same_gradients_is_refused(plan: str, way: str) -> 
         with torch.no_grad():
             model(X)
     with pytest.raises(
-        StateError, match=r"step\(SGD\): it was stepped by these gradients already.*once after each"
+        StateError, match=r"step\(SGD\): it has already stepped with these gradients.*once after each"
     ):
         amp.step(optimizer, max_norm=1.0 if way == "max_norm" else None)
     assert torch.equal(weights, model.weight)
@@ -149,7 +149,9 @@ def test_a_loss_that_is_scaled_already_is_refused(plan: str, how: str) -> None:
         loss = amp.scale(loss_of(model))
         if amp.plan.loss_scale is None:
             return
-    with pytest.raises(StateError, match=r"backward: this loss has been scaled already.*Take the GradScaler"):
+    with pytest.raises(
+        StateError, match=r"backward: this loss has been scaled already.*Remove the GradScaler"
+    ):
         amp.backward(loss)
     if how == "itself":
         with pytest.raises(StateError, match="scale: this loss has been scaled already"):
@@ -183,7 +185,8 @@ def test_a_bound_that_bounds_nothing_is_refused(plan: str, value: Any) -> None:
     amp.backward(loss_of(model))
     for target in (optimizer, model.parameters()):
         with pytest.raises(
-            PlanError, match=r"clip_grad_value_\(clip_value=.*no bound.*Allowed: a number such as 1\.0"
+            PlanError,
+            match=r"clip_grad_value_\(clip_value=.*(no bound|must be a number >= 0).*Allowed: a number such as 1\.0",
         ):
             amp.clip_grad_value_(target, value)
     amp.clip_grad_value_(optimizer, math.inf)

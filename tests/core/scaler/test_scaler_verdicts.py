@@ -220,7 +220,7 @@ def test_a_norm_that_overflows_is_told_apart() -> None:
     run = Run("fp32", nonfinite="raise")
     for parameter in run.model.parameters():
         parameter.grad = torch.full_like(parameter, 1e30)
-    with pytest.raises(NonFiniteError, match="or finite ones whose norm is not"):
+    with pytest.raises(NonFiniteError, match="or are finite while their norm overflows"):
         run.amp.step(run.optimizer, max_norm=1.0)
 
 

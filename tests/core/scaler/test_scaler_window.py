@@ -345,7 +345,8 @@ def test_steps_while_a_backward_runs(way: str, by: str) -> None:
                 loss.backward()
             elif way in ("direct", "unscale"):
                 with pytest.raises(
-                    StateError, match="scale is still in its" if way == "direct" else "a backward runs"
+                    StateError,
+                    match="scale is still in its" if way == "direct" else "called inside a backward",
                 ):
                     amp.backward(loss) if by == "backward" else amp.scale(loss).backward()
                 amp.close()
@@ -608,7 +609,7 @@ def test_errors_speak_of_what_there_is() -> None:
     ):
         amp.step(a)
     with pytest.raises(
-        StateError, match=r"SGD\.step\(\): the plan has a loss scale, and no loss was ever scaled"
+        StateError, match=r"SGD\.step\(\): the plan has a loss scale, but no loss was ever scaled"
     ):
         a.step()
     a.zero_grad()
@@ -620,7 +621,7 @@ def test_errors_speak_of_what_there_is() -> None:
     amp.backward(model(batch(0)).sum())
     amp.step(a)
     amp.unscale_(a)
-    with pytest.raises(StateError, match=r"step\(SGD\): it was stepped by these gradients already"):
+    with pytest.raises(StateError, match=r"step\(SGD\): it has already stepped with these gradients"):
         amp.step(a)
     amp.step(b)
     optimizer = torch.optim.LBFGS(model.parameters())

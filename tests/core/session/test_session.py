@@ -626,7 +626,7 @@ def test_switching_plans_midway_keeps_optimizer_state() -> None:
             StateError,
             "not a torch.optim.Optimizer",
         ),
-        (lambda: castwise.Amp("bf16-mixed", device="cpu").step(), StateError, "no optimizer"),
+        (lambda: castwise.Amp("bf16-mixed", device="cpu").step(), StateError, "needs an optimizer"),
     ],
 )
 def test_mistakes_are_refused_in_words(make: Any, error: type[Exception], words: str) -> None:

@@ -135,8 +135,9 @@ def test_the_words() -> None:
         amp.backward(model.forward(torch.randn(4, 8)).mean())
     assert str(error.value) == (
         "backward: the loss was computed from encoder.weight, but the prepared Net was not called, so that its operators were not "
-        "cast to bfloat16 as the plan bf16-mixed says. A plan works where the module itself is called: call model(...), not "
-        "model.forward(...) and not its parts one by one; or name the methods that are called instead of it, "
+        "cast to bfloat16 as the plan bf16-mixed says. A plan applies only when the module itself is called: call model(...), "
+        "not "
+        "model.forward(...) and do not call its parts one by one; or name the methods that are called instead of it, "
         "amp.prepare(model, optimizer, methods=('encode',)); or prepare each part that is called, amp.prepare(part, optimizer)."
     )
 

@@ -189,7 +189,7 @@ def test_a_cast_there_and_back_is_said_where_bits_are_lost(plan: str, there: str
         }.get(there, lambda: getattr(module, there)().to(dtype))()
         step(amp, model, optimizer)
         module.to(dtype)
-    said = [str(each.message) for each in seen if "and back, so that" in str(each.message)]
+    said = [str(each.message) for each in seen if "and back, so the digits" in str(each.message)]
     assert len(said) == lossy, said
     amp.close()
     assert len(stored._stored) or not hasattr(nn.Module._apply, "__wrapped__")

@@ -269,7 +269,7 @@ class Adaptive(nn.Module):
 def test_calls_that_one_plan_has_alone_are_said() -> None:
     found = compare(Adaptive(), loss, batch(), "fp32", LOW)
     assert [c.call for c in found.calls if c.path == "layer"] == [0]
-    assert "1 call ran under the second plan alone: layer (call 1)." in found.notes
+    assert "1 call ran only under the second plan: layer (call 1)." in found.notes
     assert found.birthplaces  # the code of the model itself, which calls it twice
     assert found.birthplaces[0].path == ""
 

@@ -162,8 +162,8 @@ def test_what_an_overflow_reaches_is_what_a_real_run_shows(behind: tuple[nn.Modu
     assert {*spread.sources, *spread.reached} == bad
     assert spread.gradients is gradients
     assert gradients is (len(behind) > 1)
-    assert ("reaches 3 other regions and makes gradients that are not finite" in found.answer) is gradients
-    assert ("reaches no other region and does nothing to the gradients" in found.answer) is not gradients
+    assert ("reaches 3 other regions and makes gradients non-finite" in found.answer) is gradients
+    assert ("reaches no other region and does not change the gradients" in found.answer) is not gradients
 
 
 def test_a_model_that_does_not_run_in_the_format_is_forecast_all_the_same() -> None:
@@ -314,7 +314,7 @@ def test_gradients_that_vanish_and_are_small_beside_others_are_no_trouble_but_no
     found = forecast(Branches(), squared, batches(), ("fp16",))
     assert "fp16" not in found.region("side").troubles
     (note,) = found.notes
-    assert "loses a tenth of the gradients or more" in note
+    assert "loses a tenth or more of the gradients" in note
     assert "(side)" in note
 
 

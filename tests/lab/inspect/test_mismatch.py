@@ -168,7 +168,7 @@ def test_it_is_written_as_json_and_as_a_page(tmp_path: Path) -> None:
     assert page == tmp_path / "mismatch.html"
     record = json.loads((tmp_path / "mismatch.json").read_text(encoding="utf-8"))
     assert [row["plan"] for row in record["serve"]] == ["bf16-mixed", "fp16-mixed"]
-    assert len(ServeMismatch.__dataclass_fields__) == len(record["serve"][0])
+    assert {*ServeMismatch.__dataclass_fields__, "words"} == set(record["serve"][0])
     text = page.read_text(encoding="utf-8")
     assert text.count("<svg") == 2
     assert "Schulman 2020" in text

@@ -45,7 +45,7 @@ def test_infinities_that_go_away_again_are_no_fault(maker: Any) -> None:
     torch.manual_seed(0)
     found = first_nonfinite(maker.model(), maker.loss, maker.batch(), maker.plan, loss_scale=maker.scale)
     assert not found
-    assert "All is finite" in found.to_dict()["answer"]
+    assert "Everything is finite" in found.to_dict()["answer"]
 
 
 def _net(function: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -72,10 +72,8 @@ def seen(model: nn.Module, size: int = 4) -> Positions:
 def test_a_table_with_room_for_more_is_named(kind: str) -> None:
     found = seen(Sequences(kind, 64))
     assert (found.length, list(found.tables.values())) == (16, [64])
-    assert found.note.startswith(
-        "Tested with positions 0 to 15, those of the sample: what a plan does at later ones (table"
-    )
-    assert " has 64) was not seen." in found.note
+    assert found.note.startswith("Tested with positions 0 to 15, those of the sample: later positions (table")
+    assert " has 64) were not tested." in found.note
 
 
 @pytest.mark.parametrize("kind", ["embedding", "parameter", "mask", "sliced", "indexed"])
@@ -86,7 +84,7 @@ def test_a_table_that_is_used_up_is_not_spoken_of(kind: str) -> None:
 def test_positions_that_are_computed_have_no_end() -> None:
     note = seen(Sequences("rotary", 3)).note
     assert note.startswith(
-        "Tested with positions 0 to 15, those of the sample: what a plan does at later ones was not seen."
+        "Tested with positions 0 to 15, those of the sample: later positions were not tested."
     )
 
 

@@ -27,7 +27,9 @@ def test_an_interval_below_the_line_passes_on_microbatches_enough_and_waits_for_
     assert compare(LOW, None, LEAST)[0] == "pass"
     verdict, reason, more = compare(LOW, None, LEAST - 1)
     assert (verdict, more) == ("undecided", True)
-    assert reason.endswith("is below 0.01 on 28 microbatches; it takes 29 to see damage in a few of them")
+    assert reason.endswith(
+        "is below 0.01 on 28 microbatches; at least 29 are needed to see damage in a few of them"
+    )
     assert compare(LOW, None, 3, least=3)[0] == "pass"
 
 

@@ -270,7 +270,8 @@ def test_a_loss_that_differs_from_itself_is_said_to() -> None:
     assert found.verdict == "undecided"
     assert not found
     assert re.fullmatch(
-        r"the loss is not deterministic: computed twice, it differs by \S+ of an update, and the plan from fp32 by \S+",
+        r"the loss is not deterministic: computed twice from the same inputs, it differs by \S+ of an update, and the plan "
+        r"from fp32 by \S+",
         found.reason,
     )
 

@@ -172,7 +172,7 @@ def test_an_audit_needs_one_model_and_a_loss() -> None:
     amp = castwise.Amp("bf16-mixed")
     with pytest.raises(PlanError, match=r"Monitor.audit\(\): needs Monitor\(amp, loss=..., batches=...\)"):
         Monitor(amp).audit()
-    with pytest.raises(PlanError, match="takes one model, and the session has 0"):
+    with pytest.raises(PlanError, match="needs a session with one model, and this one has 0"):
         Monitor(amp, loss=loss, batches=batches()).audit()
 
 

@@ -289,7 +289,7 @@ def test_buffers_that_were_put_back_are_in_the_report() -> None:
             made.zero_grad()
         report = monitor.report()
         assert report.restored_buffers == (("0.running_mean", 2), ("0.running_var", 2))
-        assert "2 skipped, buffers put back after them: 0.running_mean, 0.running_var; " in answer(
+        assert "2 skipped, buffers restored after them: 0.running_mean, 0.running_var; " in answer(
             report.to_dict()
         )
 
@@ -526,7 +526,7 @@ def test_what_a_logger_raises_is_a_warning_once() -> None:
         raise Stop("no network")
 
     monitor = Monitor(amp, every=1, log=log)
-    with pytest.warns(UserWarning, match="log= failed .Stop: no network.; training and the monitor go on"):
+    with pytest.warns(UserWarning, match="log= failed .Stop: no network.; training and the monitor continue"):
         train(amp, net, made, 3)
     assert len(monitor.samples) == 3
 
@@ -722,7 +722,7 @@ def test_the_report_as_table_json_and_page(tmp_path: Path) -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(monitor.table())
     said = console.export_text()
-    assert "fp16-mixed+loss_scale.init=1024: 28 steps, 12 skipped" in said
+    assert "fp16-mixed; loss scale from 1024: 28 steps, 12 skipped" in said
     assert "ALARM skipped_in_a_row at step 27" in said
     assert "Audit at step 1: pass" in said
     record = monitor.to_dict()

@@ -140,7 +140,9 @@ def test_a_spike_in_the_data_is_passed_over(value: float, band: tuple[float, flo
     run.train(data(120, spikes=(57,), value=value))
     (one,) = run.recovery.returns
     assert (one.step, one.to_step, one.cause) == (57, 40, "batch")
-    assert ("in fp32 it is no better" if value == 1e6 else "batch[1] (128 of 128 values)") in one.evidence
+    assert (
+        "in fp32 the result is no better" if value == 1e6 else "batch[1] (128 of 128 values)"
+    ) in one.evidence
     assert band[0] <= run.end() <= band[1]
     assert run.scheduler.last_epoch == 119  # one step fewer
     assert json.loads((tmp_path / "recovery.jsonl").read_text()) == one.to_dict()
@@ -347,7 +349,7 @@ def test_a_disk_that_takes_no_more_leaves_the_last_good_state(
         return write(self, folder)
 
     monkeypatch.setattr(Stage, "write", full)
-    with pytest.warns(UserWarning, match="no new good state, and the last one stays"):
+    with pytest.warns(UserWarning, match="the new good state could not be kept, and the last one remains"):
         run.train(data(70, spikes=(57,), value=float("nan")))
     assert (run.recovery.returns[0].step, run.recovery.returns[0].to_step) == (57, 20)
 
@@ -360,7 +362,7 @@ def test_good_states_that_are_gone_are_an_error(tmp_path: Path) -> None:
             for path in tmp_path.glob("step-*"):
                 shutil.rmtree(path)
 
-    with pytest.raises(CheckpointError, match="is not there, or not any more"):
+    with pytest.raises(CheckpointError, match="does not exist; a later save may have deleted it"):
         run.train(data(40, spikes=(30,), value=float("nan")), steal)
 
 
@@ -463,8 +465,8 @@ def test_batches_that_the_loop_writes_to_are_passed_over_and_that_is_said(tmp_pa
         go()
     (one,) = run.recovery.returns
     assert (one.step, one.to_step, one.cause) == (37, 20, "batch")
-    assert "cannot be tried again" in one.evidence
-    assert "17 other steps since the good state are not made again" in one.action
+    assert "the step cannot be repeated" in one.evidence
+    assert "17 other steps since the good state are not repeated" in one.action
     assert one.action[1:] in str(said[0].message)
 
 

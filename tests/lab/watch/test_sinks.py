@@ -83,7 +83,9 @@ def test_a_full_disk_leaves_whole_lines_and_the_training_goes_on(tmp_path: Path)
     size = path.stat().st_size
     with (
         at_most(size + 100),
-        pytest.warns(UserWarning, match="writing to jsonl= failed .OSError.*training and the monitor go on"),
+        pytest.warns(
+            UserWarning, match="writing to jsonl= failed .OSError.*training and the monitor continue"
+        ),
     ):
         train(amp, net, made, 8)
     assert path.stat().st_size == size

@@ -14,7 +14,7 @@ def train(workload: Workload, steps: int, seed: int = 0) -> tuple[nn.Module, lis
     Args:
         workload: What.
         steps: How long.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
 
     Returns:
         The model and the loss of every step.

@@ -75,7 +75,7 @@ def missing_attribute(module: str) -> Callable[[str], Any]:
         note = "" if name.startswith("_") else instead(f"{module}.{name}")
         message = f"{module!r} of castwise.compat has no {name!r}"
         if not note:
-            raise AttributeError(f"{message}; docs/compat.md lists what there is")
+            raise AttributeError(f"{message}; docs/compat.md lists what is available")
         message = f"{message}. Instead: {note}."
         caller = sys._getframe(1)
         while caller.f_code.co_name == "__getattr__" and caller.f_back is not None:

@@ -34,9 +34,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         home = _home_of(fullname)
         if importlib.util.find_spec(home) is None:
             name, asked = (_home_of(part).removeprefix(f"{_HOME}.") for part in (fullname, _asked(fullname)))
-            note = instead(asked, inside=name) or "docs/compat.md lists those that it has"
+            note = instead(asked, inside=name) or "docs/compat.md lists the modules that it has"
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: castwise, which serves it here, has no such part; {note}",
+                f"No module named {fullname!r}: castwise.compat stands in for it here and has no such module; {note}",
                 name=fullname,
             )
         return importlib.machinery.ModuleSpec(fullname, _Loader(home), is_package=True)

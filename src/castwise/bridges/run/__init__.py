@@ -1,4 +1,4 @@
-"""Scripts of others, run as they are under a plan: ``castwise run --plan bf16-mixed train.py ...``.
+"""Run unmodified scripts under a plan: ``castwise run --plan bf16-mixed train.py ...``.
 
 :mod:`~castwise.bridges.run.execute` runs a script as Python would; :mod:`~castwise.bridges.run.follow` sees what it trains, and how, from
 the outside: models when they are called, optimizers when they are made, backward passes when they reach torch's engine.

@@ -1,4 +1,4 @@
-"""Copies of a working folder, in which a script runs and what it writes there overwrites nothing."""
+"""Copies of the working folder, so that a script's output overwrites no file there."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def copied(folder: Path, scratch: Path) -> Path:
     if sum(_sizes(here)) > LARGEST_BYTES:
         raise CastwiseError(
             f"castwise try: the working folder holds more than {LARGEST_BYTES >> 30} GiB, which is not copied for each plan; run "
-            "it from a smaller folder, or with --in-place, where the run of each plan overwrites the script's files"
+            "it from a smaller folder, or with --in-place, where each plan's run overwrites the files of the last"
         )
     try:
         _copy(here, folder, here, folder, scratch)
     except OSError as error:
         raise CastwiseError(
             f"castwise try: the working folder cannot be copied into {str(scratch)!r}: {error.strerror}. Set the environment variable "
-            "TMPDIR to a folder with enough space, or use --in-place, where the run of each plan overwrites the script's files"
+            "TMPDIR to a folder with enough space, or use --in-place, where each plan's run overwrites the files of the last"
         ) from error
     return folder
 
 
 def into_copy(words: Sequence[str], folder: Path) -> list[str]:
-    """A script's arguments, of which those that name something in the working folder name it in the copy."""
+    """Rewrite a script's arguments so that paths in the working folder point into the copy."""
     here = os.path.join(os.getcwd(), "")
     return [word if here == os.sep else word.replace(here, os.path.join(folder, "")) for word in words]
 
 
 def script_in_copy(script: str) -> str:
-    """The path of a script as seen from a copy of the working folder, which may not hold it."""
+    """The path of a script as seen from a copy of the working folder, which may not contain it."""
     path, here = os.path.abspath(script), os.path.join(os.getcwd(), "")
     return path.removeprefix(here)
 

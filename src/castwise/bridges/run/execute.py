@@ -1,4 +1,4 @@
-"""Run a script, or a module, as the interpreter does: its arguments, its folder, its errors, its exit code and its signals."""
+"""Run a script or a module as the interpreter does: same arguments, folder, errors, exit code and signals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from castwise.errors import CastwiseError
 
 
 def check(target: str, is_module: bool, command: str = "run") -> None:
-    """See that there is such a script; a module is looked for when it is run.
+    """Check that the script exists; a module is looked up when it is run.
 
     Raises:
         CastwiseError: There is none.
@@ -35,7 +35,7 @@ def check(target: str, is_module: bool, command: str = "run") -> None:
 
 
 def execute(target: str, arguments: Sequence[str] = (), *, is_module: bool = False) -> None:
-    """Run a script in this process, as ``__main__``, and end the process as the script ends where it does not return.
+    """Run a script in this process as ``__main__``; if it does not return, the process ends the way the script ends.
 
     Args:
         target: Path of the script, or name of the module.
@@ -79,7 +79,7 @@ def _run_file(target: str) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """The traceback from the script's own first line on."""
+    """Print the traceback from the script's own first line on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (
         __file__,
@@ -91,7 +91,7 @@ def _show(error: BaseException) -> None:
 
 
 def _end_by_signal() -> None:
-    """End as the interpreter does after an interrupt: whoever started this process sees that a signal ended it."""
+    """Exit as the interpreter does after an interrupt, so that the parent process sees the signal."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -100,7 +100,7 @@ def _end_by_signal() -> None:
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Wait for a process that leads a session of its own; then end it, and what it has left behind."""
+    """Wait for a process that leads its own session, then end it and its leftover children."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(grace_s)
     for number in (

@@ -1,4 +1,4 @@
-"""See what a script trains, and have it train by a plan.
+"""Detect the models and optimizers that a script trains, and train them under a plan.
 
 A model is prepared when the script first calls it, together with the optimizers that update it: the outermost module that is
 called and has parameters of an optimizer, or any that are trained where gradients are on; or when DistributedDataParallel takes
@@ -57,7 +57,7 @@ class Follower:
 
     Args:
         plan: What it is to train by.
-        widen: Store in fp32 what the plan does not store low of a model that arrives in bf16 or fp16.
+        widen: If the model arrives in bf16 or fp16, store in fp32 all that the plan does not store low.
         say: Called with each sentence that the user should know.
 
     Attributes:
@@ -101,7 +101,7 @@ class Follower:
         self._begun = False
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Start following the script."""
         self._begun = True
         wrappers.on_ddp(self._meet_ddp)
         self._undo = [
@@ -123,7 +123,7 @@ class Follower:
                 self._undo += [_torch.hooks.around_function(home, name, around) for name in names]
 
     def end(self) -> None:
-        """Look no more; what is prepared stays so. Say how many steps were skipped."""
+        """Stop following; prepared models stay prepared. Say how many steps were skipped."""
         self._begun = False
         while self._undo:
             self._undo.pop()()
@@ -131,14 +131,14 @@ class Follower:
             self.say(f"{skipped} steps were skipped, since a gradient was not finite")
             restored = {name for amp in self.sessions.values() for name in amp.restored_buffers}
             if restored:
-                self.say(f"buffers that they had made non-finite were put back: {some(sorted(restored))}")
+                self.say(f"buffers that they had made non-finite were restored: {some(sorted(restored))}")
         elif not self.sessions:
             by = " by one of torch's optimizers" if self._needs_optimizers else ""
             self._once(f"no model was seen in training{by}, so nothing ran under the plan")
 
     @property
     def skipped_steps(self) -> int:
-        """Steps so far that updated nothing."""
+        """Steps so far that were skipped."""
         return sum(amp.skipped_steps for amp in self.sessions.values())
 
     def _once(self, text: str) -> None:
@@ -169,7 +169,7 @@ class Follower:
         self._stepping = None
 
     def _join(self) -> None:
-        """Let optimizers in that were made after their model was prepared."""
+        """Add optimizers that were made after their model was prepared."""
         if not self._is_late:
             return
         self._is_late = False
@@ -209,11 +209,11 @@ class Follower:
 
     @property
     def _needs_optimizers(self) -> bool:
-        """Whether a model that the script updates by hand cannot train by the plan."""
+        """Whether the plan needs an optimizer, although the script updates the model by hand."""
         return self.plan.loss_scale is not None or self.plan.stores_low
 
     def _numbers_of(self, model: nn.Module) -> list[int]:
-        """Of the optimizers that update a model, without those inside others, whose steps are these others'."""
+        """Numbers of the optimizers that update a model, without those wrapped in other optimizers."""
         holding = {
             number: optimizer for number, optimizer in self._optimizers.items() if holds(optimizer, model)
         }
@@ -237,12 +237,14 @@ class Follower:
         elif self.plan.stores_low and _runs_forward(model):
             self._leave_alone(
                 model,
-                f"its first call is model.forward(...), which no hook sees, too late for the plan {self.plan}; model(...) is not",
+                f"its first call is model.forward(...), which runs no hooks, so the plan {self.plan} cannot be applied in "
+                f"time; call model(...)",
             )
         elif self.plan.stores_low and self._stepping is not None and holds(self._stepping, model):
             kind = type(self._stepping).__name__
             self._leave_alone(
-                model, f"its first call is inside a step of {kind}, too late for the plan {self.plan}"
+                model,
+                f"its first call is inside a step of {kind}, so the plan {self.plan} cannot be applied in time",
             )
         else:
             optimizers = {number: self._optimizers[number] for number in numbers}
@@ -266,7 +268,7 @@ class Follower:
             if root is not None:  # no call from outside can do with their parameters otherwise
                 self._parts.update((part, root) for part in model.modules() if part is not model)
             bypass.forget(model) if direct else bypass.only_tell(model, self._once)
-            later = ", from the second call of its forward on: the first was model.forward(...), which no hook sees"
+            later = ", from the second call of its forward on: the first was model.forward(...), which runs no hooks"
             self._once(f"{type(model).__name__} trains under {self.plan}{later if direct else ''}")
 
     def _session(self, device_type: str) -> Amp:
@@ -308,7 +310,7 @@ class Follower:
                     amp.unscale_(optimizer)
 
     def _around_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        """Have the script's hooks on gradients see true ones."""
+        """Give the script's gradient hooks unscaled gradients."""
 
         def registered(place: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             def run(*given: Any) -> Any:
@@ -327,13 +329,13 @@ class Follower:
         return registered
 
     def _hide(self) -> None:
-        """Put the scale back into the gradient that a hook is shown."""
+        """Restore the loss scale in the gradient that a hook was shown."""
         shown, self._shown = self._shown, None
         if shown is not None and self._scale is not None:
             _rescale(shown, self._scale)
 
     def _around_accumulate_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        """Have hooks on what has been accumulated find true gradients on their parameter."""
+        """Give the script's post-accumulation hooks unscaled gradients on their parameter."""
 
         def registered(parameter: torch.Tensor, hook: Callable[..., Any]) -> Any:
             def run(parameter: torch.Tensor) -> None:
@@ -358,14 +360,14 @@ class Follower:
         return retained
 
     def _held(self) -> set[int]:
-        """By ``id``, the parameters whose gradients the sessions unscale."""
+        """Parameters whose gradients the sessions unscale, by ``id``."""
         groups = (group for optimizer in self._joined.values() for group in optimizer.param_groups)
         return {id(model_param_of(parameter)) for group in groups for parameter in group["params"]}
 
     def _grad(
         self, amp: Amp, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """``torch.autograd.grad`` through the scale: gradients that are handed out hold none.
+        """``torch.autograd.grad`` that returns gradients without the loss scale.
 
         What a script differentiates need not be a loss: a sum of outputs overflows at the scale of a mean. So the first such pass
         keeps its graph, and is made again with smaller scales, down to none, until what it gives is finite; those that follow have
@@ -411,7 +413,7 @@ class Follower:
 
 
 def _with_fp32(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A script casts inputs for a model in bf16, which has no operator in fp32 that would take them."""
+    """Leave out fp32 operators for a model whose bf16 inputs the script casts itself."""
     return map_tensors(
         lambda tensor: tensor.float() if tensor.dtype in LOW_DTYPES else tensor, (args, kwargs)
     )
@@ -432,7 +434,7 @@ def _scaled(outputs: tuple[torch.Tensor, ...], grads: Any, scale: torch.Tensor) 
 
 @contextlib.contextmanager
 def _without_hooks(what: Any) -> Iterator[None]:
-    """TorchScript would compile the hooks of a prepared model, and cannot."""
+    """Remove the hooks of a prepared model for TorchScript, which cannot compile them."""
     with contextlib.ExitStack() as put_back:
         if isinstance(what, nn.Module):
             strip(what, put_back.callback)
@@ -440,12 +442,12 @@ def _without_hooks(what: Any) -> Iterator[None]:
 
 
 def _runs_forward(model: nn.Module) -> bool:
-    """Whether the script is inside the ``forward`` of a model."""
+    """Whether the ``forward`` of a model is running."""
     return any(owner is model for owner in _running_forwards())
 
 
 def _called_past_hooks(module: nn.Module) -> nn.Module | None:
-    """The outermost model around a module that the script runs by ``model.forward(...)``; what it calls itself has been met before."""
+    """The outermost model around a module that the script runs by ``model.forward(...)``, if its hooks did not run."""
     around = [
         owner
         for owner in _running_forwards()
@@ -457,7 +459,7 @@ def _called_past_hooks(module: nn.Module) -> nn.Module | None:
 
 
 def _running_forwards() -> Iterator[nn.Module]:
-    """The modules whose ``forward`` runs on this thread, the innermost first."""
+    """The modules whose ``forward`` is running on this thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -471,7 +473,7 @@ def _running_forwards() -> Iterator[nn.Module]:
 
 
 def is_trained(model: nn.Module) -> bool:
-    """Whether any of its parameters takes a gradient."""
+    """Whether any parameter of the model requires a gradient."""
     return any(parameter.requires_grad for parameter in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""The side of ``castwise try`` that is in a script's process: it waits at each block of steps until it is its turn."""
+"""The part of ``castwise try`` that runs inside the script's process: it pauses the script before each block of steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EnoughError(BaseException):
 
 
 class Block(NamedTuple):
-    """What a block of steps took.
+    """Times of a block of steps.
 
     Attributes:
         seconds: Per step, by the script's own clock, with all that the script does between two steps.
@@ -45,18 +45,18 @@ class Block(NamedTuple):
 
 
 class Note(NamedTuple):
-    """A sentence about the script that its user should know."""
+    """A remark about the script for its user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Missing:
-    """The script ended since a file was not there."""
+    """The script ended because a file was missing."""
 
 
 class Gate:
-    """Lets a script take as many steps as it is told to, and tells what they took.
+    """Runs a script block by block, and reports the times of each.
 
     A step is one of the optimizer that steps first.
 
@@ -78,12 +78,12 @@ class Gate:
 
     @classmethod
     def of_this_process(cls, follower: Follower) -> Gate | None:
-        """That of a script that is tried; None in any other process."""
+        """The gate of this process, if ``castwise try`` started it; else None."""
         handle = os.environ.pop(ADDRESS, None)
         return None if handle is None else cls(Connection(int(handle)), follower)
 
     def end(self, error: BaseException | None) -> None:
-        """Tell whether the script ends for want of a file, whatever error was raised of that."""
+        """Report whether the script ended because a file was missing, whatever error it raised."""
         while error is not None and not isinstance(error, FileNotFoundError):
             error = error.__cause__ or error.__context__
         if error is not None:
@@ -94,7 +94,7 @@ class Gate:
             self._pipe.send(what)
 
     def begin(self) -> None:
-        """Wait from the end of the first step on."""
+        """Start to pause the script at the end of its first step."""
         _torch.autograd.around_backward(self._note)
         _torch.steps.subscribe(after=self._stepped)
 
@@ -134,7 +134,7 @@ class Gate:
 
 
 def peak_of_process() -> int:
-    """The most bytes of memory that this process has had.
+    """Peak memory of this process in bytes.
 
     Where there is ``/proc``, from there: what ``getrusage`` tells begins at what the parent held when it started this one.
     """

@@ -1,4 +1,4 @@
-"""``castwise try``: a script's first steps under several plans, in processes of their own, of which one runs at a time.
+"""``castwise try``: run a script's first steps under several plans, each in its own process, one at a time.
 
 It shows ratios with their intervals and takes no plan: :mod:`castwise.lab.search.decision` decides by two starts at the least,
 and each script is started once.
@@ -45,7 +45,7 @@ GRACE_S = 10
 
 @dataclass(frozen=True)
 class Tried:
-    """What a script did under one plan.
+    """Result of a script under one plan.
 
     Attributes:
         plan: The plan's name or line.
@@ -99,7 +99,7 @@ class TryResult(Result):
 
 @dataclass
 class _Child:
-    """A script that runs under a plan, and waits."""
+    """A script that runs under a plan in a child process and waits for commands."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -113,12 +113,12 @@ class _Child:
     is_over: bool = False
 
     def wait(self) -> None:
-        """Wait for the end of its first step; EOFError or ConnectionError where the script ends before."""
+        """Wait for the end of the first step; raises EOFError or ConnectionError if the script ends before it."""
         if self.last is None:
             self._take_in()
 
     def steps(self, count: int) -> float:
-        """Have it run a block; seconds per step, or an error as of :meth:`wait`."""
+        """Run a block of steps; returns seconds per step, or raises as :meth:`wait` does."""
         with contextlib.suppress(OSError):
             self.pipe.send(count)
         return self._take_in().seconds
@@ -143,7 +143,7 @@ class _Child:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is over, and not by itself."""
+        """Whether the process ended with an error."""
         return self.is_over and self.process.wait() != 0
 
     @property
@@ -152,7 +152,7 @@ class _Child:
         return bool(self.lap.seconds) and not self.has_failed
 
     def close(self, *interrupted: object) -> None:
-        """Have it end, and whatever it has started; at once after an interrupt."""
+        """End the script and its children, immediately after an interrupt."""
         with contextlib.suppress(OSError):
             self.pipe.send(0)
         self.pipe.close()
@@ -160,7 +160,7 @@ class _Child:
 
     @property
     def last_words(self) -> str:
-        """The last line that the script has printed, or else the last that castwise said of it."""
+        """The last line that the script printed, or else the last remark of castwise about it."""
         return last_words([*self.notes, *self.log.read_text(errors="replace").splitlines()])
 
 
@@ -187,10 +187,10 @@ def try_script(
         arguments: The script's own.
         is_module: As ``python -m``.
         plans: What it is run under; the others are compared with the first.
-        rounds: Interleaved rounds that are timed.
+        rounds: Interleaved timing rounds.
         in_place: Run in the working folder itself, where every process writes what the script writes.
         tune: First tune the model on the loss and the batches of the script's first steps, and try that plan too.
-        budget_s: Seconds that tuning may take, about.
+        budget_s: Time limit of tuning in seconds, approximate.
         out: Folder for the tuned plan, its evidence and its page; ``runs/try-SCRIPT`` by default.
         progress: As of :func:`castwise.bench`.
 
@@ -290,11 +290,11 @@ def _check_first(child: _Child, script: str, in_place: bool) -> None:
             "no step of an optimizer was seen" if child.last is None else "it ended before it could be timed"
         )
         lacks = "" if in_place or not child.lacks_file else (
-            ". It ran in a copy of the working folder: what lies beside that is named by its whole path, or is found with --in-place"
+            ". It ran in a copy of the working folder: name files outside of that folder by absolute paths, or use --in-place"
         )  # fmt: skip
         raise CastwiseError(
-            f"castwise try {script!r}: under {child.name} {took}. Its last output: {child.last_words}{lacks}. Run it by castwise "
-            f"run --plan {child.name} to see all that it says"
+            f"castwise try {script!r}: under {child.name} {took}. Its last output: {child.last_words}{lacks}. Run castwise "
+            f"run --plan {child.name} to see all of its output"
         )
 
 

@@ -1,4 +1,4 @@
-"""``castwise try --tune``: a script's model, optimizer and first batches, recorded as it trains in fp32, and tuned.
+"""``castwise try --tune``: record a script's model, optimizer and first batches during fp32 training, and tune them.
 
 The tuner needs a model, ``loss(model, batch)``, batches and an optimizer. The model is copied when the script first calls it; loss
 and batches are what :mod:`~castwise.bridges.run.tape` makes of each pass through the loop; an optimizer like the script's is made of its
@@ -43,7 +43,7 @@ _IN_ITS_PROCESS = "import sys; from castwise.bridges.run.record import main; mai
 
 @dataclass(frozen=True)
 class SameOptimizer:
-    """``optimizer(params)``: one like that of a script.
+    """``optimizer(params)``: makes an optimizer like the script's.
 
     Attributes:
         kind: Its class.
@@ -57,7 +57,7 @@ class SameOptimizer:
 
     @classmethod
     def of(cls, optimizer: Optimizer, model: nn.Module) -> SameOptimizer:
-        """From an optimizer of a model's parameters."""
+        """Read the settings of an optimizer of a model's parameters."""
         places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
         groups = tuple(
             {**group, "params": [places[id(p)] for p in group["params"] if id(p) in places]}
@@ -68,14 +68,14 @@ class SameOptimizer:
         return cls(type(optimizer), groups, options)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Make it of another model's parameters."""
+        """Make the optimizer for another model's parameters."""
         own = list(parameters)
         groups = [{**group, "params": [own[place] for place in group["params"]]} for group in self.groups]
         return self.kind([group for group in groups if group["params"]], **self.options)
 
 
 class ScriptRecorder:
-    """Records a script until there is enough to tune; :meth:`begin` before it runs.
+    """Records a script until there is enough to tune; call :meth:`begin` before the script runs.
 
     Attributes:
         model: A copy, as it was before its first step; None until there is one.
@@ -95,7 +95,7 @@ class ScriptRecorder:
         self._undo: list[Callable[[], None]] = []
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Start recording."""
         self._undo = [
             _torch.optimizers.after_optimizers(self._optimizers.append), _torch.hooks.around_calls(self._call), _torch.autograd.around_backward(self._backward)
         ]  # fmt: skip
@@ -123,7 +123,7 @@ class ScriptRecorder:
     def _meet(self, model: nn.Module) -> None:
         if self._ours is not None:
             kinds = f"{type(self._ours).__name__} and {type(model).__name__}"
-            self._refuse(f"the script trains several models, or calls parts of one by themselves ({kinds})")
+            self._refuse(f"the script trains several models, or calls the parts of one separately ({kinds})")
         if torch.is_autocast_enabled(next(model.parameters()).device.type):
             self._refuse("the script autocasts its model itself, so that there is no fp32 to compare with")
         self._ours, self.model, self._random = model, copy.deepcopy(model), torch.get_rng_state()
@@ -140,7 +140,7 @@ class ScriptRecorder:
         ):
             return found
         if len(outputs) != 1 or outputs[0].numel() != 1:
-            self.trouble.append("backward is called on something else than one loss")
+            self.trouble.append("backward is called on something other than one loss")
             recording.clear()
         elif why := recording.finish(outputs[0]):
             self.trouble.append(why)
@@ -171,14 +171,14 @@ class ScriptRecorder:
         raise EnoughError
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop recording."""
         while self._undo:
             self._undo.pop()()
             if not self._undo and self._recording is not None:
                 self._recording.stop()
 
     def job(self) -> dict[str, Any]:
-        """What was recorded, as arguments of :func:`castwise.tune`.
+        """The recording as arguments of :func:`castwise.tune`.
 
         Raises:
             CastwiseError: There is nothing that can be tuned.
@@ -206,7 +206,7 @@ class ScriptRecorder:
 def tune_script(
     script: str, arguments: Sequence[str], folder: Path, *, is_module: bool, **settings: Any
 ) -> TuneResult:
-    """Record a script in a process of its own, and tune there what was recorded.
+    """Record a script in a process of its own, and tune the recording there.
 
     Args:
         script: Path of the script, or name of the module.
@@ -245,7 +245,7 @@ def tune_script(
 
 
 def main(words: Sequence[str]) -> None:
-    """What that process does."""
+    """Entry point of the recording process."""
     pipe, terminal, settings, module, script, *arguments = words
     told, recorder = Connection(int(pipe)), ScriptRecorder()
     recorder.begin()

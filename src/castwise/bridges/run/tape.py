@@ -1,4 +1,4 @@
-"""What a script computes from its model's outputs to the loss, recorded as it is computed, so that it can be computed again.
+"""Records the computation from a model's outputs to the loss, so that it can be repeated.
 
 A script has no function ``loss(model, batch)``. From each pass through its loop a :class:`Tape` is made: the calls of the model and
 of torch's functions that the loss depends on, in their order, and apart from them the tensors that came from outside, which are
@@ -28,7 +28,7 @@ Taken = tuple[tuple[tuple[Any, ...], dict[str, Any]], tuple["Source", ...]]
 
 
 class Source(NamedTuple):
-    """Where a step takes a tensor from.
+    """The source of a tensor in a step.
 
     Attributes:
         kind: ``value``: a step before; ``given``: the batch; ``parameter``: the model.
@@ -43,7 +43,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One call.
+    """A recorded call.
 
     Attributes:
         function: Of torch; None for the model.
@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Tape:
-    """The way to a loss.
+    """The recorded computation of a loss.
 
     Attributes:
         steps: In order.
@@ -86,7 +86,7 @@ class Replay:
     tapes: Sequence[Tape]
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Compute a batch's loss with the model or another of its structure."""
+        """Compute the loss of a batch with the model or with another of the same structure."""
         tape, given = self.tapes[batch[0]], batch[1]
         # a leaf is one tensor wherever it is taken
         leaves: dict[int, Tensor] = {
@@ -114,7 +114,7 @@ class Replay:
 
 
 class Recording(TorchFunctionMode):
-    """Writes tapes while the script runs.
+    """Records tapes while the script runs.
 
     It is a mode of its own and no observer of a pass: the passes are the script's, and begin and end wherever it says.
 
@@ -137,15 +137,15 @@ class Recording(TorchFunctionMode):
         self.clear()
 
     def start(self) -> None:
-        """Look at what this thread calls."""
+        """Start recording the calls of this thread."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop recording."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
-        """Begin a new tape."""
+        """Start a new tape."""
         self._steps: list[Step] = []
         self._count = 0
         self._values: dict[int, int] = {}
@@ -157,7 +157,7 @@ class Recording(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, and write it down where it takes what the tape has made, or a parameter."""
+        """Call a torch function, and record it if it takes a recorded result or a parameter."""
         kwargs = kwargs or {}
         if not torch.is_grad_enabled() or func == _READS_GRADIENT:
             return func(*args, **kwargs)
@@ -169,7 +169,7 @@ class Recording(TorchFunctionMode):
         return out
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
-        """Note what a call is given, before it may change it."""
+        """Read the arguments of a call before the call can change them."""
         sources: list[Source] = []
 
         def mark(tensor: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Recording(TorchFunctionMode):
     def write(
         self, function: Callable[..., Any] | None, taken: Taken, args: tuple[Any, ...], out: Any
     ) -> None:
-        """Add a call that has been made; without a function it is the model's."""
+        """Record a finished call; without a function it is the model's."""
         arguments, sources = taken
         writes = _writes(function) and bool(args) and isinstance(args[0], Tensor)
         found = [args[0]] if writes else tensors_in(out)
@@ -205,7 +205,7 @@ class Recording(TorchFunctionMode):
         return Source("given", self._given[id(tensor)], tensor.is_leaf and tensor.requires_grad)
 
     def finish(self, loss: Tensor) -> str | None:
-        """Complete the tape with what backward began from.
+        """Complete the tape with the tensor that backward started from.
 
         Returns:
             Why that cannot be computed again, or None.
@@ -215,7 +215,7 @@ class Recording(TorchFunctionMode):
         given = sorted({s.key for step in steps for s in step.sources if s.kind == "given"})
         if number is None or self._unknown.intersection(given) or all(s.function is not None for s in steps):
             self.clear()
-            return "its loss does not come from the outputs of one model by functions of torch alone"
+            return "its loss is not computed from the outputs of one model by torch functions only"
         places = {old: new for new, old in enumerate(given)}
         self.batches.append((len(self.tapes), [self._tensors[i] for i in given]))
         self.size += sum(tensor.nbytes for tensor in self.batches[-1][1])
@@ -225,7 +225,7 @@ class Recording(TorchFunctionMode):
 
 
 def _needed(steps: Sequence[Step], loss: int) -> tuple[Step, ...]:
-    """Those that a value depends on, and what is written into what they make."""
+    """The steps that a value depends on, including in-place writes into their results."""
     kept, wanted = [], {loss}
     for step in reversed(steps):
         makes = range(step.first, step.first + step.count)

@@ -1,1 +1,1 @@
-"""Plans in other people's trainers, one module for each library; it is imported by name, and needs that library."""
+"""Plans in other trainers: one module per library, imported by name, which needs that library."""

@@ -1,4 +1,4 @@
-"""Tests that hold a precision plan to the model it was chosen for: ``assert_precision_safe``, a function and a fixture.
+"""Test that a precision plan still fits its model: ``assert_precision_safe``, a function and a fixture.
 
 A plan is chosen once, and the model goes on changing. A test with the fixture says in CI when the plan does not fit any
 more. pytest loads this module wherever castwise is installed, so it imports nothing of castwise, and no torch, before the
@@ -38,11 +38,11 @@ class PrecisionNotShown(AssertionError):
 
 
 class PrecisionUnsafe(PrecisionNotShown):
-    """The plan's gradients can be told from fp32's."""
+    """The plan's gradients are distinguishable from fp32's."""
 
 
 class PrecisionUndecided(PrecisionNotShown):
-    """The parity test cannot tell: the plan is not known to be safe, nor to be unsafe."""
+    """The parity test is undecided: the plan is not known to be safe or unsafe."""
 
 
 def assert_precision_safe(
@@ -57,7 +57,7 @@ def assert_precision_safe(
     record: Callable[[str, object], None] | None = None,
     **options: Any,
 ) -> castwise.ParityResult:
-    """Assert that a plan's gradients cannot be told from fp32's, by :func:`castwise.parity`.
+    """Assert that a plan's gradients are indistinguishable from fp32's, with :func:`castwise.parity`.
 
     The model, and every random generator, are as before when it returns or raises. Random draws start from ``seed``, those
     of a DataLoader that shuffles included, so that the same model, data and machine give the same finding each time.
@@ -108,7 +108,7 @@ def assert_precision_safe(
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Every random generator starts from a seed, and goes on afterwards from where it was."""
+    """Seed every random generator for a block, and restore the states afterwards."""
     import torch
 
     numpy = sys.modules.get("numpy")  # where nobody has imported it, nobody draws from it
@@ -128,7 +128,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _said(result: castwise.ParityResult, advice: list[str]) -> str:
-    """The finding as text, and what to try."""
+    """The result as text, with suggestions."""
     import io
 
     from rich.console import Console
@@ -136,7 +136,7 @@ def _said(result: castwise.ParityResult, advice: list[str]) -> str:
     text = io.StringIO()
     Console(file=text, width=100, color_system=None).print(result.table())
     plain, adam = result.lines
-    line = f"To pass it has to stay below {plain:g}" + (
+    line = f"To pass, it has to stay below {plain:g}" + (
         f", and below {adam:g} in the units of Adam's steps." if adam else "."
     )
     rows = [row.rstrip() for row in text.getvalue().splitlines()]
@@ -145,7 +145,7 @@ def _said(result: castwise.ParityResult, advice: list[str]) -> str:
 
 
 def _more(result: castwise.ParityResult) -> list[str]:
-    """What may decide an undecided finding."""
+    """Suggestions that may decide an undecided result."""
     if result.more:
         return [
             f"Not decided by {result.microbatches} microbatches. Try: more and more varied batches, or "
@@ -160,7 +160,7 @@ def _more(result: castwise.ParityResult) -> list[str]:
 def _cures(
     result: castwise.ParityResult, model: Any, test: Callable[[Any], castwise.ParityResult], trials: int
 ) -> list[str]:
-    """What to try, as far as it can be found out: the first kind of module that, kept in fp32, makes the plan pass."""
+    """Suggestions for a failed result: the first kind of module that, kept in fp32, makes the plan pass."""
     import castwise
 
     plan, search = result.plan, "`castwise tune` finds the fastest plan that passes."
@@ -176,15 +176,15 @@ def _cures(
             if found := test(cured):
                 return [
                     f"Keeping {name} in fp32 cures it: damage is then {found.damage.value:.2g}.",
-                    f"Try: Region({pattern!r}, compute='fp32') among the plan's regions, or writing it so that "
-                    f"{plan.compute} can compute it; {search}",
+                    f"Try: Region({pattern!r}, compute='fp32') among the plan's regions, or rewriting it so that it can be "
+                    f"computed in {plan.compute}; {search}",
                 ]
     tried = min(trials, len(kinds))
-    return [f"None of the {tried} kinds of modules that were tried in fp32 cures it alone. Try: {search}"]
+    return [f"Of the {tried} kinds of modules that were tried in fp32, none alone cures it. Try: {search}"]
 
 
 def _kinds(model: Any) -> list[tuple[str, str]]:
-    """Kinds of modules, as patterns of regions and in words: one's own before torch's, small before large."""
+    """Kinds of modules as region patterns with descriptions: user classes before torch's, small before large."""
     containers = ("Sequential", "ModuleList", "ModuleDict")
     kinds: dict[type, list[tuple[str, int]]] = {}
     for path, module in model.named_modules():
@@ -205,7 +205,7 @@ def _kinds(model: Any) -> list[tuple[str, str]]:
 
 @pytest.fixture(name="assert_precision_safe")
 def _assert_precision_safe(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """:func:`assert_precision_safe`, in a test whose random generators start from 0; findings go into the reports."""
+    """Fixture for :func:`assert_precision_safe` with seeded random generators; results go into the test report."""
 
     def record(name: str, value: object) -> None:
         # what record_property does, which warns under --junitxml, before the test and for all kinds of reports but old ones
@@ -216,7 +216,7 @@ def _assert_precision_safe(request: pytest.FixtureRequest) -> Iterator[Callable[
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How far each plan is from its line, also where it passed."""
+    """Print how far each plan is from its limit, also for tests that passed."""
     lines = [
         f"{report.nodeid}: {line}"
         for reports in terminalreporter.stats.values()

@@ -25,7 +25,7 @@ __all__ = ["app", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave the process.
+    """Run the command line and exit the process.
 
     Args:
         arguments: Words after the command's name; by default the process's own.
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """The commands, imported when they are first asked for."""
+    """Import the commands on first use."""
     if name != "app":
         raise AttributeError(f"module 'castwise.commands.cli' has no attribute {name!r}")
     from castwise.commands.cli.commands import app

@@ -1,4 +1,4 @@
-"""The commands and their options; no logic. Those that take scripts are in :mod:`castwise.commands.cli.scripts`."""
+"""The commands and their options, without logic. Those that take scripts are in :mod:`castwise.commands.cli.scripts`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -59,14 +59,14 @@ def bench(
     plans: Annotated[
         str,
         typer.Option(
-            help="Between commas: presets, plan lines such as bf16-mixed+ops.exp=fp32, or paths of plan files. "
+            help="Plans, separated by commas: presets, plan lines such as bf16-mixed+ops.exp=fp32, or paths of plan files. "
             "fp32 is always among them."
         ),
     ] = "fp32,bf16-mixed",
     steps: Annotated[int, typer.Option(help="Training steps per plan.")] = 50,
     rounds: Annotated[
         int,
-        typer.Option(help="Interleaved rounds that are timed, over all starts."),
+        typer.Option(help="Interleaved timing rounds, over all starts."),
     ] = 15,
     starts: Annotated[
         int,
@@ -85,7 +85,7 @@ def bench(
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Train a workload under several plans, in turns, and show what each costs."""
+    """Train a workload under several plans, in turns, and show the time, memory and loss of each."""
     with answering(show_traceback, json=json, verbose=verbose) as answer:
         from castwise.commands.jobs import bench as job
         from castwise.core.plans.plan import as_plan
@@ -119,14 +119,17 @@ def tune(
     formats: Annotated[
         str | None,
         typer.Option(
-            help="Between commas: fp32, tf32, bf16, fp16.", show_default="all; bf16 for --goal numerics"
+            help="Formats, separated by commas: fp32, tf32, bf16, fp16.",
+            show_default="all; bf16 for --goal numerics",
         ),
     ] = None,
-    budget: Annotated[float, typer.Option(help="Seconds it may take, about.")] = 170.0,
+    budget: Annotated[float, typer.Option(help="Time limit in seconds, approximate.")] = 170.0,
     verify_steps: Annotated[
         int, typer.Option(help="Steps of training runs of the plan against fp32 at the end; 0 for none.")
     ] = 0,
-    verify_seeds: Annotated[int, typer.Option(help="How many pairs of these runs.")] = 8,
+    verify_seeds: Annotated[
+        int, typer.Option(help="Pairs of training runs, one of the plan and one of fp32.")
+    ] = 8,
     warmup_steps: Annotated[
         int, typer.Option(help="Check the numerics again after this many fp32 steps; 0 for no second check.")
     ] = 0,
@@ -161,7 +164,7 @@ def tune(
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Find the fastest plan whose gradients cannot be told from fp32's, by experiment; under torchrun on all ranks."""
+    """Find by experiment the fastest plan whose gradients match fp32's within the noise; under torchrun on all ranks."""
     with answering(show_traceback, json=json, verbose=verbose) as answer:
         import torch
 
@@ -199,21 +202,22 @@ def train(
         ),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(help="Of a pipeline, per step.", show_default="two per stage")
+        int | None, typer.Option(help="Microbatches per step of a pipeline.", show_default="two per stage")
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help="Of a pipeline: gpipe, 1f1b, interleaved.", show_default="1f1b")
+        str | None,
+        typer.Option(help="Schedule of a pipeline: gpipe, 1f1b, interleaved.", show_default="1f1b"),
     ] = None,
     save_every: Annotated[
-        int, typer.Option(help="Save a checkpoint after so many steps, and after the last; 0 for none.")
+        int, typer.Option(help="Save a checkpoint every so many steps, and after the last; 0 for none.")
     ] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint in the folder.")
+        bool, typer.Option("--resume", help="Resume from the newest complete checkpoint in the folder.")
     ] = False,
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Train a workload under a plan, with TensorBoard's events, JSON lines, curves and weights as results."""
+    """Train a workload under a plan; writes TensorBoard events, JSON lines, curves and weights."""
     # Ranks that a launcher ends have a record to write of what has failed elsewhere.
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     with answering(show_traceback, json=json, terminable=alone) as answer:
@@ -236,13 +240,15 @@ def train(
 @app.command()
 def doctor(
     workload: Annotated[
-        str | None, typer.Argument(metavar="[WORKLOAD]", help="Look at this one too.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[WORKLOAD]", help="Also measure training steps of this workload.", show_default=False
+        ),
     ] = None,
     lint: Annotated[
         Path | None,
         path_option(
-            "Instead, list the precision problems of a script, or of those in a folder; exit code 1 where there is "
-            "something.",
+            "Instead, list the precision problems of a script, or of those in a folder; exit code 1 if there are any.",
             False,
         ),
     ] = None,
@@ -251,7 +257,7 @@ def doctor(
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Measure what this machine's device makes of each format, and what holds a workload back; or read a script."""
+    """Measure the speed of each format on this device and what limits a workload; or check a script."""
     with answering(show_traceback, json=json, verbose=verbose) as answer:
         if lint is not None:
             if workload is not None:
@@ -276,14 +282,14 @@ def doctor(
 def inspect(
     workload: WorkloadName,
     only: Annotated[
-        str, typer.Option(help="Between commas: nonfinite, operators, compare, forecast.")
+        str, typer.Option(help="Tools, separated by commas: nonfinite, operators, compare, forecast.")
     ] = "nonfinite,operators,compare,forecast",
     plan: PlanName = "bf16-mixed",
     against: Annotated[str, typer.Option(help="The plan that compare compares it with.")] = "fp32",
     formats: Annotated[
         str,
         typer.Option(
-            help="Between commas, what forecast is asked about: fp16, bf16, fp8_e4m3, fp8_e5m2.",
+            help="Formats for forecast, separated by commas: fp16, bf16, fp8_e4m3, fp8_e5m2.",
             show_default="all of them",
         ),
     ] = "",
@@ -296,7 +302,7 @@ def inspect(
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Look at a workload's numerics: what is not finite and why, operators and casts, errors by module, other formats."""
+    """Inspect a workload's numerics: non-finite values and their cause, operators and casts, errors by module, other formats."""
     with answering(show_traceback, json=json, verbose=verbose) as answer:
         from castwise.commands.jobs import inspect as job
 
@@ -322,7 +328,8 @@ def replay(
     workload: Annotated[
         str | None,
         typer.Option(
-            help="Whose model and loss, named as elsewhere; its code runs, so the name in the record is only shown.",
+            help="Workload whose model and loss are run, named as elsewhere. Its code runs, so the name in the record is only "
+            "shown.",
             show_default=False,
         ),
     ] = None,
@@ -335,14 +342,21 @@ def replay(
     device: Device = None,
     rank: Annotated[
         int | None,
-        typer.Option(help="Whose part of a step to replay, where several ranks made it.", show_default="all"),
+        typer.Option(
+            help="The rank whose part of a step to replay, where several ranks took the step.",
+            show_default="all",
+        ),
     ] = None,
-    find: Annotated[bool, typer.Option(help="Look for the operator that began what is not finite.")] = True,
-    out: Annotated[Path | None, path_option("Folder for the record of it.", "none is written")] = None,
+    find: Annotated[
+        bool, typer.Option(help="Find the operator that first returned a value that is not finite.")
+    ] = True,
+    out: Annotated[
+        Path | None, path_option("Folder for the record of the replay.", "none is written")
+    ] = None,
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Make a step again that a Recorder has written, bit for bit or under another plan, and say what began to fail."""
+    """Repeat a step that a Recorder has written, bit for bit or under another plan, and find the first failure."""
     with answering(show_traceback, json=json) as answer:
         from castwise.lab.watch.replay import replay as make_again
 

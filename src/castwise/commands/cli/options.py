@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have, and how what is written there is read."""
+"""Arguments and options that several commands share, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from castwise.errors import CastwiseError
 
 
 def listed(given: str) -> list[str]:
-    """The names between commas."""
+    """The names of a comma-separated list."""
     return [part for part in (word.strip() for word in given.split(",")) if part]
 
 
 def as_path(given: str) -> Path:
-    """A path, which is not empty."""
+    """Parse a path, which must not be empty."""
     if not given.strip():
         raise typer.BadParameter("'' is not a path; give one, or leave the option out")
     try:
@@ -30,7 +30,7 @@ def as_path(given: str) -> Path:
 
 
 def plans_in(given: str) -> list[str]:
-    """The plans between commas; one at least.
+    """The plans of a comma-separated list; at least one.
 
     Raises:
         CastwiseError: There is none.
@@ -55,7 +55,7 @@ def _is_device(name: str | None) -> str | None:
 
 
 def path_option(help: str, default: str | bool) -> Any:
-    """An option that takes a path, and what is shown for its default."""
+    """An option that takes a path, with the text that is shown for its default."""
     return typer.Option(help=help, parser=as_path, metavar="PATH", show_default=default)
 
 
@@ -81,9 +81,9 @@ Device = Annotated[
         help="cpu, cuda, cuda:1, xpu, mps.", show_default="the accelerator, else the CPU", callback=_is_device
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of weights and data.", callback=_is_seed)]
-Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it came from.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all that was found, as the page does.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights and data.", callback=_is_seed)]
+Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show the traceback.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all results, as the page does.")]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object, the record or an error, and nothing else.")
 ]

@@ -1,4 +1,4 @@
-"""The commands that take scripts: ``run``, ``try`` and ``migrate``; no logic."""
+"""The commands that take scripts: ``run``, ``try`` and ``migrate``, without logic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(
         bool,
         typer.Option(
             "--widen",
-            help="Store in fp32 what the plan does not store low of a model that arrives in bf16 or fp16.",
+            help="If the model arrives in bf16 or fp16, store in fp32 all that the plan does not store low.",
         ),
     ] = False,
     module: IsModule = False,
@@ -62,11 +62,11 @@ def try_(
     script: Script,
     arguments: ScriptArguments = None,
     plans: Annotated[
-        str, typer.Option(help="Between commas: presets, plan lines or paths of plan files.")
+        str, typer.Option(help="Plans, separated by commas: presets, plan lines or paths of plan files.")
     ] = "fp32,bf16-mixed,bf16-master,fp16-mixed",
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds that are timed.", min=1)] = 8,
+    rounds: Annotated[int, typer.Option(help="Interleaved timing rounds.", min=1)] = 8,
     in_place: Annotated[
-        bool, typer.Option("--in-place", help="Run in the working folder, and not in copies of it.")
+        bool, typer.Option("--in-place", help="Run in the working folder instead of in copies of it.")
     ] = False,
     tune: Annotated[
         bool,
@@ -74,7 +74,7 @@ def try_(
             "--tune", help="Find the plan for the script's model, loss and batches, and try it too."
         ),
     ] = False,
-    budget: Annotated[float, typer.Option(help="Seconds that tuning may take, about.")] = 170.0,
+    budget: Annotated[float, typer.Option(help="Time limit of tuning in seconds, approximate.")] = 170.0,
     out: Annotated[
         Path | None, path_option("Folder for the tuned plan, its evidence and its page.", "runs/try-SCRIPT")
     ] = None,
@@ -83,7 +83,7 @@ def try_(
     module: IsModule = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Run a script's first steps under several plans, in turns, and show what each makes of them."""
+    """Run a script's first steps under several plans, in turns, and compare speed, memory and loss."""
     with answering(show_traceback, json=json, verbose=verbose) as answer:
         from castwise.bridges.run import try_script
 
@@ -111,12 +111,12 @@ def migrate(
         ),
     ],
     write: Annotated[
-        bool, typer.Option("--write", help="Write the files; without it they are shown and left alone.")
+        bool, typer.Option("--write", help="Write the files; without this option the changes are only shown.")
     ] = False,
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Move scripts of Apex amp, Colossal-AI AMP or torch.amp to castwise; show the change, and list what is left to you."""
+    """Move scripts from Apex amp, Colossal-AI AMP or torch.amp to castwise; shows the change and lists what you have to do."""
     with answering(show_traceback, json=json) as answer:
         from castwise.bridges.scripts import migrate as room
 

@@ -1,4 +1,4 @@
-"""What goes where: answers to standard output, as text or as one JSON object, and all else to standard error."""
+"""Output of the commands: answers go to standard output as text or one JSON object, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ FEW = 3
 
 
 class Shown(Protocol):
-    """What a command answers with: a result."""
+    """A result that a command prints."""
 
     def table(self, *, verbose: bool) -> RenderableType:
-        """For a person: all of it, or what fits on a screen."""
+        """Text for a person: all of it, or what fits on a screen."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For a program."""
+        """Data for a program."""
 
 
 class Answer:
-    """What a command answers with: text for a person or, where that is asked for, one JSON object for a program.
+    """The output of a command: text for a person or, on request, one JSON object for a program.
 
     Args:
         json: Whether it is for a program. It is then printed when the command ends, with what went wrong.
@@ -56,7 +56,7 @@ class Answer:
         self._record: dict[str, Any] = {}
 
     def __call__(self, result: Shown, save: Callable[[], Sequence[Path]] = lambda: ()) -> None:
-        """Answer with a result, and the names of its files."""
+        """Print a result and the names of its files."""
         self.give(result.to_dict, lambda console: console.print(result.table(verbose=self._verbose)), save)
 
     def give(
@@ -65,7 +65,7 @@ class Answer:
         show: Callable[[Console], None],
         save: Callable[[], Sequence[Path]] = lambda: (),
     ) -> None:
-        """Write the files, then answer: a file that cannot be written, or an answer that cannot be printed, loses not the other."""
+        """Write the files, then print: a failure of one does not prevent the other."""
         paths: Sequence[Path] = ()
         try:
             paths = save()
@@ -79,7 +79,7 @@ class Answer:
                         print(line)
 
     def _wrote(self, paths: Sequence[Path]) -> Sequence[str]:
-        """Where the files are: all of them, or the page and the folder of the others."""
+        """The text that says where files are: all of them, or the page and the folder of the others."""
         if not paths:
             return ()
         if self._verbose or len(paths) <= FEW:
@@ -89,21 +89,21 @@ class Answer:
         return (f"Wrote {first} and {len(paths) - 1} other files beside it",)
 
     def fail(self, error: BaseException, text: str, code: int) -> typer.Exit:
-        """Say in a sentence what went wrong; returns what ends the command."""
+        """Print an error as a sentence; returns the exception that ends the command."""
         text += "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         if _say(text) and self._json:
             self._record |= error_record(error, text, code)
         return typer.Exit(code)
 
     def end(self) -> None:
-        """Print what is for a program."""
+        """Print the JSON output."""
         if self._record:
             with _reader():
                 print(json.dumps(self._record, indent=1, allow_nan=False), flush=True)
 
 
 def error_record(error: BaseException, text: str, code: int) -> dict[str, Any]:
-    """An error as a program reads it."""
+    """An error as a JSON record."""
     return {"error": {"type": type(error).__name__.lstrip("_"), "message": text, "exit_code": code}}
 
 
@@ -111,7 +111,7 @@ def error_record(error: BaseException, text: str, code: int) -> dict[str, Any]:
 def answering(
     show_traceback: bool, *, json: bool = False, verbose: bool = True, terminable: bool = True
 ) -> Iterator[Answer]:
-    """What a command does: one sentence on standard error and exit code 1 for whatever goes wrong.
+    """Context of a command: every error becomes one sentence on standard error and exit code 1.
 
     Args:
         show_traceback: Show where errors come from.
@@ -146,7 +146,7 @@ def answering(
 
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
-    """Have what is printed, by processes that are started too, go to standard error."""
+    """Send what is printed to standard error, also by child processes."""
     sys.stdout.flush()
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(sys.stderr):
         with contextlib.suppress(OSError):  # closed
@@ -157,7 +157,7 @@ def _aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _left_out_in_a_sentence() -> Iterator[None]:
-    """Say what is left out for want of a library as errors are said, without a place in castwise's code."""
+    """Print warnings about missing optional libraries as plain sentences, without a source location."""
     before = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -179,16 +179,16 @@ def _put_back(kept: int) -> None:
 
 
 class Commands(TyperGroup):
-    """The commands; usage errors are printed as JSON too, where a command is asked for JSON."""
+    """The command group; prints usage errors as JSON when a command is asked for JSON."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """The words of the command line as a context."""
+        """Parse the words of the command line into a context."""
         self._wants_json = "--json" in args
         with self._misunderstood():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that they name."""
+        """Run the command that the words name."""
         with self._misunderstood():
             return super().invoke(ctx)
 
@@ -209,7 +209,7 @@ class Commands(TyperGroup):
 
 @contextlib.contextmanager
 def folder_for(out: Path | None, command: str, workload: str, make: bool = True) -> Iterator[Path]:
-    """Where results go; made before the work."""
+    """The output folder; made before the work starts."""
     from castwise.commands.jobs import make_folder
     from castwise.lab.workloads.workload import find_workload
 
@@ -229,7 +229,7 @@ def folder_for(out: Path | None, command: str, workload: str, make: bool = True)
 
 
 def show_plainly() -> None:
-    """Have outputs whose encoding lacks a character show another: nothing that cannot be shown ends a command."""
+    """Replace characters that an output's encoding lacks, so that printing never fails."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_PLAINLY)
@@ -240,7 +240,7 @@ _PLAIN = {"±": "+-", "…": "...", "·": "-", "─": "-", "━": "-", "╺": "-
 
 
 def _plainly(error: UnicodeError) -> tuple[str, int]:
-    """What stands for characters that an output's encoding lacks."""
+    """Replacement for characters that an output's encoding lacks."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
@@ -259,7 +259,7 @@ def _console(stderr: bool = False) -> Console:
 
 @contextlib.contextmanager
 def _reader() -> Iterator[None]:
-    """Print for a reader who may have left, as ``head`` does: the command then ends without a word."""
+    """Print to a reader that may have closed the pipe, as ``head`` does: the command then ends silently."""
     try:
         yield
     except (BrokenPipeError, SystemExit):  # rich makes the one of the other
@@ -269,7 +269,7 @@ def _reader() -> Iterator[None]:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, as ``timeout``, Slurm and Docker send it: whatever sees to an interrupt sees to it."""
+    """SIGTERM, as ``timeout``, Slurm and Docker send it; handled like an interrupt."""
 
 
 _coming: weakref.ref[_Terminated] | None = None
@@ -284,14 +284,14 @@ def _terminate(*_signal: object) -> None:
 
 
 def _terminate_again(_gone: object) -> None:
-    """Have the signal come once more where a library has swallowed what it raised: some do while they are imported."""
+    """Send the signal again if a library swallowed the exception, as some do during import."""
     if _coming is not None:
         with contextlib.suppress(RuntimeError):  # the interpreter ends
             threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
 
 def _say(text: str) -> bool:
-    """Say what went wrong; of several processes the first to fail does, and names itself. Whether this one has."""
+    """Print an error; of several processes only the first to fail prints, with its rank. Whether this one has."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from castwise.commands.jobs.processes import first_fault, started
 

@@ -1,4 +1,4 @@
-"""What the commands do: each job joins workloads, measurement and reports, and prints nothing itself.
+"""Jobs behind the commands: each joins workloads, measurement and reports, and prints nothing.
 
 A job tells how far it is through a callback that takes :class:`Event` records.
 """
@@ -20,7 +20,7 @@ __all__ = ["Event", "Progress", "heard", "make_folder"]
 
 @dataclass(frozen=True)
 class Event:
-    """How far one part of a job has come.
+    """Progress of one part of a job.
 
     Attributes:
         stage: What is being done, such as ``training`` or ``memory``.
@@ -40,7 +40,7 @@ Progress = Callable[[Event], None]
 
 
 class _Broken(BaseException):
-    """A user's function has failed, as its cause says. No ``Exception``: those of a workload and of a plan are caught."""
+    """A user's function failed; the cause has the details. No ``Exception``: those of a workload and of a plan are caught."""
 
 
 def _tell(progress: Progress, event: Event) -> None:
@@ -52,7 +52,7 @@ def _tell(progress: Progress, event: Event) -> None:
 
 @contextlib.contextmanager
 def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Progress]:
-    """What a job calls with its events: a user's function; bars on standard error for True; nothing for False or None.
+    """The progress callback of a job: the user's function, bars on standard error for True, nothing for False or None.
 
     What a user's function raises leaves the job as it is, so that it is not taken for a fault of a workload or a plan.
 
@@ -80,7 +80,7 @@ def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Pr
 
 
 def make_folder(folder: Path, call: str) -> None:
-    """Make the folder that results go to, before the work, so that it is not lost for want of a place.
+    """Make the output folder before the work starts, so that no result is lost.
 
     Raises:
         PlanError: It can be neither made nor written to; ``call`` is what the user gave it by.
@@ -91,5 +91,5 @@ def make_folder(folder: Path, call: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise PlanError(
-            f"{call}: {error.strerror}: {str(folder)!r}; results need a folder that is there, or can be made, and may be written to"
+            f"{call}: {error.strerror}: {str(folder)!r}; results need a folder that exists or can be made, and that is writable"
         ) from error

@@ -56,7 +56,7 @@ def bench(
     hopeless: float = HOPELESS,
     progress: Progress | bool | None = None,
 ) -> BenchResult:
-    """Train a workload under several plans, in turns, and measure what each costs.
+    """Train a workload under several plans, in turns, and measure time, memory and loss of each.
 
     Every plan trains a copy of the model of its own from the same weights on the same batches, which shows what it learns.
     Then it is started again several times, in a process of its own, and timed in rounds in which each plan runs a block of
@@ -69,11 +69,11 @@ def bench(
         plans: Presets, plans or plan files; ``fp32`` is put first if it is not among them.
         device: By default the accelerator at hand, else the CPU.
         steps: Training steps per plan, at least 3.
-        rounds: Interleaved rounds that are timed, over all starts.
+        rounds: Interleaved timing rounds, over all starts.
         starts: How often every plan is started to be timed; one start does not show what another would. 0: none is, and
             the steps that show what a plan learns are timed, all plans in this process. A workload that cannot be sent to
             another process is timed so too.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
         inference: Measure inference too.
         memory: Measure memory too.
         hopeless: A plan whose first steps take this many times the baseline's is stopped.
@@ -173,7 +173,7 @@ class _Work:
             self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
 
     def _race(self, stage: str, runs: list[tuple[str, Runner]], total: int) -> dict[str, Lap]:
-        """Race runs against the first, and tell how far each is of its steps in all."""
+        """Time runs against the first one, and report how many of their steps are done."""
         counts = dict.fromkeys((name for name, _ in runs), 0)
         base = self.rows[0].name
 
@@ -199,7 +199,7 @@ class _Work:
             )
 
     def _look(self, row: Row) -> None:
-        """What the trained model knows: metrics, pictures."""
+        """Evaluate the trained model: metrics and pictures."""
         assert row.run is not None
         with row.run.evaluating() as model:
             if self.workload.evaluate is not None:
@@ -212,7 +212,7 @@ class _Work:
     # --- times in processes of their own ------------------------------------------------------------------
 
     def time_apart(self, starts: int, inference: bool) -> None:
-        """Time training, and inference, in starts of all plans; leave the times of this process where that cannot be."""
+        """Time training and inference in separate starts; keep the times of this process if that fails."""
         self.home.patience_s = max(PATIENCE_S, SLOWER * (time.monotonic() - self.begin))
         try:
             payload = delivered(self.home, self.spec or self.workload)
@@ -291,7 +291,7 @@ class _Work:
     # --- results ------------------------------------------------------------------------------------------
 
     def _lost(self, row: Row, error: Exception, first: bool = True) -> None:
-        """A plan ended with an exception; where the baseline cannot even start, nothing can be compared."""
+        """Record that a plan ended with an exception; raises if it is the baseline's."""
         if row is self.rows[0] and first:
             if isinstance(error, CastwiseError):
                 raise error
@@ -354,7 +354,7 @@ def _stopped(slowdown: float) -> str:
 
 
 def _thin(picture: torch.Tensor) -> list[list[float]]:
-    """Rows of numbers of a picture ``[height, width]``, at most ``PICTURE_SIDE`` each way, to four decimals."""
+    """Reduce a picture ``[height, width]`` to at most ``PICTURE_SIDE`` points each way, with four decimals."""
     picture = picture.detach().float().cpu()
     if picture.dim() != 2:
         raise WorkloadError(

@@ -1,4 +1,4 @@
-"""What a bench found, as frozen data that turns into a table, JSON and a page."""
+"""Results of a bench, as frozen data that turns into a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEHIND = 0.1
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per step of one plan: over rounds, against the baseline (None for itself), and by start in each round.
+    """Seconds per step of one plan over rounds, the speed against the baseline (None for itself), and all times by start.
 
     Where all plans were timed in one process there is one start, and None in rounds that a plan did not run.
     """
@@ -34,10 +34,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """What the bench found about one plan.
+    """Results of one plan.
 
     Attributes:
-        name: As the plan was given.
+        name: A preset, the folder or file that the plan was read from, or the plan in words.
         plan: The plan on one line, as ``Plan.parse`` reads it.
         status: ``ok``; ``stopped`` (hopeless); ``unsupported`` (the device or model cannot run it); ``failed``.
         reason: Why it is not ``ok``, in a sentence; else empty.
@@ -67,7 +67,7 @@ class PlanResult:
 
     @property
     def speedup(self) -> stats.Ratio | None:
-        """Of training over the baseline."""
+        """Speed of training over the baseline's."""
         return self.training.speedup if self.training is not None else None
 
 
@@ -100,22 +100,22 @@ class BenchResult(Result):
 
     @property
     def behind(self) -> tuple[str, ...]:
-        """Plans that learned visibly less than the baseline in the same steps, or whose loss is not finite."""
+        """Plans whose loss fell visibly less than the baseline's in the same steps, or is not finite."""
         base = next(row.losses for row in self.plans if row.name == self.baseline)
         return tuple(row.name for row in self.plans if row.status == "ok" and _learned_less(row.losses, base))
 
     @property
     def best(self) -> str | None:
-        """The plan to take; None where none that learns as well as the baseline trains measurably faster."""
+        """The recommended plan; None if no plan that learns as well as the baseline is measurably faster."""
         return next(iter(self._best()), None)
 
     @property
     def level_with_best(self) -> tuple[str, ...]:
-        """The others that train faster than the baseline, where the rounds do not tell them from the best."""
+        """Other plans faster than the baseline whose speed is indistinguishable from the best."""
         return self._best()[1:]
 
     def _best(self) -> tuple[str, ...]:
-        """The best and those level with it.
+        """The best plan and those level with it.
 
         Of those that the rounds do not tell from the fastest, the first that was asked for is the best: on a second run the
         fastest may be another, the answer should not.
@@ -169,7 +169,7 @@ def _slowness(row: PlanResult) -> float:
 
 
 def _are_level(one: PlanResult, other: PlanResult) -> bool:
-    """Whether two plans' own rounds, or starts, do not tell which is faster."""
+    """Whether the times of two plans do not show which is faster."""
     assert one.training is not None
     assert other.training is not None
     mine, others = one.training.starts_s, other.training.starts_s

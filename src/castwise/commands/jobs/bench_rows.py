@@ -1,4 +1,4 @@
-"""The plans of a bench while it works on them: what they are called, and what has been measured of each."""
+"""Plans while a bench is running: their names and measurements so far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from castwise.commands.jobs.bench_result import PlanResult, Timing
 from castwise.core.plans.plan import PRESETS, Plan, as_plan
-from castwise.lab.search.axes import name_of
+from castwise.core.plans.words import in_words
 from castwise.lab.timing import stats
 from castwise.lab.timing.apart import Kind
 from castwise.lab.timing.runners import TrainingRun
@@ -24,7 +24,7 @@ BASELINE = "fp32"
 
 @dataclass
 class Row:
-    """A plan while the bench works on it.
+    """A plan while the bench is running.
 
     Attributes:
         plan: What it trains by.
@@ -46,21 +46,21 @@ class Row:
 
     @classmethod
     def of(cls, name: str, plan: Plan) -> Self:
-        """A plan of which nothing is known yet."""
+        """A plan without measurements."""
         return cls(plan, PlanResult(name, str(plan), plan.digest, "ok"))
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name of the plan."""
         return self.result.name
 
     @property
     def is_ok(self) -> bool:
-        """Whether it has come to its end so far."""
+        """Whether the plan has not failed so far."""
         return self.result.status == "ok"
 
     def found(self, **changes: Any) -> None:
-        """Enter something into the result."""
+        """Change fields of the result."""
         self.result = dataclasses.replace(self.result, **changes)
 
     def note(self, text: str) -> None:
@@ -69,7 +69,7 @@ class Row:
 
 
 def rows_of(plans: Iterable[Any]) -> list[Row]:
-    """A row for each plan that was given in any way, the baseline's first."""
+    """A row for each given plan, the baseline's first."""
     if isinstance(plans, (str, Plan, torch.dtype)):
         plans = (plans,)
     rows: dict[str, Row] = {}
@@ -86,7 +86,7 @@ def rows_of(plans: Iterable[Any]) -> list[Row]:
 def _name(given: object, plan: Plan) -> str:
     if isinstance(given, str) and given in PRESETS:
         return given
-    name = name_of(plan)
+    name = in_words(plan)
     if name not in PRESETS and isinstance(given, (str, os.PathLike)) and str(given).endswith(".json"):
         path = Path(given)
         return path.parent.name if path.stem == "plan" and path.parent.name else path.stem
@@ -94,7 +94,7 @@ def _name(given: object, plan: Plan) -> str:
 
 
 def started(rows: list[Row], kind: Kind) -> list[Timing | None]:
-    """Of each row its times by start, and its speed over the first row's."""
+    """Times by start of each row, and its speed over the first row's."""
     times = [row.starts_s.get(kind, []) for row in rows]
     ratios = stats.restarts(times)
     return [
@@ -110,7 +110,7 @@ def started(rows: list[Row], kind: Kind) -> list[Timing | None]:
 
 
 def in_turns(lap: Lap | None, base: Lap | None, is_base: bool) -> Timing | None:
-    """The times of a plan that ran in turns with the baseline in one process; None where it left early."""
+    """Times of a plan that alternated with the baseline in one process; None if it ended early."""
     if lap is None or lap.done:
         return None
     ratio = speedup(base, lap) if base is not None and not is_base else None

@@ -1,4 +1,4 @@
-"""``doctor``: what a device makes of each format, and what limits a workload on it."""
+"""``doctor``: how fast a device is in each format, and what limits a workload on it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def doctor(
     small: bool = False,
     progress: Progress | bool | None = None,
 ) -> DoctorResult:
-    """Measure a device, and say what limits a workload on it.
+    """Measure a device, and find what limits a workload on it.
 
     Args:
         workload: A workload, or how to find one; None looks at the device alone.
@@ -100,7 +100,7 @@ def doctor(
 
 
 def _busy(device: torch.device) -> tuple[str, ...]:
-    """A note where other processes compute: stalls that all formats share hide what they gain."""
+    """A note if other processes use the CPU, since stalls that slow all formats hide differences between them."""
     if device.type != "cpu" or not hasattr(os, "getloadavg"):
         return ()
     return _load_note(os.getloadavg()[0], environment(device).cores)
@@ -111,7 +111,7 @@ def _load_note(load: float, cores: int) -> tuple[str, ...]:
         return ()
     return (
         f"Other processes were computing (load {load:.1f} on {cores} cores): rates are lower than the device's own, and a "
-        "format that gains may look like no gain. Measure again when the machine is idle.",
+        f"format that is faster may seem not to be. Measure again when the machine is idle.",
     )
 
 
@@ -119,7 +119,7 @@ def _load_note(load: float, cores: int) -> tuple[str, ...]:
 
 
 def verdicts(rates: Sequence[Rate], device_type: str) -> tuple[Judgement, ...]:
-    """A verdict per measured format but fp32; bf16 and fp16 have one where the device cannot run them, too."""
+    """A verdict per measured format except fp32; also for bf16 and fp16 if the device cannot run them."""
     _, cannot = variants(device_type)
     names = dict.fromkeys(rate.format for rate in rates if rate.format != "fp32")
     lacks = [Judgement(v.name, "avoid", reason) for v, reason in cannot if v.dtype != torch.float32]
@@ -127,7 +127,7 @@ def verdicts(rates: Sequence[Rate], device_type: str) -> tuple[Judgement, ...]:
 
 
 def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> dict[str, str]:
-    """By plan why no step of a workload is run under it: the device lacks the format, or its operators are hopeless."""
+    """Reasons, by plan, not to run a workload's step: the device lacks the format, or its operators are far too slow."""
     _, cannot = variants(device_type)
     lacks = {variant.name: reason for variant, reason in cannot}
     out = {}
@@ -144,7 +144,7 @@ def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> d
 def step_rates(
     workload: Workload, device: torch.device, out: Mapping[str, str], seed: int, starts: int, tell: Progress
 ) -> tuple[StepRate, ...]:
-    """A workload's steps under each of ``PLANS``, as a bench times them; ``out`` has those that are not run, and why."""
+    """Time a workload's steps under each of ``PLANS`` as a bench does; ``out`` lists plans not run, with the reason."""
     rounds = starts * ROUNDS
     result = bench(
         workload, [plan for plan in PLANS if plan not in out], device=device, steps=WARMUP + rounds, rounds=rounds, starts=starts,
@@ -162,7 +162,7 @@ def step_rates(
 
 
 def by_operators(profile: StepProfile, rates: Sequence[Rate], plan: str) -> float:
-    """How many times as long as in fp32 a step takes in a plan's format at least, by the rates of its operators.
+    """Lower bound on the time of a step in a plan's format relative to fp32, from the rates of its operators.
 
     What is neither a matrix product nor a convolution counts as in fp32, and so does what has no rate; of an interval the
     high end counts.
@@ -180,7 +180,7 @@ def by_operators(profile: StepProfile, rates: Sequence[Rate], plan: str) -> floa
 
 
 def findings(profile: StepProfile, rates: Sequence[Rate]) -> tuple[Finding, ...]:
-    """What limits a workload, in the order in which to look at it; empty if nothing stands out.
+    """What limits a workload, most important first; empty if nothing stands out.
 
     Args:
         profile: Where a step's time goes.
@@ -197,9 +197,9 @@ def _data(profile: StepProfile) -> Finding | None:
     return Finding(
         "data",
         {"data_s": data_s, "step_s": step_s, "share": profile.data_share},
-        "Prepare batches in other processes (torch.utils.data.DataLoader with num_workers) or keep them prepared; no "
-        "format makes them come sooner.",
-        f"The step waits for data: a batch takes {data_s * 1e3:.3g} ms to come, the step itself {step_s * 1e3:.3g} ms "
+        "Prepare batches in other processes (torch.utils.data.DataLoader with num_workers) or keep them prepared; no format "
+        "makes data arrive sooner.",
+        f"The step waits for data: a batch takes {data_s * 1e3:.3g} ms to arrive, the step itself {step_s * 1e3:.3g} ms "
         f"({profile.data_share:.0%} of the time is waiting).",
     )
 

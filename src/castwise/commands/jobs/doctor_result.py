@@ -1,4 +1,4 @@
-"""What a doctor found, as frozen data that turns into tables and JSON."""
+"""Results of the doctor, as frozen data that turns into tables and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from castwise.lab.timing.rates import Bandwidth, Judgement, Rate, Verdict
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that limits a workload, the numbers it rests on by name, and what to do about it.
+    """One thing that limits a workload, with its numbers by name and a remedy.
 
     Attributes:
         what: ``data``, ``dispatch``, or ``outside matrix units``.
@@ -64,7 +64,7 @@ class WorkloadReport:
 
 @dataclass(frozen=True)
 class DoctorResult(Result):
-    """A device, and perhaps a workload on it, as measured.
+    """Measurements of a device, and optionally of a workload on it.
 
     There is a rate for every operator in every format that runs, and a verdict on every format other than fp32; notes are
     sentences about the measurement itself.

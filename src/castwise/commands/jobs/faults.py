@@ -1,4 +1,4 @@
-"""Who is to blame: faults of a training, in a sentence."""
+"""Sentences that name the cause of a failed training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from castwise.lab.workloads.workload import Workload
 
 @contextlib.contextmanager
 def calls(workload: Workload, what: str) -> Iterator[None]:
-    """Say which of the workload's functions failed, such as ``model()``, where one does.
+    """Name the workload's function that failed, such as ``model()``.
 
     Raises:
         WorkloadError: For any error that is not castwise's own.
@@ -26,7 +26,7 @@ def calls(workload: Workload, what: str) -> Iterator[None]:
 
 
 def remedy(plan: Plan) -> str:
-    """What to do about a loss that is not finite under a plan without a loss scale."""
+    """Suggest a remedy for a non-finite loss under a plan without a loss scale."""
     if plan.compute == "fp16":
         return "use one that has, such as fp16-mixed, or bf16-mixed, which needs none"
     if plan.compute == "bf16":

@@ -1,4 +1,4 @@
-"""``inspect``: tools that look at a workload's numerics, one after another."""
+"""``inspect``: several tools that examine a workload's numerics, one after another."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ TOOLS: Mapping[str, str] = {
 
 
 class Finding(Protocol):
-    """What a tool returns."""
+    """Result of a tool."""
 
     def table(self, *, verbose: bool) -> RenderableType:
-        """For a person: all of it, or the answer and what supports it."""
+        """Text for a person: all of it, or the answer and what supports it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For a program."""
+        """Data for a program."""
 
     def save(self, folder: Path) -> Any:
         """Write the record and the page; returns the page's path, or the paths of all files."""
@@ -48,7 +48,7 @@ class Finding(Protocol):
 
 @dataclass(frozen=True)
 class InspectResult:
-    """What the tools found.
+    """Results of the tools.
 
     Attributes:
         workload: Its name.
@@ -74,7 +74,7 @@ class InspectResult:
         }
 
     def table(self, *, verbose: bool = True) -> RenderableType:
-        """What the tools say, one after another, for ``rich.print``: all of it, or what fits on a screen."""
+        """The results of all tools for ``rich.print``: all of them, or what fits on a screen."""
         from rich.console import Group
         from rich.rule import Rule
         from rich.text import Text
@@ -86,7 +86,7 @@ class InspectResult:
         return Group(*parts)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write each tool's record and page into a folder; returns the paths of what is there then."""
+        """Write each tool's record and page into a folder; returns the paths of the files."""
         for name, finding in self.findings.items():
             with left_out(f"{name}.html"):
                 finding.save(folder)
@@ -105,7 +105,7 @@ def inspect(
     seed: int = 0,
     progress: Progress | bool | None = None,
 ) -> InspectResult:
-    """Look at a workload's numerics under a plan.
+    """Examine a workload's numerics under a plan.
 
     Args:
         workload: A workload, or how to find one.

@@ -1,4 +1,4 @@
-"""What a training writes while it goes on, so that whatever goes wrong loses nothing."""
+"""Files that a training writes while it runs, so that a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Journal:
-    """What is written while training goes on: JSON lines and, where TensorBoard is installed, its events.
+    """Log of a running training: JSON lines and, if TensorBoard is installed, its events.
 
     Args:
         out: Folder; what an earlier training left in it is taken away.
@@ -56,7 +56,7 @@ class Journal:
         return self
 
     def _still_true(self) -> list[dict[str, Any]]:
-        """Lines of the steps before; a process that was killed may have left half a line, and lines that came to nothing."""
+        """Lines of the earlier run that are still valid: a killed process may leave half a line or lines of lost steps."""
         rows: list[dict[str, Any]] = []
         if self._steps_before and self._lines_path.is_file():
             for line in self._lines_path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -67,7 +67,7 @@ class Journal:
         return rows
 
     def step(self, row: Mapping[str, Any], loss: float) -> None:
-        """Write a line of ``metrics.jsonl``, and its loss as it is, finite or not, to TensorBoard."""
+        """Write a line of ``metrics.jsonl``, and the loss, finite or not, to TensorBoard."""
         self._lines.write(json.dumps(row, allow_nan=False) + "\n")
         if self._board is None:
             return
@@ -78,13 +78,13 @@ class Journal:
 
     @interrupts_wait()
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write what an evaluation after so many steps said."""
+        """Write the results of an evaluation after a number of steps."""
         for key, value in metrics.items():
             if self._board is not None:
                 self._board.add_scalar(f"final/{key}", value, step)
 
     def flush(self) -> None:
-        """Let others see what was written."""
+        """Flush the files for readers."""
         self._lines.flush()  # to the system, so that a process that is killed loses nothing
 
     @interrupts_wait()

@@ -1,4 +1,4 @@
-"""How many processes train one model and what each of them does: data, sharded, tensor and pipeline parallelism.
+"""Parallel layouts: data, sharded, tensor and pipeline parallelism over a number of processes.
 
 A layout is written as ``dp2``, ``fsdp2``, ``tp2``, ``pp2``, a product of them such as ``dp2xtp2``, or ``single``.
 Everything here is arithmetic; :mod:`castwise.commands.jobs.processes` starts the process group.
@@ -25,7 +25,7 @@ _MESH_ORDER = ("pp", "dp", "fsdp", "tp")
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where a process stands in a layout: which rank of the pipeline, replica, shard of it and piece of each layer, from 0."""
+    """Position of a process in a layout: pipeline stage, replica, shard and tensor-parallel rank, from 0."""
 
     pp: int = 0
     dp: int = 0
@@ -35,7 +35,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Layout:
-    """Processes by what they share out among them; 1 is none of it.
+    """Sizes of the parallel dimensions; 1 where a dimension is unused.
 
     Attributes:
         dp: Replicas, each on a slice of the batch, whose gradients are averaged.
@@ -56,7 +56,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a layout such as ``dp2xtp2``, the order of whose parts is of no account.
+        """Parse a layout such as ``dp2xtp2``; the order of the parts does not matter.
 
         Raises:
             PlanError: Anything else.
@@ -87,17 +87,17 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return self.dp * self.fsdp * self.tp * self.pp
 
     @property
     def data_ranks(self) -> int:
-        """Slices that the batch is cut into."""
+        """Number of slices of the batch."""
         return self.dp * self.fsdp
 
     @property
     def shards(self) -> bool:
-        """Whether ``fully_shard`` is what brings gradients of data-parallel ranks together.
+        """Whether ``fully_shard`` reduces the gradients of data-parallel ranks.
 
         DistributedDataParallel takes no parameters that tensor parallelism has cut, and cannot be asked for the shapes
         that a pipeline needs; there ``fully_shard`` replicates, with shards of one process.
@@ -105,7 +105,7 @@ class Layout:
         return self.fsdp > 1 or (self.dp > 1 and self.tp * self.pp > 1)
 
     def check(self, world_size: int) -> None:
-        """Refuse a number of started processes that is not the layout's.
+        """Raise if the number of started processes differs from the layout's.
 
         Raises:
             PlanError: With the command that starts the right number.
@@ -126,14 +126,14 @@ class Layout:
         return {name: size for name, size in sizes.items() if size > 1 or name in needed}
 
     def place(self, rank: int) -> Coordinate:
-        """Where a rank stands."""
+        """Position of a rank."""
         found = {}
         for name in reversed(_MESH_ORDER):
             rank, found[name] = divmod(rank, getattr(self, name))
         return Coordinate(**found)
 
     def slice_of(self, rank: int) -> int:
-        """Which slice of the batch a rank takes, from 0 to ``data_ranks - 1``."""
+        """Index of the slice of the batch that a rank takes, from 0 to ``data_ranks - 1``."""
         place = self.place(rank)
         return place.dp * self.fsdp + place.fsdp
 
@@ -164,7 +164,7 @@ def slice_batch(batch: Any, index: int, parts: int, layout: Layout) -> Any:
 
 
 def check_microbatches(microbatches: int, schedule: str, layout: Layout) -> None:
-    """Refuse a number of microbatches per step that a schedule cannot run.
+    """Raise if a schedule cannot run this number of microbatches per step.
 
     Raises:
         PlanError: With the numbers that it can.
@@ -179,7 +179,7 @@ def check_microbatches(microbatches: int, schedule: str, layout: Layout) -> None
 
 
 def check_splits(value: Any, microbatches: int, layout: Layout) -> None:
-    """Refuse a pipeline's inputs and targets that microbatches do not divide: their losses would not weigh the same.
+    """Raise if microbatches do not divide a pipeline's inputs and targets evenly, which would weight losses unequally.
 
     Raises:
         WorkloadError: Naming the shape.

@@ -1,4 +1,4 @@
-"""What one process trains of a model under a layout: all of it, a shard, pieces of its layers, or stages."""
+"""The part of a model that one process trains under a layout: all of it, a shard, pieces of its layers, or stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from castwise.lab.workloads.workload import Workload, check_loss, check_no_backw
 
 
 class Parts(Protocol):
-    """What a process trains, prepared by a plan.
+    """The prepared part of a model that a process trains.
 
     Attributes:
         modules: What it holds of the model.
@@ -47,7 +47,7 @@ class Parts(Protocol):
 
 
 def check_workload(workload: Workload, layout: Layout) -> None:
-    """Refuse a workload that does not say how a layout cuts it.
+    """Raise if a workload does not define how a layout divides it.
 
     Raises:
         WorkloadError: A field is missing; says what to write.
@@ -67,7 +67,7 @@ def check_workload(workload: Workload, layout: Layout) -> None:
 
 
 def blocks_of(workload: Workload, model: nn.Module) -> list[nn.Module]:
-    """The modules of a model, not yet cut or sharded, that FSDP2 is to shard one by one."""
+    """The modules of a model, not yet sharded, that FSDP2 shards as separate groups."""
     if workload.blocks is None:
         return list(_members(model))
     with calls(workload, "blocks(model)"):
@@ -86,14 +86,14 @@ def _members(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def shard(module: nn.Module, blocks: Sequence[nn.Module], amp: Amp, ranks: TrainingRanks) -> None:
-    """Shard the model or a stage of it by FSDP2, in place; those of the blocks that are inside are gathered one by one."""
+    """Shard the model or a stage with FSDP2 in place, each contained block as its own group."""
     mesh = ranks.of("dp", "fsdp") if "dp" in ranks.layout.mesh_dims() else ranks.of("fsdp")
     inside = {part for part in module.modules() if part is not module}
     amp.fully_shard(module, blocks=[block for block in blocks if block in inside], part=True, mesh=mesh)
 
 
 def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:
-    """The fp32 state dict of a model or a stage, on the CPU, with whole tensors in the place of shards, tied ones tied.
+    """The fp32 state dict of a model or a stage, on the CPU, with whole tensors in place of shards, and tied weights tied.
 
     All ranks that share it must call; those that do not ``keep`` it only help and get nothing.
     """
@@ -111,7 +111,7 @@ def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 class Whole:
-    """A model that each process runs from end to end: alone, replicated, sharded, or with its layers cut already."""
+    """A model that each process runs completely: alone, replicated, sharded, or with its layers already cut."""
 
     def __init__(self, workload: Workload, amp: Amp, model: nn.Module, ranks: TrainingRanks) -> None:
         self.amp = amp
@@ -154,7 +154,7 @@ class Whole:
 
 
 def build_whole(workload: Workload, ranks: TrainingRanks, seed: int) -> nn.Module:
-    """The whole model with equal weights on every rank, its layers cut where the layout says so."""
+    """Build the whole model with equal weights on every rank, its layers cut if the layout asks for it."""
     with calls(workload, "model()"):
         model = build_model(workload, ranks.device, seed)
     if ranks.layout.tp > 1:
@@ -169,7 +169,7 @@ def build_whole(workload: Workload, ranks: TrainingRanks, seed: int) -> nn.Modul
 def evaluate_whole(
     workload: Workload, plan: Plan, device: torch.device, weights: dict[str, Any], seed: int
 ) -> dict[str, float]:
-    """What ``workload.evaluate`` says of a fresh copy of the model with given weights, under the plan."""
+    """Result of ``workload.evaluate`` for a new copy of the model with given weights, under the plan."""
     assert workload.evaluate is not None
     with Amp(plan, device=device, group=ALONE) as amp:
         model = build_model(workload, device, seed)
@@ -179,7 +179,7 @@ def evaluate_whole(
 
 
 def evaluate(workload: Workload, model: nn.Module) -> dict[str, float]:
-    """What ``workload.evaluate`` says of a prepared model, as numbers."""
+    """Result of ``workload.evaluate`` for a prepared model, as numbers."""
     assert workload.evaluate is not None
     model.eval()
     with torch.no_grad(), uncompiled(), calls(workload, "evaluate(model)"):

@@ -1,4 +1,4 @@
-"""The processes of a training: started by torchrun, joined into a group and a device mesh, heard as one."""
+"""The processes of a training: started by torchrun, joined into a group and a device mesh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def started() -> tuple[int, int]:
 
 
 class TrainingRanks(Ranks):
-    """The processes of one training, as one of them sees them.
+    """The processes of one training, from the view of one of them.
 
     Its mesh has those of the dimensions pp, dp, fsdp and tp that the layout has; a single process has none.
     """
@@ -39,12 +39,12 @@ class TrainingRanks(Ranks):
 
     @property
     def place(self) -> Coordinate:
-        """Where this process stands."""
+        """Position of this process."""
         return self.layout.place(self.rank)
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def of(self, *names: str) -> Any:
@@ -62,7 +62,7 @@ class TrainingRanks(Ranks):
 
 @contextlib.contextmanager
 def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]]:
-    """The process group of the processes that torchrun has started, for as long as a command runs.
+    """Context with the process group of the processes that torchrun started.
 
     A group that is there already is used and left as it is; else one is made, gloo on the CPU and NCCL on CUDA, and ended
     afterwards. Nothing happens in a process that was started by itself.
@@ -103,7 +103,7 @@ def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]
 
 @contextlib.contextmanager
 def join(layout: Layout | str | None, device: torch.device) -> Iterator[TrainingRanks]:
-    """Bring the processes together for a training; without a layout they are all data-parallel.
+    """Initialise the processes of a training; without a layout they are all data-parallel.
 
     Raises:
         PlanError: A layout that cannot be, or whose size is not the number of processes.
@@ -148,7 +148,7 @@ def _own_device(device: torch.device, call: str) -> torch.device:
 
 
 def first_fault(text: str) -> str:
-    """Tell the other processes what went wrong, and hear whether something went wrong elsewhere before.
+    """Report an error to the other processes, and return the first error that occurred on any of them.
 
     When a rank fails, the others fail too, in the middle of talking to it; what they say is noise. The store that
     torchrun gives all ranks keeps the first sentence.

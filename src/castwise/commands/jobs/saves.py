@@ -1,4 +1,4 @@
-"""The checkpoints of a training job: when they are due, and going on from one."""
+"""The checkpoints of a training job: when to save, and how to resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Saves:
         self._last: checkpoint.Saving | None = None
 
     def find(self) -> int:
-        """Look for what to go on from; all ranks do. The steps that it stands for, 0 where there is none.
+        """Find the checkpoint to resume from; collective. The steps that it stands for, 0 where there is none.
 
         Raises:
             CheckpointError: There are checkpoints, and continuing them was not asked for.
@@ -42,7 +42,7 @@ class Saves:
         return int(found.step)
 
     def load(self, parts: Parts) -> int:
-        """Go on from what was found, and say how many of its steps were skipped.
+        """Resume from the checkpoint; returns how many of its steps were skipped.
 
         Raises:
             CheckpointError: It is of another workload or seed, or does not fit.
@@ -67,7 +67,7 @@ class Saves:
         return self.every > 0 and (step % self.every == 0 or step == last)
 
     def save(self, parts: Parts, step: int, skipped_steps: int) -> None:
-        """Save in the background, after the one before is on disk."""
+        """Save in the background, after the previous save has finished."""
         extra = {"workload": self._workload, "seed": self._seed, "skipped_steps": skipped_steps}
         self._last = checkpoint.save(
             self.folder, step, model=parts.modules, optimizers=parts.optimizers, amp=parts.amp, extra=extra,
@@ -75,6 +75,6 @@ class Saves:
         )  # fmt: skip
 
     def wait(self) -> None:
-        """Until the last one is on disk."""
+        """Wait until the last checkpoint is on disk."""
         if self._last is not None:
             self._last.wait()

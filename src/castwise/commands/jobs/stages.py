@@ -123,7 +123,7 @@ class Stages:
         return losses
 
     def _dry_run(self, inputs: tuple[Any, ...], target: Tensor) -> None:
-        """A step without effect: torch's first one finds shapes out on memory that was never written to.
+        """Run a step without effect, because torch's first step infers shapes from uninitialised memory.
 
         What comes of that must not stay in running statistics.
         """
@@ -150,12 +150,12 @@ class Stages:
 
 
 def _contiguous(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """What stages send each other has to lie in one piece."""
+    """Make tensors contiguous, which sending between stages requires."""
     return map_tensors(Tensor.contiguous, output)
 
 
 def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
-    """Cut a model into stages by its workload, and see that they are the whole model under its own keys.
+    """Cut a model into stages with its workload, and check that together they are the model with its own keys.
 
     The stages are made of the model's own parameters.
 
@@ -189,7 +189,7 @@ def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
 
 
 def _shared(stages: Sequence[nn.Module]) -> list[dict[int, str]]:
-    """Parameters that several stages have: the number of each such stage, and the name there."""
+    """Parameters shared by several stages: for each, the numbers of the stages and its name in each."""
     found: dict[nn.Parameter, dict[int, str]] = {}
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
@@ -199,7 +199,7 @@ def _shared(stages: Sequence[nn.Module]) -> list[dict[int, str]]:
 
 
 def _groups(shared: Sequence[dict[int, str]], ranks: TrainingRanks) -> dict[int, list[tuple[str, Any]]]:
-    """By stage the names of shared parameters, with the group of processes whose gradients are added up.
+    """Names of shared parameters by stage, with the process group that sums their gradients.
 
     Every process makes every group, its own or not, in the same order.
     """
@@ -223,7 +223,7 @@ def _groups(shared: Sequence[dict[int, str]], ranks: TrainingRanks) -> dict[int,
 
 
 def _add_up_gradient(parameter: nn.Parameter, group: Any) -> None:
-    """What a parameter shared by stages gets in all of them."""
+    """Sum the gradients of a shared parameter over all stages that have it."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     grad = parameter.grad

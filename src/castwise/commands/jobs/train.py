@@ -1,4 +1,4 @@
-"""``train``: train a workload under one plan, on one process or many, and keep a record that outlives what goes wrong."""
+"""``train``: train a workload under one plan, on one process or many, with a log that survives crashes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(
     resume: bool = False,
     progress: Progress | bool | None = None,
 ) -> TrainResult:
-    """Train a workload under a plan, on the processes that torchrun has started or on this one alone.
+    """Train a workload under a plan, on the processes that torchrun started or on this one alone.
 
     Into the folder go ``metrics.jsonl`` (a line per step, written as training goes), TensorBoard's events, and at the
     end ``curves.png``, ``model.pt`` (fp32 weights under the model's own keys, whatever the plan and the layout) and
@@ -73,11 +73,11 @@ def train(
         steps: How many, at least 1.
         out: Folder for the results; made where there is none, and files of an earlier training in it are replaced.
         device: By default the accelerator at hand, else the CPU.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
         layout: What the processes share out, such as ``dp2xtp2``; by default ``dp`` over all of them.
         microbatches: Of a pipeline, per step; by default two per stage.
         schedule: Of a pipeline: ``gpipe``, ``1f1b`` (the default) or ``interleaved`` (two stages per process).
-        save_every: Save a checkpoint after so many steps, and after the last; 0 for none.
+        save_every: Save a checkpoint every so many steps, and after the last; 0 for none.
         resume: Go on from the newest complete checkpoint in the folder; from the beginning where there is none. Damaged
             ones are named in a warning and passed over.
         progress: True shows what the command line shows, on standard error; a function is called on rank 0 with a
@@ -130,7 +130,7 @@ def _pipeline_options(layout: Layout, microbatches: int | None, schedule: str | 
 
 @dataclass
 class _Step:
-    """A step whose figures may still be on the device."""
+    """A step whose values may still be on the device."""
 
     number: int
     loss: torch.Tensor | None
@@ -196,7 +196,7 @@ class _Run:
                     with contextlib.suppress(Exception):  # nor may a full disk
                         self._ignore_sigterm()
                         self._finish("interrupted" if stopped else "failed", reason)
-                        error.add_note(f"What there was to record is in {self.out}")
+                        error.add_note(f"The records so far are in {self.out}")
                 raise
         return self._finish("ok", "")
 
@@ -248,7 +248,7 @@ class _Run:
         self.saves.wait()
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
-        """The number and the batch of each step to make."""
+        """Number and batch of each remaining step."""
         with calls(self.workload, "batches(seed)"):
             batches = iter(self.workload.batches(self.seed))
         for number in range(1, self.steps + 1):
@@ -258,7 +258,7 @@ class _Run:
                 yield number, batch
 
     def _read(self, journal: Journal | None, wish: int = 1, judge: bool = True) -> int:
-        """Write down the steps that wait, and judge their losses.
+        """Log the pending steps, and check their losses.
 
         Args:
             journal: Where to; None on ranks that do not write.
@@ -303,7 +303,7 @@ class _Run:
         return until
 
     def _losses(self, pending: list[_Step], wish: int) -> tuple[list[float], int]:
-        """Means over data-parallel ranks, and rank 0's wish within its bounds; one message for all of it."""
+        """Means over data-parallel ranks together with rank 0's requests, in one message."""
         wish = min(max(wish, 1), _PENDING)
         if self.ranks.mesh is None:
             return [float(step.loss) for step in pending if step.loss is not None], wish
@@ -317,7 +317,7 @@ class _Run:
         return losses, int(wished)
 
     def _judge(self, step: _Step) -> None:
-        """Refuse a loss that is not finite, unless a loss scale can see to it."""
+        """Raise if a loss is not finite, unless lowering the loss scale can cure it."""
         assert step.loss is not None
         if non_finite_parts(step.batch):
             check_loss(step.loss.requires_grad_(), self.workload, step.batch, step.number)
@@ -329,7 +329,7 @@ class _Run:
             )
 
     def _evaluate(self, parts: Parts, weights: dict[str, Any]) -> None:
-        """Figures of the trained model: of the model itself where this rank has it, else of a copy."""
+        """Evaluate the trained model: the model itself if this rank has all of it, else a copy."""
         if self.workload.evaluate is None:
             return
         self.progress(Event("evaluating", "", 0, 1))
@@ -340,7 +340,7 @@ class _Run:
         self.progress(Event("evaluating", "", 1, 1))
 
     def _ignore_sigterm(self) -> None:
-        """When a rank has failed torchrun ends the others; the record gets the seconds that it leaves."""
+        """When a rank has failed, ignore torchrun's SIGTERM for the seconds that the log needs."""
         if started()[1] > 1:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What became of a training, as frozen data that turns into JSON and a sentence."""
+"""Result of a training, as frozen data that turns into JSON and a sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.lab.timing.environment import Environment
 
 @dataclass(frozen=True)
 class TrainEvent(Event):
-    """How far a training has come.
+    """Progress of a training.
 
     Attributes:
         loss: Of the last step that was read.
@@ -31,7 +31,7 @@ class TrainEvent(Event):
 
 @dataclass(frozen=True)
 class TrainResult(Result):
-    """What became of a training.
+    """Result of a training.
 
     Attributes:
         plan: On one line, as ``Plan.parse`` reads it.

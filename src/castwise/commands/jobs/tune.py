@@ -59,7 +59,7 @@ def tune(
     out: str | os.PathLike[str] | None = None,
     progress: Progress | bool | None = None,
 ) -> TuneResult:
-    """Find the fastest precision plan whose gradients cannot be told from fp32's within the noise of the data.
+    """Find the fastest precision plan whose gradients match fp32's within the noise of the data.
 
     Give a workload, or a model, a loss, batches and an optimizer. Everything runs on copies: the model, random numbers
     and process-wide settings are as before when it returns or fails, and training goes on as if it had never run.
@@ -138,7 +138,7 @@ def tune(
         at_end.callback(opened.close)
         with _kept(model):
             job = index.job_of(found, where, settings)
-        known, elsewhere = ranks.at("what was found before").same(
+        known, elsewhere = ranks.at("earlier results").same(
             (None, []) if job is None or fresh else index.find(job, where, settings)
         )
         if known is not None:
@@ -167,7 +167,7 @@ def _kept(model: nn.Module | None) -> contextlib.AbstractContextManager[None]:
 
 
 class _Opened:
-    """A workload's batches, whose iterators all end with the search: a DataLoader's holds processes for as long as it lives.
+    """A workload's batches, whose iterators are closed after the search, since those of a DataLoader hold worker processes.
 
     To another process go the batches themselves.
     """
@@ -209,11 +209,11 @@ def _written(result: TuneResult, folder: Path | None) -> TuneResult:
 
 
 def _note_files(error: BaseException, paths: Sequence[Path]) -> None:
-    error.add_note("What was known by then was written to " + ", ".join(str(path) for path in paths[:3]))
+    error.add_note("The results so far were written to " + ", ".join(str(path) for path in paths[:3]))
 
 
 def _teller(search: Search, tell: Progress) -> Say:
-    """Tell a user's function how far a search is; on rank 0 alone, whose clock it is."""
+    """Report the progress of a search to a user's function, on rank 0 only."""
 
     def say(stage: str, subject: str, done: int, total: int) -> None:
         if search.context.ranks.rank == 0:

@@ -1,4 +1,4 @@
-"""What a search for a plan found: the plan, and the evidence as a table, JSON and a page."""
+"""Result of a search for a plan: the plan, and the evidence as a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from castwise.lab.search.evidence import Evidence
 
 @dataclass(frozen=True)
 class TuneResult(Result):
-    """The plan that a search chose, ready for ``castwise.Amp(result.plan)``, and all that was measured on the way.
+    """The plan that a search chose, for ``castwise.Amp(result.plan)``, and all measurements of the search.
 
     ``files`` are those that the search has written itself, as ``save`` names them.
     """

@@ -1,4 +1,4 @@
-"""The only home of private or version-dependent torch API, a file per subject.
+"""The only package that uses private or version-dependent torch API, one file per subject.
 
 Every function here wraps one thing that PyTorch does not offer in public, says what it relies on, and is covered
 by a test that would fail if a release changed it. Written against the releases that :mod:`castwise.core.session.canary` names, which

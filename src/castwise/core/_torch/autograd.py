@@ -1,4 +1,4 @@
-"""Autograd: nodes and what they used, hooks around backward passes, versions of tensors."""
+"""Autograd: nodes and their saved tensors, hooks around backward passes, versions of tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def running_node() -> tuple[str, int] | None:
 
 
 def failed_node(loss: torch.Tensor, error: BaseException, seconds: float) -> Any:
-    """The node of a graph whose backward raised an error: each that has not run is run once more by itself, on zeros.
+    """Find the node whose backward raised an error, by running each remaining node again by itself, on zeros.
 
     Called by itself a node computes its formula and nothing else: no hook runs and no ``.grad`` is written. Nodes that would run
     user code are left out: those in Python, and those whose tensors a hook brings back, as checkpointing does. The
@@ -78,14 +78,14 @@ def failed_node(loss: torch.Tensor, error: BaseException, seconds: float) -> Any
 
 
 def _brings_back(node: Any) -> bool:
-    """Whether a hook brings back a tensor that a node has saved; raises where the node has run."""
+    """Whether a hook restores a tensor that a node has saved; raises if the node has already run."""
     saved = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
     tensors = [each for one in saved for each in (one if isinstance(one, (tuple, list)) else (one,))]
     return any(getattr(tensor, "unpack_hook", True) is not None for tensor in tensors)
 
 
 def forward_of(node: Any) -> Iterator[tuple[OpOverload, dict[str, Any]]]:
-    """The operators that may have made a node, with the arguments that it keeps; zeros stand for tensors that it does not."""
+    """The operators that may have created a node, with its saved arguments; zeros stand for tensors that were not saved."""
     letters = re.sub(r"Backward\d*$", "", type(node).__name__).lower()
     names = {name.removeprefix("aten::").partition(".")[0] for name in operator_names("aten")}
     for name in sorted(name for name in names if name.replace("_", "") == letters and not name.endswith("_")):
@@ -123,7 +123,7 @@ ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 
 
 def backward_of_scalar(loss: torch.Tensor) -> None:
-    """``loss.backward()`` for a loss that is known to be a scalar tensor: straight to the engine.
+    """``loss.backward()`` for a scalar loss, called on the engine directly.
 
     ``torch.autograd.backward`` spends some microseconds on asking what kinds of outputs and gradients it was given.
     """
@@ -136,7 +136,7 @@ def backward_of_scalar(loss: torch.Tensor) -> None:
 
 
 def leaves_below(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    """The tensors that a backward from some outputs leaves gradients on.
+    """The tensors that accumulate gradients in a backward from some outputs.
 
     Returns:
         They, and whether there may be others that the graph does not show, since it is made again in backward.
@@ -207,23 +207,23 @@ def uses_of_leaves(
 
 
 def node_number(node: Any) -> int:
-    """Of an autograd node, as :func:`sequence_number` counts them."""
+    """Sequence number of an autograd node, counted as in :func:`sequence_number`."""
     return int(node._sequence_nr())
 
 
 def makes(node: Any) -> tuple[torch.dtype, int]:
-    """Dtype and number of dimensions of what the operator of an autograd node has made."""
+    """Dtype and number of dimensions of the result of an autograd node's operator."""
     made = node._input_metadata[0]
     return made.dtype, len(made.shape)
 
 
 def casts_to(node: Any, dtype: torch.dtype) -> bool:
-    """Whether an autograd node is that of a cast to ``dtype``."""
+    """Whether an autograd node is a cast to ``dtype``."""
     return type(node).__name__ == "ToCopyBackward0" and makes(node)[0] is dtype
 
 
 def hides_operators(node: Any) -> bool:
-    """Whether an autograd node stands for operators that it does not show: code that AOTAutograd has compiled, DataParallel's copies."""
+    """Whether an autograd node hides the operators inside it: code compiled by AOTAutograd, DataParallel's copies."""
     return type(node).__name__ in ("CompiledFunctionBackward", "BroadcastBackward")
 
 
@@ -232,7 +232,7 @@ _ENGINE: Any = torch.autograd.Variable._execution_engine
 
 
 def around_backward(run: Callable[..., Any]) -> Callable[[], None]:
-    """Run every backward pass by ``run``: ``backward``, ``autograd.grad`` and torch.func's, which share one engine.
+    """Run every backward pass inside ``run``: ``backward``, ``autograd.grad`` and torch.func's, which share one engine.
 
     torch hands the state of the calling thread on to the engine, that of autocast too, and looks the engine up each time.
 
@@ -257,7 +257,7 @@ def around_backward(run: Callable[..., Any]) -> Callable[[], None]:
 
 
 class _Engine(type(_ENGINE)):  # type: ignore[misc]
-    """The engine, with what is around it."""
+    """The engine with the wrappers around it."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         call = _ENGINE.run_backward
@@ -267,7 +267,7 @@ class _Engine(type(_ENGINE)):  # type: ignore[misc]
 
 
 def around_python_backward(enter: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Call ``enter`` before, and what it returns after, the backward of each autograd Function written in Python.
+    """Call ``enter`` before the backward of each autograd Function written in Python, and its return value afterwards.
 
     Functions of torch itself and of castwise are left out: they set up by themselves what they run in. The engine looks
     ``apply`` up on the class of the node each time.
@@ -296,7 +296,7 @@ def around_python_backward(enter: Callable[[], Callable[[], None]]) -> Callable[
 
 
 def is_returned(leaf: torch.Tensor) -> bool:
-    """Whether the backward pass that is running returns a leaf's gradient, as ``torch.autograd.grad`` does, and adds it nowhere."""
+    """Whether the running backward returns a leaf's gradient, as ``torch.autograd.grad`` does, instead of accumulating it."""
     if not leaf.requires_grad:
         return False
     try:
@@ -307,5 +307,5 @@ def is_returned(leaf: torch.Tensor) -> bool:
 
 
 def on_graph_task_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass that is running now has finished (not when it fails)."""
+    """Call ``callback`` when the running backward pass has finished; not if it fails."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

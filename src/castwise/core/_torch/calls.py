@@ -1,4 +1,4 @@
-"""Calls of modules: what stands around one, and the frames that it is made of."""
+"""Calls of modules: guards around them, and their Python frames."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def guard_calls(
     unwind: Callable[[int], None],
     mode: str | None = None,
 ) -> None:
-    """Restore this thread's state after a call of a module that an exception of any kind ended, and compile its calls.
+    """Restore this thread's state after a call of a module that ended with any exception, and compile its calls.
 
     torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError.
     The place that ``module.compile()`` puts its code in is called instead of the module's own call, and is left out
@@ -61,7 +61,7 @@ def guard_calls(
 
 
 def _own_frame(module: torch.nn.Module) -> FunctionType:
-    """A function that calls a module, hooks and all, with a code object of its own.
+    """A function that calls a module with its hooks, and has a code object of its own.
 
     Dynamo keeps compiled code by code objects, and gives one up that it has compiled eight times. What ``module.compile()``
     has it compile is ``Module._call_impl``, which is one for all modules.
@@ -87,25 +87,25 @@ def unguard_calls(module: torch.nn.Module, owner: object) -> None:
 
 
 def without_guard(call: Any) -> Any:
-    """What stood where a module's calls go before :func:`guard_calls`."""
+    """The call that a module had before :func:`guard_calls`."""
     return getattr(call, "__castwise_before__", None) if hasattr(call, "__castwise_guard__") else call
 
 
 def leave_uncompiled(module: torch.nn.Module, owner: object) -> None:
-    """Undo what :func:`guard_calls` with a mode did for this owner, or nothing; the guard stays."""
+    """Undo compiling by :func:`guard_calls` for this owner, if any; the guard stays."""
     call = module._compiled_call_impl
     if getattr(call, "__castwise_guard__", None) is owner and call.__castwise_before__ is not None:  # type: ignore[union-attr]
         module._compiled_call_impl = call.__castwise_before__  # type: ignore[union-attr]
 
 
 def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside what ``torch.compile`` returned; any other itself."""
+    """The module that ``torch.compile`` wrapped; other modules are returned unchanged."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
 def autocast_within(function: Any) -> str | None:
-    """The device type of a ``torch.autocast`` that a function, or one that it wraps, was decorated with and that is enabled.
+    """The device type of an enabled ``torch.autocast`` that decorates a function or one that it wraps.
 
     Relies on what ``torch.autocast`` decorates with: a function of its own module, with the autocast in its closure.
     """
@@ -121,7 +121,7 @@ def autocast_within(function: Any) -> str | None:
 
 
 def called_by_a_scaler() -> bool:
-    """Whether a ``torch.amp.GradScaler`` is among the callers, as it is of the optimizer steps that it makes."""
+    """Whether a ``torch.amp.GradScaler`` is among the callers, as when it steps an optimizer."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):

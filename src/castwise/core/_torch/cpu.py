@@ -1,4 +1,4 @@
-"""What a CPU can do."""
+"""Features of the CPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def cpu_has_bf16() -> bool:
-    """Whether oneDNN computes in bf16 on this CPU (AVX-512 at least)."""
+    """Whether oneDNN computes in bf16 on this CPU, which needs at least AVX-512."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def cpu_has_tf32() -> bool:
-    """Whether oneDNN computes in TF32 on this CPU: it needs AMX-TF32, and is a silent no-op without."""
+    """Whether oneDNN computes in TF32 on this CPU; without AMX-TF32 the setting has no effect."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
             return " amx_tf32" in file.read(16384)

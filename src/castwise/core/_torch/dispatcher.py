@@ -1,4 +1,4 @@
-"""The dispatcher: kernels for autocast's keys, modes that see operators, and what torch's numbers are."""
+"""The dispatcher: autocast kernels, modes that intercept operators, and how torch treats Python numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_dispatched(op: torch._ops.OpOverload) -> bool:
 
 
 def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
-    """What the dispatcher runs today for ``op`` on the autocast key: call it as ``f(keyset, *args, **kwargs)``.
+    """Torch's current kernel for ``op`` on the autocast key; call it as ``f(keyset, *args, **kwargs)``.
 
     For an operator that torch lists this is torch's own casting kernel. For any other the key is a fallthrough,
     whose kernel object cannot be called, so the call goes on below the key; the thread-local state stays on, as
@@ -52,7 +52,7 @@ def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callabl
 
 
 def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
-    """Run ``op`` below the autocast key, as torch does with an operator it does not list.
+    """Run ``op`` below the autocast key, as torch runs operators that are not on its lists.
 
     Called as ``f(keyset, *args, **kwargs)``. Operators inside a composite one are still autocast.
     """
@@ -78,7 +78,7 @@ def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable
 
 
 def inside_operator() -> bool:
-    """Whether an operator that runs now is called by the kernel of another, below autograd.
+    """Whether the running operator was called by another operator's kernel, below autograd.
 
     In inference mode, and at the lower levels of a transform, autograd is off everywhere, and the answer is no.
     """
@@ -92,7 +92,7 @@ def inside_operator() -> bool:
 def register_autocast_kernel(
     op: torch._ops.OpOverload, device_type: str, kernel: Callable[..., Any]
 ) -> Callable[[], None]:
-    """Put ``kernel(keyset, *args, **kwargs)`` in front of ``op`` on the autocast key; returns what undoes it."""
+    """Register ``kernel(keyset, *args, **kwargs)`` for ``op`` on the autocast key; returns a function that undoes it."""
     return _register(op, kernel, AUTOCAST_KEYS[device_type])
 
 
@@ -106,7 +106,7 @@ def _register(op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -
 
 
 def _tensors(op: torch._ops.OpOverload) -> list[int]:
-    """Which positional arguments of ``op`` are tensors and nothing else."""
+    """The positional arguments of ``op`` whose type is exactly Tensor."""
     arguments = op._schema.arguments
     return [
         i
@@ -116,7 +116,7 @@ def _tensors(op: torch._ops.OpOverload) -> list[int]:
 
 
 def number_places(op: torch._ops.OpOverload) -> Sequence[int]:
-    """Where ``op`` may be handed a number in place of a tensor that it cannot be called anew with.
+    """Positions at which ``op`` accepts a number instead of a tensor that the call cannot be repeated with.
 
     Of several tensors the dispatcher hands one that stands for a number (``x % 2``, ``2 ** x``) to Python as the number.
     Arithmetic can be called with it, but for the first (``1 - x``); other operators cannot.
@@ -130,7 +130,7 @@ def number_places(op: torch._ops.OpOverload) -> Sequence[int]:
 def register_in_front_of_transforms(
     op: torch._ops.OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Put a kernel in front of ``op`` where transforms of torch.func are active, before any of them has seen the call.
+    """Register a kernel for ``op`` that runs before any active transform of torch.func.
 
     ``make`` takes what runs there today and returns the kernel, both called as ``f(keyset, *args, **kwargs)``.
     While one kernel is there, no other may be put in front of the operator. Returns what undoes it.
@@ -150,7 +150,7 @@ those of ``should_allow_numbers_as_tensors`` in torch/csrc/utils/python_arg_pars
 
 
 def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Callable[..., Any]:
-    """Hand on 0-dim tensors in place of numbers, which promote as the numbers do."""
+    """Pass 0-dim tensors instead of numbers, with the same type promotion."""
     places = _tensors(op)
 
     def front(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Cal
 def with_tensors(
     call: Callable[..., torch.Tensor], args: Sequence[Any], places: Sequence[int]
 ) -> torch.Tensor:
-    """Call an elementwise operator with 0-dim tensors in place of the numbers at ``places``, which promote as they do."""
+    """Call an elementwise operator with 0-dim tensors instead of the numbers at ``places``, with the same type promotion."""
     other = next(arg for arg in args if isinstance(arg, torch.Tensor))
     if other.dim() == 0:  # a 0-dim tensor would count as much as this one
         lifted = other.unsqueeze(0)

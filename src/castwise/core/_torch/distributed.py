@@ -16,21 +16,21 @@ from castwise.core._torch.tensors import _set_data
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor, in its own memory; ``to_local()`` would add a node to the graph."""
+    """This rank's shard of a DTensor in its own memory; ``to_local()`` would add a node to the graph."""
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     wait = getattr(local, "wait", None)  # the result of a collective that may be on its way
     return local if wait is None or type(local) is torch.Tensor else wait()
 
 
 def dispatches_itself(tensor: torch.Tensor) -> bool:
-    """Whether operators on a tensor run code of its class in Python; fake tensors, which stand for plain ones, do not count."""
+    """Whether operators on a tensor run Python code of its class; fake tensors do not count."""
     kind: Any = type(tensor)
     own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return own and not kind.__module__.startswith("torch._subclasses")
 
 
 def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of what this rank holds of a tensor, which is all of it but for DTensors.
+    """Offsets and sizes of this rank's part of a tensor: all of it, except for DTensors.
 
     It is what torch.distributed.checkpoint asks DTensors for.
     """
@@ -41,7 +41,7 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def set_dtensor(parameter: torch.Tensor, values: Any) -> None:
-    """Give a DTensor the memory of another, as ``parameter.data = values`` gives it to a plain tensor.
+    """Make a DTensor use the memory of another, as ``parameter.data = values`` does for a plain tensor.
 
     That assignment changes what a DTensor says of itself and leaves its memory as it was; ``torch.utils.swap_tensors``
     refuses what has weak references.
@@ -52,7 +52,7 @@ def set_dtensor(parameter: torch.Tensor, values: Any) -> None:
 
 
 def was_dtensor(parameter: torch.Tensor) -> bool:
-    """Whether ``DistributedDataParallel(device_mesh=...)`` has put a rank's piece in the place of a DTensor."""
+    """Whether ``DistributedDataParallel(device_mesh=...)`` replaced a DTensor by its local tensor."""
     return hasattr(parameter, "_st_info")
 
 
@@ -66,17 +66,17 @@ def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torc
 
 
 def default_store() -> Any:
-    """The store by which the processes of the default group have met; safe to use from several threads."""
+    """The store that the processes of the default group used for rendezvous; safe in several threads."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def is_in_join(ddp: Any) -> bool:
-    """Whether a DistributedDataParallel is inside of torch's ``Join``."""
+    """Whether a DistributedDataParallel is inside torch's ``Join``."""
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
 def on_join_end(listener: Callable[[Any, int], object]) -> None:
-    """Have ``listener(ddp, rank)`` called on all ranks where torch's ``Join`` has given them the weights of one, by its rank."""
+    """Call ``listener(ddp, rank)`` on all ranks when torch's ``Join`` has given them the weights of ``rank``."""
 
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def sync_final_model(ddp: Any, is_last_joiner: bool) -> None:
@@ -94,7 +94,7 @@ def delays_reductions(ddp: Any) -> bool:
 
 
 def _is_loaded(thing: Any, module: str, name: str) -> bool:
-    """Whether a thing is of a class that may not have been imported."""
+    """Whether an object is an instance of a class that may not have been imported."""
     return isinstance(thing, getattr(sys.modules.get(module), name, ()))
 
 
@@ -113,19 +113,19 @@ def is_fsdp1(module: Any) -> bool:
 
 
 def has_fsdp1(model: torch.nn.Module) -> bool:
-    """Whether FSDP1 holds parameters of a model, in it or around it."""
+    """Whether FSDP1 holds parameters of a model, inside it or around it."""
     return any(map(is_fsdp1, model.modules())) or any(
         getattr(parameter, "_fsdp_flattened", False) for parameter in model.parameters()
     )
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
-    """Whether ``fully_shard``, or the ``replicate`` made of it, was called on a module itself."""
+    """Whether ``fully_shard``, or ``replicate``, which is built on it, was called on this very module."""
     return hasattr(type(module), "_get_fsdp_state")  # a module around it may hand on its attributes
 
 
 def fsdp_shards(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """The shard behind each form in which FSDP2 registers a parameter with its module, gathered or not."""
+    """The shard behind each parameter that FSDP2 registers with its module, gathered or not."""
     return {
         form: param.sharded_param
         for _, _, group in _fsdp_param_groups(model)
@@ -136,7 +136,7 @@ def fsdp_shards(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def copy_without_shards(model: torch.nn.Module, wholes: dict[torch.Tensor, torch.Tensor]) -> torch.nn.Module:
-    """A deep copy of a model without what ``fully_shard`` and ``parallelize_module`` have put on it: states, hooks, classes.
+    """A deep copy of a model without the states, hooks and classes that ``fully_shard`` and ``parallelize_module`` add.
 
     The classes that ``fully_shard`` makes refuse to be copied, and their states hold process groups.
 
@@ -186,12 +186,12 @@ def _is_of_parallelism(hook: Any) -> bool:
 
 
 def _defined_in(function: Any) -> str:
-    """The module that a function was written in, whatever it wraps."""
+    """The module in which a function, unwrapped, was defined."""
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
 def fsdp_knows(model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.dtype]:
-    """The dtype of each shard that FSDP2 counts on since the model ran for the first time; nothing before that."""
+    """The dtype that FSDP2 recorded for each shard when the model first ran; empty before that."""
     params = (param for _, _, group in _fsdp_param_groups(model) for param in group.fsdp_params)
     return {param.sharded_param: param.orig_dtype for param in params if hasattr(param, "orig_dtype")}
 
@@ -208,19 +208,19 @@ def _fsdp_param_groups(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
 
 
 def fsdp_units(model: torch.nn.Module) -> list[weakref.ref[Any]]:
-    """What FSDP2 gathers and reduces at once in a model: its groups of parameters, not held."""
+    """FSDP2's parameter groups of a model, which it gathers and reduces as units; held weakly."""
     return [weakref.ref(group) for _, _, group in _fsdp_param_groups(model)]
 
 
 def is_unfrozen(unit: Any) -> bool:
-    """Whether FSDP2 found nothing to train in a group when the model first ran, and there is something now."""
+    """Whether a group had nothing to train when the model first ran, but has now."""
     return getattr(unit, "_orig_dtype", unit) is None and any(
         param.sharded_param.requires_grad for param in unit.fsdp_params
     )
 
 
 def look_again(unit: Any, widen: Callable[[torch.Tensor], bool]) -> None:
-    """Have FSDP2 take the dtypes of a group's gradients from what is trained now.
+    """Make FSDP2 read the gradient dtypes of a group again from the parameters that are trained now.
 
     Without it gradients of what was frozen when the model first ran come in the format that it is gathered in.
 
@@ -247,13 +247,13 @@ def schedule_stages(schedule: Any) -> list[Any]:
 def replace_schedule_loss(
     schedule: Any, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
 ) -> None:
-    """Have a pipeline schedule compute its loss by ``wrap(loss_fn)``; nothing happens where it has none."""
+    """Make a pipeline schedule compute its loss with ``wrap(loss_fn)``; does nothing if it has no loss."""
     if schedule._loss_fn is not None:
         schedule._loss_fn = wrap(schedule._loss_fn)
 
 
 def take_gradient_division(schedule: Any) -> int:
-    """The number by which a pipeline schedule divides gradients after its microbatches; it leaves that out from now on."""
+    """Stop a pipeline schedule from dividing gradients by its number of microbatches, and return that number."""
     parts = int(schedule._n_microbatches) if schedule.scale_grads else 1
     schedule.scale_grads = False
     return parts

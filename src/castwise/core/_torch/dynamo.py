@@ -1,4 +1,4 @@
-"""Dynamo and Inductor: what is compiled, what compiled code is guarded by, and compiling anew."""
+"""Dynamo and Inductor: what is compiled, the guards of compiled code, and recompiling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _thread = threading.local()
 
 
 def set_guard_code(code: int) -> None:
-    """Mark this thread with ``code`` (0: none) in a place that Dynamo guards.
+    """Mark this thread with ``code`` (0: none) in a variable that Dynamo guards.
 
     Dynamo's global guard compares the autocast state of every device type that torch knows, dtypes included where
     autocast is enabled. Enabled on device types that no one has (maia, hpu, ipu), the dtypes can carry a number
@@ -46,7 +46,7 @@ def set_guard_code(code: int) -> None:
 
 
 def compiled_code_sees(change: Callable[[], None]) -> bool:
-    """Whether code that was compiled before a change of the process's state is compiled anew after it."""
+    """Whether a change of the process's state makes already compiled code recompile."""
     guard = torch._C._dynamo.guards.GlobalStateGuard()
     before = guard.check()
     change()
@@ -57,7 +57,7 @@ _skipped: set[str] = set()
 
 
 def skip_modules(prefixes: tuple[str, ...]) -> None:
-    """Tell Dynamo never to compile functions of these modules as frames of their own; it may still inline them.
+    """Tell Dynamo never to compile functions of these modules as top-level frames; it may still inline them.
 
     Where Dynamo gives a frame up (a graph break inside a block), the frame runs in plain Python and Dynamo looks at
     each function that it calls. Hooks and context managers that change thread state must then run for real. Modules
@@ -89,13 +89,13 @@ def skip_modules(prefixes: tuple[str, ...]) -> None:
 
 
 def graph_function(function: _F) -> _F:
-    """Let Dynamo put calls of ``function`` into its graph as they are: it runs whenever the graph is traced."""
+    """Make Dynamo put calls of ``function`` into its graph unchanged: it runs whenever the graph is traced."""
     torch.fx.node.has_side_effect(function)
     return torch.compiler.allow_in_graph(function)  # type: ignore[no-any-return]
 
 
 def mark_constant(function: Callable[..., Any]) -> None:
-    """Let Dynamo call ``function`` while it traces and keep the result as a constant.
+    """Make Dynamo call ``function`` during tracing and keep the result as a constant.
 
     The public ``torch.compiler.assume_constant_result`` sets the same mark but imports Dynamo to do so.
     """
@@ -107,7 +107,7 @@ TRACES_IDENTITY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def object_at(address: int) -> Any:
-    """The living object whose ``id`` this is. Dynamo traces ``id``, and guards that it stays the same."""
+    """The live object with this ``id``. Dynamo traces ``id``, and guards that it stays the same."""
     return ctypes.cast(address, ctypes.py_object).value
 
 
@@ -120,12 +120,12 @@ def set_autocast_attributes(
 
 
 def custom_backend_name() -> str:
-    """What torch calls the device type that a library outside of it may bring; an attribute of ``torch.autocast``."""
+    """Torch's name for the device type of an out-of-tree backend; an attribute of ``torch.autocast``."""
     return str(torch._C._get_privateuse1_backend_name())
 
 
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
-    """Have Dynamo trace the methods of instances of ``cls`` that were made outside of what it compiles.
+    """Make Dynamo trace the methods of instances of ``cls`` that were made outside the compiled code.
 
     It would replace all of them, as instances of a subclass of ``torch.autocast``, by torch's own; now only those
     of which ``as_torchs`` says that this is right.
@@ -135,7 +135,7 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     from torch._dynamo.variables.builder import VariableBuilder
 
     class Reentrant(ctx_manager.AutocastModeVariable):
-        """Torch's keeps what to restore in itself and can be entered once at a time: one of it for each entry."""
+        """Makes a torch context manager reentrant: torch's keeps its state in itself, so each entry gets a new one."""
 
         initial_values: Any
 
@@ -158,7 +158,7 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
 
 
 def before_compiled_calls(callback: Callable[[], object]) -> None:
-    """Have ``callback`` called before each call of what Dynamo is compiling at the moment, outside of its graph.
+    """Call ``callback`` before each call of the code that Dynamo is compiling now, outside of its graph.
 
     Guards are what runs then, so it is called by one that always holds. There is no public hook for it.
     """
@@ -177,7 +177,7 @@ def before_compiled_calls(callback: Callable[[], object]) -> None:
 
 
 class _Loading(MetaPathFinder):
-    """Finds a module as Python does, and calls a function when it has been loaded."""
+    """An import hook that finds a module as Python does, and calls a function when it has been loaded."""
 
     def __init__(self, name: str, loaded: Callable[[], None]) -> None:
         self._name, self._loaded = name, loaded
@@ -198,7 +198,7 @@ class _Loading(MetaPathFinder):
 
 
 def when_dynamo_is_loaded(function: Callable[[], None]) -> None:
-    """Call ``function`` as soon as Dynamo has been imported, which may never happen; now where it has been."""
+    """Call ``function`` as soon as Dynamo has been imported, which may never happen; immediately if it already is."""
     if "torch._dynamo" in sys.modules:
         function()
     else:
@@ -206,12 +206,12 @@ def when_dynamo_is_loaded(function: Callable[[], None]) -> None:
 
 
 def dynamo_loaded() -> bool:
-    """Whether Dynamo has been imported in this process; importing it takes a second, so callers wait for it."""
+    """Whether Dynamo has been imported; callers check this since the import takes a second."""
     return "torch._dynamo.symbolic_convert" in sys.modules
 
 
 class DynamoTrace:
-    """The frame that Dynamo is tracing on this thread at the moment."""
+    """The frame that Dynamo is tracing on this thread."""
 
     def __init__(self, tx: Any) -> None:
         self._output = tx.output
@@ -255,7 +255,7 @@ class DynamoTrace:
 
 
 def keep_compile_callbacks(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Have Dynamo call ``start`` and ``end`` around each compilation, on the compiling thread.
+    """Make Dynamo call ``start`` and ``end`` around each compilation, on the compiling thread.
 
     Cheap to call again, which is needed: ``torch._dynamo.reset()`` forgets callbacks.
     """
@@ -281,7 +281,7 @@ def _compiling_ended(_: object) -> None:
 
 
 def compilations() -> tuple[int, float]:
-    """How often this process has compiled something since the first call, and how many seconds that took.
+    """Number of compilations in this process since the first call, and their seconds.
 
     Forwards and backwards count apart, and so do the pieces between graph breaks.
     """
@@ -290,26 +290,26 @@ def compilations() -> tuple[int, float]:
 
 
 def refuse_to_give_up() -> None:
-    """Have Dynamo raise where it would run a function that it has compiled too often as it is, in silence."""
+    """Make Dynamo raise instead of silently running a function in eager mode after too many recompilations."""
     import torch._dynamo.config as config
 
     config.fail_on_recompile_limit_hit = True
 
 
 def gave_up(error: BaseException) -> bool:
-    """Whether an exception is the one of :func:`refuse_to_give_up`."""
+    """Whether an exception comes from :func:`refuse_to_give_up`."""
     return "FailOnRecompileLimitHit" in type(error).__name__
 
 
 def eager_random_numbers() -> contextlib.AbstractContextManager[Any]:
-    """A block in which Inductor compiles operators that draw random numbers to draw what they do in eager mode."""
+    """Context in which Inductor-compiled operators draw the same random numbers as in eager mode."""
     import torch._inductor.config as config
 
     return config.patch(fallback_random=True)  # type: ignore[no-any-return]
 
 
 def ran_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module has run compiled, by ``torch.compile`` or ``module.compile()``: hooks added now would be ignored.
+    """Whether a module has already run compiled, by ``torch.compile`` or ``module.compile()``, so that it ignores new hooks.
 
     Dynamo keeps compiled code by code objects, which modules of one class share, and those whose ``forward`` it does not
     compile, torch's own, all share one; so where there is some, it is asked whether this module has been wrapped at all.
@@ -333,7 +333,7 @@ def ran_compiled(module: torch.nn.Module) -> bool:
 
 
 def inside_compiled(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
-    """Of some models those modules that are, or are inside of, one that ``torch.compile`` or ``module.compile()`` was called on.
+    """The modules of some models that are compiled themselves or are inside a compiled module.
 
     Hooks put on these are ignored, or have them compiled anew. What was given to ``torch.compile`` in a function is not known.
     """
@@ -354,7 +354,7 @@ def inside_compiled(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, or the module is what ``torch.compile`` returned."""
+    """Whether ``module.compile()`` was called, or ``torch.compile`` returned the module."""
     call = module._compiled_call_impl
     return without_compiler(module) is not module or (
         call is not None and not hasattr(call, "__castwise_guard__")
@@ -362,7 +362,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def forget_compiled(model: torch.nn.Module) -> None:
-    """Have functions that were compiled with such a model inside compiled anew at their next call.
+    """Make compiled functions that contain such a model recompile at their next call.
 
     Dynamo guards the classes of modules and not their hooks, so they would go on without those that were added since.
     """

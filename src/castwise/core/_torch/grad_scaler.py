@@ -1,4 +1,4 @@
-"""``torch.amp.GradScaler``: its own state, and noticing that one is at work."""
+"""``torch.amp.GradScaler``: access to its state, and detection of active scalers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _kind(grads: list[torch.Tensor]) -> tuple[str, torch.dtype]:
 
 
 def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply gradients in place by a factor, and set a flag to one where a gradient was not finite.
+    """Multiply gradients in place by a factor, and set a flag to one if any gradient is not finite.
 
     Torch's kernel where there is one; CUDA has none for bf16 (seen in torch 2.11). There the largest magnitude of each
     gradient, which is NaN where one of its elements is, says whether all are finite.
@@ -54,7 +54,7 @@ def unscale_grads(
 
 
 class OpenGradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` by names without underscores, for a subclass that keeps its parts elsewhere."""
+    """``torch.amp.GradScaler`` with public names for its parts, for a subclass that stores them elsewhere."""
 
     works: bool
     """Whether it was enabled, on a device that is there; otherwise it passes everything through."""
@@ -81,7 +81,7 @@ class OpenGradScaler(torch.amp.GradScaler):
     )
 
     def check_scaled(self, call: str) -> torch.Tensor:
-        """The scale; an error as torch's where nothing was ever scaled."""
+        """Return the scale; raises torch's error if no loss was ever scaled."""
         return self._check_scale_growth_tracker(call)[0]
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Hooks of modules and tensors, and functions of torch that another stands in for."""
+"""Hooks of modules and tensors, and replacement of torch functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None]:
-    """Have ``look`` called with each module that is called, before anything of the call has happened, but for compiled code.
+    """Call ``look`` with each module before its call does anything; not in compiled code.
 
     torch's own hooks for all modules come when a module's hooks have been read: those that ``look`` adds would not be called.
 
@@ -36,7 +36,7 @@ def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None
 
 
 def around_calls(run: Callable[..., Any]) -> Callable[[], None]:
-    """Have ``run(call, module, *args, **kwargs)`` called in place of each call of a module, but for compiled code.
+    """Call ``run(call, module, *args, **kwargs)`` instead of each call of a module; not in compiled code.
 
     Returns:
         What undoes it.
@@ -72,7 +72,7 @@ def _instead_of_call(around: Callable[[Callable[..., Any]], Callable[..., Any]])
 def around_function(
     home: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Put ``around(method)`` in the place of a function of torch, in a class or a module.
+    """Replace a torch function, in a class or a module, by ``around(function)``.
 
     Returns:
         What undoes it.
@@ -89,7 +89,7 @@ def around_function(
 
 
 class Replacement:
-    """A method of a class of torch's with something around it, at times.
+    """A method of a torch class that is replaced by a wrapper while needed.
 
     An interrupt between any two lines leaves a state that :meth:`end` undoes, and what other code has put there stays.
     """
@@ -101,12 +101,12 @@ class Replacement:
         self._ours = functools.wraps(self._own)(around(self._own))
 
     def begin(self) -> None:
-        """Put it there, where it is not."""
+        """Install the wrapper if it is not installed."""
         if vars(self._home).get(self._name) is self._own:
             setattr(self._home, self._name, self._ours)
 
     def end(self) -> None:
-        """Put the method itself back, where it is not."""
+        """Restore the method if it is replaced."""
         if vars(self._home).get(self._name) is self._ours:
             setattr(self._home, self._name, self._own)
 
@@ -132,12 +132,12 @@ def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs
 
 
 def registered(hook: Any) -> Any:
-    """What was given to be a hook of ``state_dict`` or ``load_state_dict``, which torch wraps; any other hook itself."""
+    """The function that was registered as a hook of ``state_dict`` or ``load_state_dict``, which torch wraps."""
     return hook.hook if isinstance(hook, torch.nn.modules.module._WrappedHook) else hook
 
 
 def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
-    """Undo the registrations of hooks, or nothing, by the hooks themselves: an interrupt can lose the handle.
+    """Remove hooks by the hook functions themselves, since an interrupt can lose the handle.
 
     Args:
         owner: A module or an optimizer; None for the hooks of all optimizers.
@@ -157,19 +157,19 @@ def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
 
 
 def takes_hooks(module: torch.nn.Module) -> bool:
-    """Whether a scripted or traced module calls hooks that are put on it: what ``torch.jit.trace`` returned does."""
+    """Whether a scripted or traced module calls hooks: one that ``torch.jit.trace`` returned does."""
     return type(module).__name__ == "TopLevelTracedModule"
 
 
 def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
-    """The tables of a module's hooks around ``forward``, after loading and before saving, to look into and to change."""
+    """The tables of a module's hooks around ``forward``, after loading and before saving, for reading and writing."""
     return (
         module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks, module._state_dict_pre_hooks,
     )  # fmt: skip
 
 
 def before_scripting(look: Callable[[torch.nn.Module], object]) -> None:
-    """Have a function called with each module before ``torch.jit.script`` compiles it, for good."""
+    """Call a function with each module before ``torch.jit.script`` compiles it, permanently."""
 
     def prepare(module: torch.nn.Module) -> torch.nn.Module:
         look(module)
@@ -182,7 +182,7 @@ def before_scripting(look: Callable[[torch.nn.Module], object]) -> None:
 def around_scripting(
     around: Callable[[Any], contextlib.AbstractContextManager[object]],
 ) -> Callable[[], None]:
-    """Have ``torch.jit.script`` compile whatever it is given inside of ``around(what)``.
+    """Make ``torch.jit.script`` compile everything inside ``around(what)``.
 
     It looks up the names that a class uses in the frame of its caller, so it is told of the one frame in between.
 
@@ -201,7 +201,7 @@ def around_scripting(
 
 
 def buffer_tables(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
-    """By path, the dictionary in which each module of a model has its buffers, to read from and to write to."""
+    """By path, the dictionaries that hold the buffers of a model's modules, for reading and writing."""
     for path, module in model.named_modules():
         table: Any = module._buffers
         # what scripted code keeps is handed out by a view, in which no other tensor can be put
@@ -209,6 +209,6 @@ def buffer_tables(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, torch
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
-    """The hooks that a backward calls with a parameter's gradient, before it is added and after."""
+    """The hooks that a backward calls with a parameter's gradient, before and after accumulation."""
     tables = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
     return [hook for table in tables for hook in (table or {}).values()]

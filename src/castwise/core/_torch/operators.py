@@ -1,4 +1,4 @@
-"""What operators are: their overloads, names and kinds."""
+"""Properties of operators: overloads, names and kinds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OpOverload: TypeAlias = torch._ops.OpOverload
 
 
 def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "out", "other"]:
-    """What an overload does with its arguments.
+    """How an overload uses its arguments.
 
     Args:
         overload: Such as ``torch.ops.aten.exp.default``.
@@ -37,12 +37,12 @@ def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "ou
 
 
 def argument_names(overload: OpOverload) -> list[str]:
-    """Those of an operator, in order."""
+    """Names of an operator's arguments, in order."""
     return [argument.name for argument in overload._schema.arguments]
 
 
 def is_composite(overload: OpOverload) -> bool:
-    """Whether an overload is made of other operators, which torch.autocast then sees one by one."""
+    """Whether an overload is composed of other operators, which torch.autocast then casts one by one."""
     name: str = overload.name()
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
@@ -52,7 +52,7 @@ _COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 
 
 def operator_name(value: object) -> str:
-    """What plans call an operator of ``torch.ops``, or one of ``torch.library.custom_op``; empty for anything else.
+    """The name in plans of an operator of ``torch.ops`` or a ``torch.library.custom_op``; empty for anything else.
 
     Operators in which ranks wait for each other have none.
     """
@@ -71,7 +71,7 @@ def operator_name(value: object) -> str:
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether tensors hold values of their own: none is of a class with code of its own, on meta, or part of a transform."""
+    """Whether tensors hold plain values: no subclass with its own operators, no meta tensor, none inside a transform."""
     return all(
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and not tensor.is_meta
@@ -81,13 +81,13 @@ def plain_tensors(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that another is a view of; itself where it is none."""
+    """The tensor that another is a view of; itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
 
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """A block whose operators no mode sees, and whose saved tensors no hook gets."""
+    """Context whose operators are hidden from modes, and whose saved tensors from hooks."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(_disable_current_modes())
@@ -99,7 +99,7 @@ def unobserved() -> Iterator[None]:
 
 
 def without_transforms(tensor: torch.Tensor) -> tuple[torch.Tensor, dict[int, int]]:
-    """What a tensor inside transforms of torch.func holds, and which dimension each level of ``vmap`` maps over."""
+    """The tensor inside torch.func's transforms, with the dimension that each level of ``vmap`` maps over."""
     api, dims = torch._C._functorch, {}
     while api.is_functorch_wrapped_tensor(tensor):
         if api.is_batchedtensor(tensor):

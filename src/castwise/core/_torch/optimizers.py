@@ -1,4 +1,4 @@
-"""Optimizers: hooks around their steps, their state and what they hold."""
+"""Optimizers: hooks around their steps, their state and their settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 
 
 def treat_as(made: type, kind: type) -> None:
-    """Let optimizers update parameters of class ``made`` as those of ``kind``: on lists of them, where a GPU's do so by default.
+    """Make optimizers treat parameters of class ``made`` like those of ``kind``, so that GPUs use the foreach kernels by default.
 
     torch looks up the class itself, so that parameters of a subclass are updated one by one, an operator for each line.
     """
@@ -28,12 +28,12 @@ def treat_as(made: type, kind: type) -> None:
 
 
 def takes_flag(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's kernels take the non-finite flag on the device, so that the host need not know it."""
+    """Whether an optimizer's kernels read the non-finite flag on the device, so that the host need not wait for it."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step evaluates its closure once, before it updates anything: torch's own do, but for LBFGS."""
+    """Whether a step evaluates its closure once, before any update, as torch's optimizers except LBFGS do."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
 
@@ -44,7 +44,7 @@ def mark_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def fused_marks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What gives an optimizer the marks again that it has now."""
+    """A function that restores the current marks of :func:`mark_fused`."""
     before = {name: value for name, value in vars(optimizer).items() if name in _MARKS}
     alive = weakref.ref(optimizer)
 
@@ -58,7 +58,7 @@ def fused_marks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``Optimizer.__init__`` has run, which some wrappers leave out: without it no hook can be registered."""
+    """Whether ``Optimizer.__init__`` has run; some wrappers omit it, and then hooks cannot be registered."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(
         optimizer, "_optimizer_load_state_dict_post_hooks"
     )
@@ -79,7 +79,7 @@ def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 
 
 def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callable[[], None]:
-    """Have ``look`` called with each optimizer that is made, which torch has no hook for.
+    """Call ``look`` with each optimizer that is created, for which torch has no hook.
 
     Returns:
         What undoes it.
@@ -102,7 +102,7 @@ def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callabl
 
 
 class _Told:
-    """Functions that are called at each call of some methods of torch, before the call does anything, or ``after`` it.
+    """Functions that are called before, or ``after``, each call of some torch methods.
 
     The former are given the object, the latter what the call returned. The methods are torch's own again when the last
     function has gone.
@@ -148,7 +148,7 @@ scaling = _Told((torch.amp.GradScaler, "scale"), after=True)
 
 @contextlib.contextmanager
 def other_workers(loader: torch.utils.data.DataLoader[Any]) -> Iterator[None]:
-    """Have ``iter`` of a loader make workers of its own inside, where it would begin anew those that it keeps for another loop.
+    """Make ``iter`` of a loader create new workers inside, so that it does not restart persistent workers of another loop.
 
     Relies on: ``DataLoader(persistent_workers=True)`` keeps its one iterator as ``_iterator``.
     """

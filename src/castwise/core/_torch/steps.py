@@ -1,4 +1,4 @@
-"""The one place that hooks the steps of optimizers: of all, or of one.
+"""The only module that hooks optimizer steps, of all optimizers or of one.
 
 torch calls hooks of all optimizers around those that an optimizer has itself. Of the former castwise registers one before and one after a
 step, which stay: another thread's step may be going through torch's table at any time.
@@ -76,7 +76,7 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], An
 
 
 def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Call:
-    """A call of a step, with another closure in the place of its own."""
+    """Arguments of a step, with another closure in place of its own."""
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}
@@ -102,7 +102,7 @@ def _tell_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 def _register() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    never_trace(_tell_before, "castwise looks at steps between graphs")
-    never_trace(_tell_after, "castwise looks at steps between graphs")
+    never_trace(_tell_before, "castwise follows optimizer steps outside of compiled graphs")
+    never_trace(_tell_after, "castwise follows optimizer steps outside of compiled graphs")
     register_optimizer_step_pre_hook(_tell_before)
     register_optimizer_step_post_hook(_tell_after)

@@ -1,4 +1,4 @@
-"""Many tensors at once, and what lies below a tensor: memory, layout, data."""
+"""Operations on many tensors at once, and the memory, layout and data of tensors."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def without_grad(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into the target at its place, casting, in as few kernels as the device can."""
+    """Copy each source into the corresponding target, casting, in as few kernels as the device allows."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 @torch.no_grad()
 def multiply_each(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor in place by a 0-dim one on their device, in as few kernels as it can."""
+    """Multiply each tensor in place by a 0-dim one on their device, in as few kernels as possible."""
     torch._foreach_mul_(tensors, factor)
 
 
@@ -60,7 +60,7 @@ _version_of = operator.attrgetter("_version")
 
 
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """How often each tensor was written in place, as autograd counts; -1 for None.
+    """How often each tensor was written in place, by autograd's version counter; -1 for None.
 
     Not counted are writes through ``.data`` and those of torch's fused optimizers.
     """
@@ -71,14 +71,14 @@ def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often one tensor was written in place, as :func:`versions`; 0 of an inference tensor, which does not count."""
+    """Version counter of one tensor, as in :func:`versions`; 0 for an inference tensor, which has none."""
     if torch.compiler.is_compiling():  # Dynamo cannot trace is_inference
         return int(tensor._version)
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
 class WeakMemory:
-    """A tensor's memory, by a reference that does not keep it, and how often it was written."""
+    """A weak reference to a tensor's memory, with its version counter."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
@@ -94,13 +94,13 @@ class WeakMemory:
         return int(self._writes._version)
 
     def tensor(self) -> torch.Tensor | None:
-        """The tensor, or None when nothing holds its memory any more."""
+        """The tensor, or None if its memory was freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         return None if storage is None else self._writes.new_empty(0).set_(storage, *self._where)
 
 
 def counted_alias(data: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """``data``, except that writes to it raise the version of ``counter``; with no operator that a mode would see."""
+    """``data``, except that writes to it raise the version of ``counter``; calls no operator that a mode could intercept."""
     alias: Any = torch.Tensor._make_subclass(torch.Tensor, counter)
     _set_data(alias, data)
     return alias  # type: ignore[no-any-return]
@@ -113,15 +113,15 @@ def below_torch_function(function: Callable[..., Any], args: Any, kwargs: dict[s
 
 
 def refuse_inlining(function: Callable[..., Any]) -> None:
-    """Make Dynamo break the graph at ``function``, which it may have met as a frame of its own: :func:`never_trace` for hooks."""
+    """Make Dynamo break the graph at ``function``, even if it has compiled it as a frame; :func:`never_trace` for hooks."""
     from torch._dynamo.eval_frame import skip_code
 
-    never_trace(function, "castwise keeps masters and parameters in step")
+    never_trace(function, "castwise synchronises masters and parameters")
     skip_code(function.__code__)
 
 
-def never_trace(function: Any, why: str = "castwise's GradScaler runs between graphs") -> None:
-    """Have Dynamo leave calls of ``function`` to Python, as ``torch.compiler.disable`` does.
+def never_trace(function: Any, why: str = "castwise's GradScaler runs outside of compiled graphs") -> None:
+    """Make Dynamo leave calls of ``function`` to Python, as ``torch.compiler.disable`` does.
 
     The public decorator imports Dynamo and wraps the function, which every call in eager mode would pay for.
     """
@@ -129,25 +129,25 @@ def never_trace(function: Any, why: str = "castwise's GradScaler runs between gr
 
 
 def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
-    """Softmax whose rows of nothing but ``-inf`` are 0 instead of NaN, as masked attention has it."""
+    """Softmax whose rows of only ``-inf`` give 0 instead of NaN, as in masked attention."""
     return torch._safe_softmax(scores, dim)
 
 
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
-    """What stands for a tensor's memory in dictionaries: equal for views, and never that of memory allocated later."""
+    """A dictionary key for a tensor's memory: equal for views, and never reused for memory allocated later."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 @functools.cache
 def is_view(op: OpOverload) -> bool:
-    """Whether what an operator returns is memory of its arguments, which it does not write to."""
+    """Whether an operator returns memory of its arguments that it does not write to."""
     aliases = [result.alias_info for result in op._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 @functools.cache
 def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of each argument that an operator writes to; -1 for those that are given by keyword alone."""
+    """Position and name of each argument that an operator writes to; -1 for keyword-only arguments."""
     return tuple(
         (-1 if argument.kwarg_only else at, argument.name)
         for at, argument in enumerate(op._schema.arguments)
@@ -156,7 +156,7 @@ def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 class OperatorMode(TorchDispatchMode):
-    """Calls ``run(op, args, kwargs)`` in the place of every ATen operator inside it, those of backward too, below autocast.
+    """Calls ``run(op, args, kwargs)`` in place of every ATen operator inside it, also in backward, below autocast.
 
     Meanwhile the mode is off.
     """
@@ -173,13 +173,13 @@ class OperatorMode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run operators inside below every mode of ``torch_function`` and ``torch_dispatch`` that is in force."""
+    """Run the operators inside below every active ``torch_function`` and ``torch_dispatch`` mode."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 def outside_dispatch_modes(function: Callable[..., _T], *args: Any) -> _T:
-    """Call a function below every mode that sees operators; costs next to nothing where there is none."""
+    """Call a function below every mode that intercepts operators; almost free if there is none."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return function(*args)
     with outside_modes():
@@ -187,7 +187,7 @@ def outside_dispatch_modes(function: Callable[..., _T], *args: Any) -> _T:
 
 
 def outside_transforms(function: Callable[[], _T]) -> _T:
-    """Call a function below every transform of ``torch.func``, whose tensors mean nothing once it has ended."""
+    """Call a function below every transform of ``torch.func``, whose tensors are invalid after it."""
     if not in_transform():
         return function()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -197,17 +197,17 @@ def outside_transforms(function: Callable[[], _T]) -> _T:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for others inside one of ``torch.func``'s transforms, as ``vmap`` makes them."""
+    """Whether a tensor is a wrapper of one of ``torch.func``'s transforms, such as ``vmap``."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_tracing() -> bool:
-    """Whether ``torch.jit.trace`` records what runs."""
+    """Whether ``torch.jit.trace`` is recording."""
     return torch._C._get_tracing_state() is not None
 
 
 def is_stand_in_call() -> bool:
-    """Whether a module is being traced, or called with other parameters or buffers in the place of its own."""
+    """Whether a module is being traced, or called with substituted parameters or buffers."""
     if is_tracing():
         return True
     frame: FrameType | None = sys._getframe()
@@ -226,7 +226,7 @@ def is_users_function(node: Any) -> bool:
 
 
 def dense_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The values that a tensor of any layout holds: of a sparse or nested one in its own memory, coalesced or not.
+    """The stored values of a tensor of any layout; of a sparse or nested tensor without copying, coalesced or not.
 
     A dense tensor is itself; one in a layout of oneDNN is copied.
     """
@@ -238,12 +238,12 @@ def dense_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in memory by its strides: it is not sparse, nested, or in a layout of oneDNN."""
+    """Whether a tensor is strided: not sparse, nested, or in a oneDNN layout."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def to_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of any layout as dense operators take it: zeros filled in; of a nested one the values alone."""
+    """A dense tensor with the values of a tensor of any layout: zeros filled in; of a nested one only the values."""
     if is_dense(tensor):
         return tensor
     return tensor.values() if tensor.is_nested else tensor.to_dense()

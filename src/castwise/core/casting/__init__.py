@@ -1,4 +1,4 @@
-"""Run operators by a plan, at the dispatcher's native speed.
+"""Run operators under a plan, at the dispatcher's native speed.
 
 ``context``: the :class:`autocast` block. ``ambient``: casts outside of any block. ``functions``: decorators for functions of
 one's own. ``frames``: what is in force on a thread; ``backward``: where a forward is computed again. ``kernels``: operator overrides. ``tracing``: what

@@ -1,4 +1,4 @@
-"""A plan's casts in force outside of any block, for libraries that cast all code of a process."""
+"""A plan's casts without a block, for libraries that cast all code of a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from castwise.errors import PlanError, StateError
 
 
 class AmbientAutocast:
-    """A plan's casts in all code, from :meth:`enter` to :meth:`leave`: for a library whose users open no block.
+    """A plan's casts in all code, from :meth:`enter` to :meth:`leave`: for libraries whose users open no autocast block.
 
     Beyond what ``castwise.autocast`` does, threads that torch hands the state of autocast on to are cast by the
     plan as well (DataParallel, a device's thread that recomputes a forward). Backward is not, whoever calls it: its formulas
@@ -57,7 +57,7 @@ class AmbientAutocast:
 
     @property
     def entered(self) -> bool:
-        """Whether the casts are in force, be they suspended or not."""
+        """Whether the casts are active, even if currently suspended."""
         return self._depth >= 0
 
     def suspended(self) -> frames.suspended:
@@ -65,19 +65,18 @@ class AmbientAutocast:
         return frames.suspended(self.device_type)
 
     def clear_cache(self) -> None:
-        """Forget low-precision copies of weights, as after weights were written by hand."""
+        """Forget low-precision copies of weights, as needed after writing weights by hand."""
         frames.clear_weight_cache()
 
     def enter(self) -> None:
-        """Put the casts in force; again after :meth:`leave`.
+        """Activate the casts; allowed again after :meth:`leave`.
 
         Raises:
             StateError: Such casts are in force on the device type already.
         """
         if self.device_type in frames.ambient:
             raise StateError(
-                f"AmbientAutocast.enter(): casts of all code are in force on {self.device_type!r} already; leave "
-                "them first"
+                f"AmbientAutocast.enter(): an AmbientAutocast is already active on {self.device_type!r}; leave it first"
             )
         tracing.get_ready_for_compile()
         _forget_in_children()
@@ -91,7 +90,7 @@ class AmbientAutocast:
         )
 
     def leave(self) -> None:
-        """End the casts; nothing of them stays. Nothing happens where they are not in force.
+        """End the casts, and undo everything. Nothing happens where they are not in force.
 
         Raises:
             StateError: From another thread than they began on, or inside a block that was entered after them.
@@ -100,8 +99,8 @@ class AmbientAutocast:
             return
         if self._thread != threading.get_ident() or frames.depth() != self._depth + 1:
             raise StateError(
-                "ambient casts end on the thread that they began on, and outside of any castwise.autocast or "
-                "forward that was entered after them; leave those first"
+                "ambient casts must end on the thread that began them, and outside of any castwise.autocast or forward that "
+                "was entered later; leave those first"
             )
         frames.pop_block()
         frames.ambient.pop(self.device_type, None)
@@ -116,7 +115,7 @@ class AmbientAutocast:
             return backward(*args, **kwargs)
 
     def _enter_python_backward(self) -> Callable[[], None]:
-        """The casts rest during backward, but a Function's own Python is code as any other."""
+        """Casts are off during backward, except in the Python code of an autograd Function."""
         device_type, dtype = self.device_type, self._frame.dtype
         before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         assert dtype is not None
@@ -131,7 +130,7 @@ class AmbientAutocast:
 
 
 def _leave_in_child() -> None:
-    """A forked worker of a DataLoader prepares data: casts belong to the training process."""
+    """Turn the casts off in a forked DataLoader worker, which only prepares data."""
     for device_type in frames.ambient:
         torch.set_autocast_enabled(device_type, False)
 

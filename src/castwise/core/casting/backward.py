@@ -1,4 +1,4 @@
-"""Which precision is in force where a piece of forward is computed again during backward.
+"""The active precision where a part of forward is recomputed during backward.
 
 Activation checkpointing restores what torch knows (enabled, dtype) and not the frame. :func:`note_backward` has the autograd
 node of what a prepared module returns tell this thread, before it runs, which frame the module ran in;
@@ -24,7 +24,7 @@ _live_tasks: set[int] = set()
 
 
 def current_frame() -> Frame | None:
-    """The frame in force on this thread, in forward or in a recomputation during backward."""
+    """The active frame of this thread, in forward or in a recomputation during backward."""
     if thread.state.backward is None:
         return thread.state.frame
     entry: BackwardFrame | None = thread.state.backward
@@ -57,7 +57,7 @@ def _end_backward(task: int) -> None:
 
 
 def _forget_ended() -> None:
-    """Keep no frames of backwards that have ended: they hold what a session has made."""
+    """Remove the frames of finished backwards, since they hold objects of a session."""
     entry = thread.state.backward
     while entry is not None and entry.task not in _live_tasks:
         entry = entry.outer
@@ -65,7 +65,7 @@ def _forget_ended() -> None:
 
 
 def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """Remember for backward that what made ``tensor`` ran in ``frame``, by a node of its own.
+    """Record for backward, with an extra node, that the operator of ``tensor`` ran in ``frame``.
 
     Returns:
         A view of the tensor, which may be written to in place where the tensor may: what made it is noted too, since autograd
@@ -80,7 +80,7 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
 
 
 def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """As :func:`mark_boundary`, without a node of its own: ``tensor`` stays what it is.
+    """As :func:`mark_boundary`, without an extra node: ``tensor`` is not replaced.
 
     What runs backward between the node of ``tensor`` and the next one that is marked or noted counts as made in
     ``frame``, whether it was or not. What has been noted of a node stays: it was said where it was made.
@@ -96,7 +96,7 @@ def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
 
 
 def left_block() -> Frame | None:
-    """The frame of the block whose nodes are running backward on this thread now."""
+    """The frame of the block whose nodes this thread is running in backward."""
     number = _torch.autograd.running_node_number() if left_blocks else None
     if number is None:
         return None

@@ -24,7 +24,7 @@ _DTYPES = (*LOW_DTYPES, torch.float32)
 
 
 def default_device_type() -> str:
-    """The device type that castwise takes where it is given none: that of the accelerator at hand, else ``"cpu"``."""
+    """The default device type: that of the available accelerator, else ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type in DEVICE_TYPES and torch.accelerator.is_available():
         return accelerator.type
@@ -32,7 +32,7 @@ def default_device_type() -> str:
 
 
 def override_rows(plan: Plan, device_type: str) -> Mapping[str, rules.Row]:
-    """Operators that a plan treats otherwise than torch.autocast does on this device type.
+    """Operators whose rule in a plan differs from torch.autocast's on this device type.
 
     A plan in which fp16 and bf16 meet also overrides torch's own ``widest`` operators, which refuse that mixture;
     they promote it to fp32.
@@ -52,7 +52,7 @@ _Resolved = tuple[str, str, torch.dtype, bool]
 def _resolve(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> tuple[_Resolved, tuple[str, ...]]:
-    """What a call of :class:`autocast` means: key of its frame, device type, dtype, whether it casts; what it overrides."""
+    """Interpret the arguments of :class:`autocast`: key of its frame, device type, dtype, enabled or not, and the overrides."""
     if plan in DEVICE_TYPES:
         if device_type is not None and device_type != plan:
             raise PlanError(
@@ -122,14 +122,15 @@ _torch.dynamo.mark_constant(_resolve_for_trace)
 
 
 def _refuse_export() -> None:
-    """While torch.export traces a block of which its graph would hold no casts.
+    """Raise if torch.export traces a block whose casts would be missing from its graph.
 
     Raises:
         StateError: Always.
     """
     raise StateError(
-        "torch.export of castwise.autocast: a graph that is exported holds the casts of torch's own lists alone, and with strict=True "
-        "none of a block that is made inside. Export with strict=False and a dtype or a plan without rules of its own, use "
+        "torch.export of castwise.autocast: an exported graph holds only the casts of torch's own lists, and with strict=True "
+        "not even those of an autocast made inside the exported code. Export with strict=False and a dtype or a plan without "
+        "its own rules, use "
         "torch.autocast, or cast the model by hand"
     )
 
@@ -138,14 +139,14 @@ _torch.dynamo.mark_constant(_refuse_export)
 
 
 def _for_trace(plan: Any) -> Any:
-    """What :func:`_resolve` looks at of a plan, in strings."""
+    """The parts of a plan that :func:`_resolve` reads, as strings."""
     if not isinstance(plan, Plan):
         return plan
     return plan.compute, plan.rules, plan.ops, tuple([region.compute for region in plan.regions])
 
 
 class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torch names it
-    """Run operators by a precision plan inside a block or a function.
+    """Run operators under a precision plan inside a block or a function.
 
     A superset of ``torch.autocast``: every call that is right there is right here and does the same, through the
     same kernels, at the same speed. Beyond it: a plan with operator rules of its own; a preset or format name in
@@ -213,7 +214,7 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         tracing.trace_context(cls, autocast._is_torchs)
 
     def _is_torchs(self) -> bool:
-        """Whether Dynamo may trace this instance as it traces ``torch.autocast``: no plan alive asks for more."""
+        """Whether Dynamo may trace this instance as it traces ``torch.autocast``: no live plan has overrides."""
         return not kernels.registered(self.device)  # its own lease registers some
 
     def __enter__(self) -> Self:

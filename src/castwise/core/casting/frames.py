@@ -1,4 +1,4 @@
-"""Which precision is in force, on this thread, at this point of forward.
+"""The active precision of each thread during forward.
 
 A :class:`Frame` is a plan resolved for one device type: the state that ``torch.autocast`` would set, plus the
 operator overrides that go beyond torch's own lists. Frames are pushed and popped on a stack that belongs to the
@@ -57,7 +57,7 @@ class Frame:
 
 @dataclass(eq=False)
 class BackwardFrame:
-    """The frame that a running backward computes forwards again in: of its graph task, while no other is pushed on top."""
+    """The frame in which a running backward recomputes forwards, for its graph task, unless another frame was pushed later."""
 
     task: int
     frame: Frame | None
@@ -66,7 +66,7 @@ class BackwardFrame:
 
 
 class State:
-    """One thread's stack: the frame in force, what to restore, copies of weights, the frame of a running backward.
+    """One thread's stack: the active frame, what to restore, copies of weights, the frame of a running backward.
 
     An entry of ``saved`` is what a :func:`push` found: frame, device type, whether autocast was enabled, its dtype, its
     cache setting, copies of weights; then who entered, whether leaving clears torch's cache, and where it was entered:
@@ -86,7 +86,7 @@ class State:
 
 
 class _Thread(threading.local):
-    """Holds the state in one attribute, because every access to a thread-local costs."""
+    """Holds the state in one attribute, since each access to a thread-local takes time."""
 
     def __init__(self) -> None:
         self.state = State()
@@ -109,7 +109,7 @@ _clear = torch.clear_autocast_cache
 
 
 def push(frame: Frame, owner: object = None, scope: bool = False, where: int | None = None) -> None:
-    """Put ``frame`` in force on this thread until the matching :func:`pop`; where it fails, nothing has changed.
+    """Make ``frame`` active on this thread until the matching :func:`pop`; if that fails, nothing has changed.
 
     Args:
         frame: What to put in force.
@@ -164,7 +164,7 @@ def push(frame: Frame, owner: object = None, scope: bool = False, where: int | N
 
 
 def pop() -> None:
-    """Restore what was in force before the last :func:`push`."""
+    """Restore the frame from before the last :func:`push`."""
     state = thread.state
     frame = state.frame
     assert frame is not None, "pop without push"
@@ -198,7 +198,7 @@ that is older than this many blocks is not recomputed in practice."""
 
 
 def leave(owner: object) -> bool:
-    """Restore what was in force before ``owner`` entered last, and forget forwards above it that were interrupted.
+    """Restore the frame from before ``owner`` last entered, and drop interrupted forwards above it.
 
     Returns:
         Whether it was on this thread's stack, put there by the call that ends now: in a call of a model from within itself
@@ -231,7 +231,7 @@ def leave(owner: object) -> bool:
 
 
 def leave_interrupted() -> None:
-    """Leave hooks' frames whose forward was ended by KeyboardInterrupt, SystemExit or a cancelled task.
+    """Drop the frames of forwards that were ended by KeyboardInterrupt, SystemExit or a cancelled task.
 
     torch calls forward hooks after an ``Exception`` and not after those. A forward that runs has what called the hook on
     the Python stack, below the caller of this function; where it is not there, the forward has ended. Called wherever a
@@ -246,7 +246,7 @@ def leave_interrupted() -> None:
 
 
 def _runs(entered: object, running: FrameType | None) -> bool:
-    """Whether a Python frame is ``running`` or below it on its stack."""
+    """Whether a Python frame is ``running`` or one of its callers."""
     while running is not None:
         if running is entered:
             return True
@@ -255,12 +255,12 @@ def _runs(entered: object, running: FrameType | None) -> bool:
 
 
 def push_block(frame: Frame) -> None:
-    """:func:`push` for a block: what ``castwise.autocast`` opens by hand."""
+    """:func:`push` for a block: one that the user opens with ``castwise.autocast``."""
     push(frame, frame, False, _torch.autograd.sequence_number() if frame.overrides else 0)
 
 
 def pop_block(frame: Frame | None = None) -> None:
-    """:func:`pop` for a block: that of ``frame``, or the one that was entered last.
+    """:func:`pop` for a block: the one of ``frame``, or the one entered last.
 
     Raises:
         StateError: The block is not in force on this thread.
@@ -274,8 +274,8 @@ def pop_block(frame: Frame | None = None) -> None:
         frame = saved[-1][6] if saved else None
     if not leave(frame):
         raise StateError(
-            "autocast: a block was left on a thread on which it had not been entered; enter and leave it on one thread, "
-            "best by `with`"
+            "autocast: a block was left on another thread than the one that entered it; enter and leave it on one thread, "
+            "preferably with a `with` statement"
         )
 
 
@@ -292,7 +292,7 @@ def depth() -> int:
 
 
 def unwind(to: int = 0) -> None:
-    """Leave frames that were never popped, as after an interrupted forward, until the stack is ``to`` deep."""
+    """Drop frames that were never popped, as after an interrupted forward, until the stack is ``to`` deep."""
     while len(thread.state.saved) > to:
         pop()
 
@@ -302,7 +302,7 @@ steps = 0
 
 
 def clear_weight_cache(*_: object) -> None:
-    """Forget low-precision copies of weights on all threads, torch's too; called when a step has changed the weights."""
+    """Forget low-precision copies of weights on all threads, torch's too; called when a step changed the weights."""
     global steps
     steps += 1
     weights = thread.state.weights
@@ -313,12 +313,12 @@ def clear_weight_cache(*_: object) -> None:
 
 @functools.cache
 def watch_steps() -> None:
-    """Have each step of any torch optimizer call :func:`clear_weight_cache`: fused kernels raise no tensor's version."""
+    """Call :func:`clear_weight_cache` after each step of any torch optimizer, since fused kernels raise no tensor's version."""
     _torch.steps.subscribe(after=clear_weight_cache)
 
 
 class suspended:  # noqa: N801 - a context manager, named as one
-    """Turn autocasting off on one device type for the length of a block; cheaper than a frame."""
+    """Turn autocasting off on one device type inside a block; cheaper than a frame."""
 
     __slots__ = ("_device", "_was")
 

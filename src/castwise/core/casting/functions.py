@@ -1,4 +1,4 @@
-"""Rules for functions of one's own: casting decorators, and autograd functions that follow autocast."""
+"""Rules for user functions: casting decorators, and autograd Functions that follow autocast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _autocast_device(args: Any, kwargs: Any) -> str | None:
-    """Device type of the first floating tensor whose device is autocast now."""
+    """Device type of the first floating tensor on a device that is currently autocast."""
     for tensor in tensors_in((args, kwargs)):
         if tensor.is_floating_point() and torch.is_autocast_enabled(tensor.device.type):
             return tensor.device.type
@@ -103,7 +103,7 @@ def _classes_with(forward: Callable[..., Any], base: Any) -> Iterator[Any]:
 
 
 def _record_in_setup_context(forward: Callable[..., Any], note: Callable[[Any], Frame]) -> None:
-    """Wrap ``setup_context`` of the classes that use ``forward``, to note the frame on the context.
+    """Wrap ``setup_context`` of the classes that use ``forward``, to store the frame in the context.
 
     torch calls it right after ``forward``, on the same thread and under the same autocast, so that nothing has to be
     carried from one to the other.
@@ -146,7 +146,7 @@ def custom_fwd(
     newest: list[Any] = [None]  # of all autograd functions, when those with this forward were last looked for
 
     def frames_of(inputs: Any, kwargs: Any) -> tuple[Frame, Frame]:
-        """What is in force around a call, and what its backward is to run in."""
+        """The frame around a call, and the frame for its backward."""
         frame = _frame_now(_device_of(device_type, inputs, kwargs))
         island = cast_inputs is not None and frame.enabled
         return frame, Frame(frame.device_type, None) if island else frame

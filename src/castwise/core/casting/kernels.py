@@ -35,7 +35,7 @@ Action = Callable[[Any, str, "tuple[Any, ...]", "dict[str, Any]"], Any]
 
 
 def eligible(value: Any, device_type: str) -> bool:
-    """Autocast touches floating tensors of its device type, fp64 excepted."""
+    """Whether autocast casts a tensor: floating, on its device type, not fp64."""
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
@@ -57,7 +57,7 @@ def _convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _convert_weight(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast, keeping the copy of a trainable fp32 leaf until it changes, an optimizer steps or the frame is left."""
+    """Cast a weight, and cache the copy of a trainable fp32 leaf until it changes, an optimizer steps or the frame is left."""
     kept = thread.state.weights
     if kept is None or not (
         type(tensor) is torch.nn.Parameter
@@ -180,7 +180,7 @@ part is an ``exp_`` that a plan may ban, and others are fp32 products that go ba
 
 
 def actions(rows: Mapping[str, Row]) -> dict[str, Action]:
-    """What to do with each overridden operator, from the rows of :func:`castwise.core.plans.rules.overrides`."""
+    """The action for each overridden operator, from the rows of :func:`castwise.core.plans.rules.overrides`."""
     out = {}
     for name, row in rows.items():
         if row.rule == "banned":
@@ -256,7 +256,7 @@ def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
 
 
 def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel where transforms of torch.func are active: it acts once, before any of them has seen the call.
+    """The kernel for use inside torch.func: it acts once, before any transform.
 
     A transform takes some operators apart before autocast's turn (``linear``, what vmap has another operator for), and
     what runs at its lower levels goes back to the dispatch keys that were in force around the call.
@@ -281,7 +281,7 @@ def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., An
 
 
 def _on(device_type: str, values: Iterable[Any]) -> bool:
-    """Whether there is a tensor on a device of this type, so that its autocast sees the call."""
+    """Whether any tensor is on a device of this type, so that its autocast applies to the call."""
     return any(
         value.device.type == device_type
         if isinstance(value, torch.Tensor)
@@ -298,7 +298,7 @@ one from giving it up. "" is in front of transforms."""
 
 
 class _Holder:
-    """Who holds kernels; a lease gives them up when it is collected, so that it cannot stand for itself."""
+    """An owner of kernels; a lease releases them when it is collected, so it cannot be the owner itself."""
 
 
 def _hold(key: _Key, holder: _Holder) -> None:
@@ -318,7 +318,7 @@ def _drop(key: _Key) -> None:
 
 
 def _release(held: tuple[_Key, ...], holder: _Holder) -> None:
-    """Give up what is held; an interrupted call can be made again."""
+    """Release the kernels; safe to repeat after an interrupt."""
     with _lock:
         for key in held:
             if key in _registered:

@@ -1,4 +1,4 @@
-"""What torch.compile has to know of frames.
+"""Frames inside torch.compile.
 
 A frame that is entered outside of a compiled function is part of what Dynamo guards (``_torch.dynamo.set_guard_code``) and of
 the key of the compile caches on disk; one that is entered inside is a node of the traced graph (:func:`graph_push`). In
@@ -33,7 +33,7 @@ _lock = threading.Lock()
 
 
 def code_for(key: str) -> int:
-    """A number for Dynamo's guard that is this key's alone in this process.
+    """A number for Dynamo's guard that is unique to this key in this process.
 
     Raises:
         StateError: After some 2,700 different sets of overrides; sharing a number would run the wrong casts.
@@ -49,7 +49,7 @@ def code_for(key: str) -> int:
 
 
 def graph_push(key: str) -> None:
-    """Enter a block inside of a function that is being compiled, by the key of its frame: a node of the graph."""
+    """Enter a block inside a compiled function by the key of its frame, as a node of the graph."""
     trace = _torch.dynamo.DynamoTrace.current()
     if trace is not None:
         level = frames.depth()
@@ -73,7 +73,7 @@ trace_leases: list[Any] = []
 
 
 def _tag_caches(_: object) -> None:
-    """Put the frame in force into the key of the compile caches on disk."""
+    """Put the active frame into the key of the compile caches on disk."""
     frame = frames.thread.state.frame
     user = str(config.cache_key_tag).split("|castwise:")[0]
     config.cache_key_tag = f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user
@@ -107,7 +107,7 @@ _contexts: list[tuple[type, Callable[[Any], bool]]] = []
 
 
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
-    """Have Dynamo trace instances of exactly this class, made outside of what it compiles, by their own methods.
+    """Make Dynamo trace instances of exactly this class, made outside the compiled code, through their own methods.
 
     Of a subclass of ``torch.autocast`` it would take what it knows of torch's for all; ``as_torchs`` says of which
     instances that is right.
@@ -120,12 +120,12 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
 
 @functools.cache
 def get_ready_with_dynamo() -> None:
-    """:func:`get_ready_for_compile` once Dynamo is imported, for blocks that need it nowhere else."""
+    """Call :func:`get_ready_for_compile` once Dynamo is imported, for blocks used outside of compiled code."""
     _torch.dynamo.when_dynamo_is_loaded(get_ready_for_compile)
 
 
 def get_ready_for_compile() -> None:
-    """Teach Dynamo about frames; imports it (about a second, which any optimizer's first step pays anyway)."""
+    """Register frames with Dynamo; this imports it, which takes about a second and happens anyway at an optimizer's first step."""
     _watch_compilations()
     _torch.dynamo.skip_modules(_BETWEEN_GRAPHS)
     if frames.watch_compilations is not None:

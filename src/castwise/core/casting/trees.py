@@ -1,4 +1,4 @@
-"""The tensors in whatever a module takes or returns: found, cast, moved, mapped."""
+"""The tensors in nested arguments and results of modules: find, cast, move and map them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAVES = (str, bytes, int, float, bool, type)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``function`` to every tensor inside ``value``; anything else passes as it is.
+    """Apply ``function`` to every tensor inside ``value``; anything else is returned unchanged.
 
     Goes through tuples, named tuples, lists, mappings (Hugging Face's ``ModelOutput`` and read-only ones among them),
     dataclasses and packed sequences; sets are left alone. Containers are rebuilt only where a tensor in them changed, with
@@ -44,7 +44,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 def _map(
     function: Callable[[torch.Tensor], torch.Tensor], value: Any, seen: dict[int, list[Any]] | None
 ) -> Any:
-    """What :func:`map_tensors` makes of a value, None where it stays.
+    """The mapped value of :func:`map_tensors`, or None if it is unchanged.
 
     ``seen`` has by id each container and what it became, None while that is not known. It is None where Dynamo traces and
     cannot tell containers apart: a shared one is then rebuilt each time, and cycles do not compile anyway.
@@ -89,7 +89,7 @@ def _map(
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What a container holds, by index, key or field; None for anything that is not a container."""
+    """The contents of a container by index, key or field; None if the value is not a container."""
     if isinstance(value, (tuple, list)):
         return enumerate(value)
     if isinstance(value, Mapping):
@@ -100,7 +100,7 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _rebuilt(value: Any, changed: dict[Any, Any]) -> Any:
-    """A container of the same type with some of its parts replaced; None, and a warning, where that cannot be."""
+    """A container of the same type with some contents replaced; None, with a warning, if that fails."""
     try:
         if isinstance(value, tuple):
             items = [changed.get(index, item) for index, item in enumerate(value)]
@@ -114,8 +114,8 @@ def _rebuilt(value: Any, changed: dict[Any, Any]) -> Any:
     except Exception as error:  # whatever a container's own methods raise
         kind = type(value).__name__
         warnings.warn(
-            f"castwise: a {kind} cannot be rebuilt ({type(error).__name__}: {error}), so the tensors in it pass in the "
-            f"format that they have. Pass or return a tuple, a list or a dict in place of the {kind}.",
+            f"castwise: a {kind} cannot be rebuilt ({type(error).__name__}: {error}), so the tensors in it are not cast. Pass "
+            f"or return a tuple, a list or a dict in place of the {kind}.",
             stacklevel=2,
         )
         return None
@@ -123,7 +123,7 @@ def _rebuilt(value: Any, changed: dict[Any, Any]) -> Any:
 
 
 def _rebuilt_tuple(value: Any, items: list[Any]) -> Any:
-    """A tuple of a subclass, whose own ``__new__`` may take other arguments than its items."""
+    """Rebuild a tuple subclass, whose ``__new__`` may take other arguments than its items."""
     try:
         out = tuple.__new__(type(value), items)
     except TypeError:  # torch.return_types and their like are made by their constructor alone
@@ -134,7 +134,7 @@ def _rebuilt_tuple(value: Any, items: list[Any]) -> Any:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a container takes its items when it is made and never after."""
+    """Whether a container is immutable."""
     return isinstance(value, tuple) or (isinstance(value, Mapping) and not hasattr(value, "__setitem__"))
 
 
@@ -159,7 +159,7 @@ def _fill(container: Any, changed: dict[Any, Any]) -> None:
 
 
 def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:
-    """Cast the floating tensors in ``value`` to ``dtype``; with ``only`` those of these dtypes alone.
+    """Cast the floating tensors in ``value`` to ``dtype``; with ``only``, just those of these dtypes.
 
     Returns:
         The same structure; the very same object where nothing had to be cast.
@@ -178,7 +178,7 @@ def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] 
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors inside ``value``, in its order, wherever :func:`map_tensors` finds them."""
+    """The tensors inside ``value``, in the order of :func:`map_tensors`."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,5 +190,5 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors inside ``value`` to a device; the very same object comes back where nothing had to be moved."""
+    """Move the tensors inside ``value`` to a device; returns the same object if nothing had to be moved."""
     return map_tensors(lambda tensor: tensor.to(device), value)

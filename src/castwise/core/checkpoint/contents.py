@@ -1,4 +1,4 @@
-"""What is saved of a model, its optimizers and a session."""
+"""The contents of a checkpoint: model, optimizers and session."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from castwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank saves: tensors by name, and as JSON what is equal on ranks that hold the same weights, and its own."""
+    """What one rank saves: tensors by name, and JSON: one part common to ranks with the same weights, one of its own."""
 
     tensors: dict[str, Tensor]
     common: dict[str, Any]
@@ -32,7 +32,7 @@ class Contents:
 def collect(
     model: nn.Module, optimizers: Sequence[Optimizer], amp: Amp, extra: Any, ranks: Ranks
 ) -> Contents:
-    """Everything to be saved, in the memory that it is trained in.
+    """Collect everything to be saved, without copying.
 
     Weights are fp32, from the masters where there are any; optimizer state is as the optimizer holds it, without a
     step being made to get some.
@@ -67,7 +67,7 @@ def collect(
 def _optimizer(
     index: int, optimizer: Optimizer, groups: list[list[str]], tensors: dict[str, Tensor], amp: Amp
 ) -> dict[str, Any]:
-    """An optimizer's state dict, by names instead of numbers."""
+    """An optimizer's state dict with names instead of numbers."""
     saved = masters.without_masters(optimizer.state_dict())  # weights are saved in full
     name_of = {
         number: name
@@ -113,7 +113,7 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def merge(contents: Contents, ranks: Ranks) -> dict[str, Any]:
-    """What all ranks save that is not a tensor, on the first rank; empty on the others. A collective.
+    """Merge the JSON parts of all ranks on the first rank; empty on the others. A collective.
 
     Raises:
         CheckpointError: Ranks whose optimizers differ in class.

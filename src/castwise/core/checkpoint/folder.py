@@ -51,14 +51,14 @@ _writing: set[Path] = set()
 
 @dataclass(frozen=True)
 class Skipped:
-    """A folder that was passed over, and what is wrong with it."""
+    """A folder that was skipped, and the reason."""
 
     path: Path
     reason: str
 
 
 def candidates(folder: Path) -> list[tuple[int, Path]]:
-    """The folders that are or might have been checkpoints, by step, the latest first; none where there is no folder."""
+    """Folders that are or may be checkpoints, by step, the latest first; empty if there is no folder."""
     plain: list[tuple[int, bool, Path]] = []
     hidden: list[tuple[int, bool, Path]] = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -73,7 +73,7 @@ def candidates(folder: Path) -> list[tuple[int, Path]]:
 
 
 def look(folder: Path) -> list[tuple[int, Path, tuple[int, int]]]:
-    """:func:`candidates`, and what each is known by: equal again later, nothing has taken its place, nor been written to it.
+    """:func:`candidates` with a fingerprint of each: if it is equal later, the folder was not replaced or changed.
 
     What is still being written counts as the same until it has its name.
     """
@@ -86,7 +86,7 @@ def look(folder: Path) -> list[tuple[int, Path, tuple[int, int]]]:
 
 
 def is_being_saved(path: Path) -> bool:
-    """Whether a folder that is not finished belongs to a save that is going on, of this process or another."""
+    """Whether an unfinished folder belongs to a running save, of this process or another."""
     return _is_partial(path) and (path.absolute() in _writing or is_held(path.parent))
 
 
@@ -95,37 +95,37 @@ def _is_partial(path: Path) -> bool:
 
 
 def _raw_manifest(path: Path) -> dict[str, Any] | None:
-    """What lies there as a manifest, unchecked; None if it is not castwise's."""
+    """The raw manifest, unchecked; None if castwise did not write it."""
     manifest = read_json(_read(path / MANIFEST, _LARGEST_MANIFEST).decode())
     return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
 
 
 def read_manifest(path: Path) -> dict[str, Any] | str:
-    """The manifest of a checkpoint, or what is wrong with it."""
+    """The manifest of a checkpoint, or the reason why it is not valid."""
     if _is_partial(path):
         return "is being saved" if is_being_saved(path) else "was never finished: the save was interrupted"
     try:
         manifest = _raw_manifest(path)
     except FileNotFoundError:
         if not path.exists():
-            return "is not there, or not any more: a later save may have deleted it"
-        return f"has no {MANIFEST}: damaged, or another program's"
+            return "does not exist; a later save may have deleted it"
+        return f"has no {MANIFEST}: it is damaged or was written by another program"
     except (OSError, ValueError) as error:
         return f"its {MANIFEST} cannot be read: {error}"
     if manifest is None:
-        return f"its {MANIFEST} is not one of castwise's"
+        return f"its {MANIFEST} was not written by castwise"
     if manifest.get("version") != VERSION:
         return (
             f"has format version {shown(manifest.get('version'))}, and this castwise reads {VERSION}; use the castwise that "
             f"wrote it, {shown(manifest.get('castwise'))}"
         )
     if manifest.get("sha256") != _digest(manifest):
-        return f"its {MANIFEST} is damaged: its sha256 is another one"
+        return f"its {MANIFEST} is damaged: its sha256 does not match"
     if not _is_sound(manifest):
         return f"its {MANIFEST} is not one that castwise writes"
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
-        return f"is of step {manifest['step']} by its {MANIFEST}"
+        return f"belongs to step {manifest['step']} according to its {MANIFEST}"
     return manifest
 
 
@@ -135,7 +135,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _is_sound(manifest: Mapping[str, Any]) -> bool:
-    """Whether all that is read of a manifest is of its type."""
+    """Whether all fields of a manifest have the right types."""
     files = manifest.get("files")
     return (
         all(
@@ -157,7 +157,7 @@ def _is_sound(manifest: Mapping[str, Any]) -> bool:
 
 
 def read_values(path: Path, manifest: Mapping[str, Any]) -> Any:
-    """What a checkpoint holds beside the bytes of its tensors, as JSON.
+    """Everything in a checkpoint except the bytes of its tensors, as JSON.
 
     Raises:
         CheckpointError: Not what the manifest says, or no JSON.
@@ -173,7 +173,7 @@ def read_values(path: Path, manifest: Mapping[str, Any]) -> Any:
 
 
 def _read(path: Path, largest: int) -> bytes:
-    """A plain file, no link, of a size that is known.
+    """Read a plain file, not a link, of known size.
 
     Raises:
         OSError: It is anything else.
@@ -199,7 +199,7 @@ def measure(path: Path) -> dict[str, Any]:
 def wrong_files(
     path: Path, files: Iterable[tuple[str, Mapping[str, Any]]], *, checksums: bool = True
 ) -> str | None:
-    """The first of some files that is not what the manifest says, in words, or None.
+    """The first file that differs from the manifest, in words, or None.
 
     Contents are compared only with ``checksums``, which reads every file; otherwise sizes.
     """
@@ -232,7 +232,7 @@ class Draft:
         return self.folder / f".{self.path.name}.{kind}"
 
     def begin(self, values: Any) -> Path | None:
-        """Remove what earlier crashes have left, and start the hidden folder with what is not a tensor.
+        """Remove leftovers of earlier crashes, and start the hidden folder with everything except tensors.
 
         Returns:
             A checkpoint of a later step, which stays the newest.
@@ -269,13 +269,13 @@ class Draft:
             raise
 
     def not_written(self, why: str) -> CheckpointError:
-        """What to raise where the save failed before the checkpoint had its name."""
+        """The exception for a save that failed before the checkpoint got its name."""
         return CheckpointError(
             f"save(step={self.step}): {self.path} was not written; earlier checkpoints are as they were. {why}"
         )
 
     def publish(self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make the checkpoint the newest: manifest, which says ``about`` and the tensors' files, then rename."""
+        """Make the checkpoint the newest: write the manifest with ``about`` and the tensors' files, then rename."""
         try:
             files = {VALUES: measure(self.partial / VALUES), **files}
             manifest = {"format": FORMAT, "version": VERSION, "step": self.step, **about, "files": files}
@@ -291,7 +291,7 @@ class Draft:
             _writing.discard(self.partial)
 
     def confirm(self) -> None:
-        """Have the new name on disk, then delete the former checkpoint of the step."""
+        """Flush the new name to disk, then delete the former checkpoint of the step."""
         _sync(self.folder)
         replaced = self._hidden("replaced")
         if replaced.exists():
@@ -317,7 +317,7 @@ class Draft:
             _remove(doomed)
 
     def abandon(self) -> None:
-        """Give back the space of a checkpoint that could not be finished."""
+        """Delete a checkpoint that could not be finished."""
         shutil.rmtree(self.partial, ignore_errors=True)
         _writing.discard(self.partial)
 
@@ -329,14 +329,14 @@ class Draft:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a folder was written by castwise, whatever has become of it since."""
+    """Whether castwise wrote a folder, even if it was damaged since."""
     with contextlib.suppress(OSError, ValueError):
         return _raw_manifest(path) is not None
     return False
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder; of a link, the link alone."""
+    """Delete a folder; of a link, only the link."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -351,7 +351,7 @@ def _write_json(path: Path, value: Any, indent: int | None = 1) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder on disk; Windows does that by itself and cannot open folders."""
+    """Flush the names in a folder to disk; Windows does so by itself and cannot open folders."""
     if os.name != "nt":
         handle = os.open(folder, os.O_RDONLY)
         try:

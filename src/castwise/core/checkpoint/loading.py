@@ -44,7 +44,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """Result of a load.
 
     Attributes:
         path: The checkpoint.
@@ -112,7 +112,7 @@ def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_gr
 
 
 def _is_as_it_was(folder: Path, listed: Sequence[Any], passed_over: int, found: Found) -> bool:
-    """Whether a folder still says what was found in it: what was looked at is there, and where that was none nothing has come."""
+    """Whether a folder is unchanged since it was examined, including folders that did not exist."""
     now = look(folder)
     return all(one in now for one in listed[: passed_over + 1]) if found else now == listed
 

@@ -1,4 +1,4 @@
-"""One process saves into a folder: the first that does, until it ends or saves into another folder."""
+"""A lock that lets only one process save into a folder, until it ends or saves into another folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _held: tuple[Path, int, int] | None = None
 
 
 def hold(folder: Path, call: str) -> None:
-    """Be the process that saves into a folder.
+    """Acquire the lock of a folder.
 
     The operating system keeps the lock and lets go of it when the process ends, however it ends, so that none is ever
     left over; the file says who has it. Ranks of one job are one writer: the first of them calls this.
@@ -39,7 +39,8 @@ def hold(folder: Path, call: str) -> None:
     except OSError as error:
         why = "it is a link" if (folder / LOCK).is_symlink() else error.strerror
         raise CheckpointError(
-            f"{call}: {folder / LOCK}, which says who saves there, cannot be opened: {why}. Delete it, or name another folder."
+            f"{call}: {folder / LOCK}, which names the process that saves there, cannot be opened: {why}. Delete it, or name "
+            f"another folder."
         ) from None
     try:
         _take(handle, patience_s=_PATIENCE_S)
@@ -48,7 +49,7 @@ def hold(folder: Path, call: str) -> None:
         os.close(handle)
         raise CheckpointError(
             f"{call}: another process saves into {folder}: {owner or 'one that has just begun'}. A folder belongs to one "
-            "training: name another folder, or end that process: its claim ends with it."
+            "training: name another folder, or end that process, which releases the folder."
         ) from None
     except BaseException:
         os.close(handle)
@@ -59,7 +60,7 @@ def hold(folder: Path, call: str) -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether another process saves into a folder; False where this cannot be told."""
+    """Whether another process saves into a folder; False if that is unknown."""
     folder = folder.resolve()
     if _held is not None and _held[2] == os.getpid() and _held[0] == folder:
         return False  # and to close the file here would let go of it
@@ -101,7 +102,7 @@ def _take(handle: int, *, shared: bool = False, patience_s: float = 0.0) -> None
 
 
 def _same_file(path: Path, handle: int) -> bool:
-    """Whether a file is the one that is open: the folder may have been deleted and made again."""
+    """Whether the open file still has this path: the folder may have been deleted and created again."""
     with contextlib.suppress(OSError):
         return os.path.samestat(path.stat(), os.fstat(handle))
     return False

@@ -1,4 +1,4 @@
-"""Names that a weight keeps whatever the model is wrapped in and however it is cut."""
+"""Names of weights that do not depend on wrappers or sharding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class _Joined(nn.Module):
-    """Several modules with the keys of one model between them; is never called."""
+    """Several modules with the keys of one model between them; never called."""
 
     parts: tuple[nn.Module, ...]
 
@@ -28,7 +28,7 @@ class _Joined(nn.Module):
         self.__dict__["parts"] = tuple(map(unwrap, parts))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The parts' state dicts in one."""
+        """The state dicts of the parts in one."""
         out: dict[str, Any] = {}
         for part in self.parts:
             state = part.state_dict(*args, **kwargs)
@@ -44,20 +44,20 @@ class _Joined(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Each part gets what is its own."""
+        """Load into each part its own entries."""
         for part in self.parts:
             part.load_state_dict({key: state_dict[key] for key in part.state_dict()}, strict, assign)
 
 
 def joined(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """A model, or the stages of one that a process of a pipeline holds, as one module."""
+    """A model, or a process's stages of a pipeline, as one module."""
     if isinstance(model, nn.Module):
         return model
     return model[0] if len(model) == 1 else _Joined(model)
 
 
 class Names:
-    """The keys of a model, as they are in its own state dict and as they are saved.
+    """The keys of a model, in its own state dict and in checkpoints.
 
     Attributes:
         model: The one given, without wrappers.
@@ -85,7 +85,7 @@ class Names:
             self._of.setdefault(id(value), []).append(self.saved[key])
 
     def aliases(self) -> dict[str, str]:
-        """Tied weights: further names, each with the first name of the same parameter."""
+        """Tied weights: each further name with the first name of the same parameter."""
         return {
             name: names[0]
             for value in self.state.values()
@@ -95,7 +95,7 @@ class Names:
         }
 
     def of(self, optimizers: Iterable[Optimizer]) -> list[list[list[str]]]:
-        """The names of what each optimizer updates, in the order of its groups.
+        """Names of the parameters of each optimizer, in the order of its groups.
 
         Raises:
             CheckpointError: A parameter that is none of the model's.

@@ -1,4 +1,4 @@
-"""What an optimizer takes of options and state that were saved."""
+"""Which saved options and state an optimizer accepts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_A_WEIGHT = frozenset({
 
 
 def alike(own: Any, saved: Any) -> bool:
-    """Whether an option that was saved can take the place of an optimizer's own; None may mean that it is left out."""
+    """Whether a saved option can replace an optimizer's own; None may mean that it is absent."""
     if own is None or saved is None:
         return True
     if isinstance(saved, int) and abs(saved) >= 2**1000:  # which no float holds
@@ -40,18 +40,18 @@ def alike(own: Any, saved: Any) -> bool:
 
 
 def of_torch(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torch's own, whose options and state are known."""
+    """Whether an optimizer is one of torch's, whose options and state are known."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def takes(optimizer: Optimizer, group: Mapping[str, Any], key: str) -> bool:
-    """Whether an option is one of an optimizer's; those outside of torch may add some as they step."""
+    """Whether an optimizer has an option; optimizers outside of torch may add some as they step."""
     known = key in group or key in optimizer.defaults or key in OF_A_SCHEDULE
     return known or not of_torch(optimizer)
 
 
 def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -> Optimizer:
-    """An optimizer of the same class, one of torch's, with some options.
+    """Create an optimizer of the same torch class with some options.
 
     Raises:
         TypeError, ValueError: It does not take them.
@@ -66,7 +66,7 @@ def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -
 
 
 def refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
-    """What one of torch's optimizers would say if it were made with some options."""
+    """The error of a torch optimizer that is created with some options."""
     try:
         _made(optimizer, options, torch.zeros(1, 1, device="cpu"))
     except (TypeError, ValueError) as error:
@@ -75,7 +75,7 @@ def refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
 
 
 def state_keys(optimizer: Optimizer, options: Mapping[str, Any], dims: int) -> set[str]:
-    """The state that one of torch's optimizers has after a step with some options; empty where that cannot be tried."""
+    """The state of a torch optimizer after a step with some options; empty if that cannot be tried."""
     parameter = torch.zeros((1,) * dims, device="cpu")
     parameter.grad = torch.zeros_like(parameter)
     try:
@@ -89,14 +89,14 @@ def state_keys(optimizer: Optimizer, options: Mapping[str, Any], dims: int) -> s
 
 
 def fits(own: Any, saved: Any) -> bool:
-    """Whether a saved value can take the place of one of an optimizer's own state."""
+    """Whether a saved value can replace one in an optimizer's state."""
     if isinstance(own, Tensor) and own.dim() > 0:
         return isinstance(saved, Entry) and saved.shape == own.shape
     return not isinstance(own, (int, float, Tensor)) or (saved is not None and alike(own, saved))
 
 
 def as_kind(value: Any, own: Any) -> Any:
-    """A learning rate as a tensor where the optimizer has it so, and as a number where it does not."""
+    """A learning rate as a tensor or a number, as the optimizer has it."""
     if isinstance(own, Tensor) and isinstance(value, (int, float)):
         return torch.full_like(own, value)
     if isinstance(own, float) and isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: does it fit, read it, write it into the training."""
+"""Load one rank's part of a checkpoint: check that it fits, read it, write it into the training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from castwise.errors import CheckpointError
 
 
 class Restore:
-    """A verified checkpoint and what it is to be loaded into; no optimizers leave the saved ones alone.
+    """A verified checkpoint and its targets; without optimizers the saved ones are ignored.
 
     Attributes:
         same_ranks: Whether as many ranks load as saved, and each continues its own.
@@ -108,9 +108,9 @@ class Restore:
                 kinds.append(f"{name} ({_kind(saved.dtype)} saved, {_kind(value.dtype)} here)")
         return [
             *_listed("the model has weights that were not saved", missing),
-            *_listed("weights were saved that the model has not", sorted(known - held)),
+            *_listed("weights were saved that the model does not have", sorted(known - held)),
             *_listed("weights have other shapes", shapes),
-            *_listed("weights are other kinds of numbers", kinds),
+            *_listed("weights have other kinds of dtypes", kinds),
         ]
 
     def _misfits_of_optimizers(self, held: Sequence[list[set[str]]]) -> list[str]:
@@ -145,7 +145,7 @@ class Restore:
         return out
 
     def _misfits_of_values(self, index: int, optimizer: Optimizer) -> list[str]:
-        """Options and state that the optimizer could not work with."""
+        """Saved options and state that the optimizer cannot work with."""
         was, entry = self._values.optimizers[index], self._values.tensors.__getitem__
         torchs = of_torch(optimizer)
         options: list[str] = []
@@ -179,7 +179,7 @@ class Restore:
             if torchs and saved and not options:
                 given = decode(was["options"][was["group_of"][saved[0]]], entry)
                 reason = refusal(optimizer, given)
-                options += [f"those of group {number}: {reason}"] if reason else []
+                options += [f"options of group {number}: {reason}"] if reason else []
                 dims = [masters.model_param_of(parameter).dim() for parameter in group["params"]]
                 needed = {dim: set() if reason else state_keys(optimizer, given, dim) for dim in set(dims)}
                 for dim, name in zip(dims, saved, strict=True):
@@ -197,7 +197,7 @@ class Restore:
         ]
 
     def _first_name(self, name: str) -> str:
-        """One name for weights that are tied, here or where they were saved."""
+        """One name for tied weights, tied here or when they were saved."""
         name = self._values.aliases.get(name, name)
         return self._aliases.get(name, name)
 
@@ -242,7 +242,7 @@ class Restore:
                 torch.Generator(kind).set_state(state)  # a rehearsal
             except (RuntimeError, TypeError) as error:
                 raise CheckpointError(
-                    f"the saved state of the random generator of {kind} is not one: {error}"
+                    f"the saved state of the random generator of {kind} is not valid: {error}"
                 ) from None
 
     def _plain(self, name: str, device: torch.device | str = "cpu") -> Tensor:
@@ -250,7 +250,7 @@ class Restore:
         return torch.empty(saved.shape, dtype=saved.dtype, device=device)
 
     def _like(self, name: str, owner: Tensor) -> Tensor:
-        """An empty tensor of what is saved, cut and placed as its parameter is."""
+        """An empty tensor for a saved one, with the sharding and device of its parameter."""
         saved = self._values.tensors[name]
         owner = masters.model_param_of(owner)
         owner = self._amp.as_whole(owner, owner).detach()
@@ -272,7 +272,7 @@ class Restore:
     # --- write --------------------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Write what was read into model, optimizers, session and random generators; :meth:`undo` takes it back."""
+        """Write what was read into model, optimizers, session and random generators; :meth:`undo` reverts it."""
         self._before = Before(self._names.model, self._optimizers, self._amp)
         fetch = self._tensors.__getitem__
         state = {key: decode(self._values.model[name], fetch) for key, name in self._names.saved.items()}
@@ -288,12 +288,12 @@ class Restore:
         set_random_states(self._random)
 
     def undo(self) -> None:
-        """Make everything what it was before :meth:`apply`, however far that came."""
+        """Revert :meth:`apply`, however far it got."""
         if self._before is not None:
             self._before.put_back()
 
     def _state_of(self, index: int, optimizer: Optimizer) -> dict[str, Any]:
-        """The saved state of an optimizer, by numbers, as its own state dict has it."""
+        """The saved state of an optimizer by numbers, as in its own state dict."""
         was, fetch = self._values.optimizers[index], self._tensors.__getitem__
         state: dict[int, Any] = {}
         groups = []
@@ -324,7 +324,7 @@ class Restore:
 
 
 def _keep_counters(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
-    """Have single numbers of an optimizer's state as they were saved: torch casts all but ``step`` to the parameter's format."""
+    """Restore numbers in an optimizer's state in their saved format, since torch casts all but ``step`` to the parameter's."""
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, state in saved.items():
         held = optimizer.state.get(params[number], {})
@@ -336,7 +336,7 @@ def _keep_counters(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]])
 
 
 def _as_cut(value: Tensor, parameter: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, where the parameter is none but was cut by hand."""
+    """This rank's part of a DTensor for a parameter that was sharded by hand."""
     parameter = masters.model_param_of(parameter)
     if hasattr(value, "to_local") and not hasattr(parameter, "to_local"):
         local: Tensor = value.to_local()

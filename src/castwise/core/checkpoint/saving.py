@@ -1,4 +1,4 @@
-"""``save``: write a checkpoint that is either whole or not there."""
+"""``save``: write a checkpoint atomically."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from castwise.errors import CheckpointError
 
 
 class Saving:
-    """A checkpoint on its way to disk: its number is ``step``, and ``path`` where it will be once it is whole."""
+    """A checkpoint that is being written: its ``step``, and the ``path`` that it will have."""
 
     def __init__(self, step: int, path: Path, future: Future[None]) -> None:
         self.step, self.path = step, path
@@ -34,11 +34,11 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether waiting would take no time. Ranks may see it at different times, so agree before acting on it."""
+        """Whether :meth:`wait` would return immediately. Ranks may see it at different times, so agree before acting on it."""
         return self._future.done()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is whole, on this rank; returns its path. No collective of the training's is used.
+        """Wait until the checkpoint is complete on this rank; returns its path. No collective of the training's is used.
 
         Raises:
             CheckpointError: It could not be written; the one before is still the newest.
@@ -56,7 +56,7 @@ _last: Saving | None = None
 
 
 def settle() -> None:
-    """Wait for a save in the background, and warn of a failure that was not reported yet."""
+    """Wait for a background save, and warn of a failure that was not reported yet."""
     error = None if _last is None else _last._future.exception()
     if _last is not None and error is not None and not _last._seen:
         _last._seen = True
@@ -75,7 +75,7 @@ def save(
     keep: int | None = 2,
     process_group: Any = None,
 ) -> Saving:
-    """Save a training as ``folder/step-00000123``, which appears at once and whole, or not at all.
+    """Save a training as ``folder/step-00000123``, which appears complete or not at all.
 
     All ranks call it, between two steps. Each writes its own shards; what several hold (replicated weights, buffers)
     is taken from the lowest. A rank of a pipeline passes the part of the model that it holds. A step that is saved
@@ -139,7 +139,7 @@ def save(
 
 
 def as_list(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """One optimizer or several, as a list."""
+    """One or several optimizers as a list."""
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 

@@ -1,4 +1,4 @@
-"""Tensors to files and back: plain bytes, and an index that says what they are.
+"""Tensors in files: plain bytes with an index.
 
 Each rank writes one file, ``rank-00000.safetensors``, whose header lets other programs read the weights. The index is
 part of the checkpoint's values and says where the pieces of each tensor lie; it is all that castwise goes by, and it is
@@ -41,7 +41,7 @@ Sizes = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, and where its bytes lie: ``start`` counts from the end of the file's header."""
+    """A box of a tensor and the position of its bytes: ``start`` counts from the end of the file's header."""
 
     file: str
     start: int
@@ -51,14 +51,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is saved; its pieces are together the whole, and none of them is empty."""
+    """A saved tensor; its pieces are not empty and together cover the tensor."""
 
     dtype: torch.dtype
     shape: Sizes
     pieces: Sequence[Piece]
 
     def to_json(self) -> dict[str, Any]:
-        """As :func:`read_index` takes it."""
+        """JSON for :func:`read_index`."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shape": self.shape, "pieces": self.pieces}
 
 
@@ -66,7 +66,7 @@ Index = dict[str, Entry]
 
 
 class _Held(NamedTuple):
-    """What one rank holds of a tensor."""
+    """One rank's part of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class _Held(NamedTuple):
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory."""
+    """This rank's part of a tensor, in the same memory."""
     return _torch.distributed.local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
@@ -137,7 +137,7 @@ def _bytes(dtype: torch.dtype, sizes: Sizes) -> int:
 
 
 class Stage:
-    """What this rank is to write, by what :func:`lay_out` returned for its tensors.
+    """The pieces that this rank writes, according to :func:`lay_out`.
 
     With ``copied`` the tensors are copied to host memory first, so that they may change at once.
     """
@@ -164,7 +164,7 @@ class Stage:
             self._tensors.append(local.to("cpu", copy=True) if copied else local)
 
     def write(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Write the file; returns its name with its size in bytes and crc32, or nothing where this rank writes nothing."""
+        """Write the file; returns its name with its size in bytes and crc32, or nothing if this rank writes nothing."""
         if not self._tensors:
             return {}
         header = json.dumps(self._header).encode()
@@ -188,7 +188,7 @@ def _raw(tensor: Tensor) -> Any:
 
 
 def read_index(value: Any, files: Mapping[str, int]) -> Index:
-    """The index in JSON that anybody may have written; tensors may lie in files of these sizes in bytes.
+    """Read the index from untrusted JSON; tensors must lie in files of the given sizes in bytes.
 
     Raises:
         CheckpointError: Anything but an index whose pieces lie in these files and make up their tensors.
@@ -201,32 +201,32 @@ def read_index(value: Any, files: Mapping[str, int]) -> Index:
         try:
             index[name] = entry = _entry(item)
             for piece in entry.pieces:
-                need(piece.file in files, "a piece lies in no file of the checkpoint")
+                need(piece.file in files, "a piece is in a file that the checkpoint does not have")
                 size = _bytes(entry.dtype, piece.sizes)
                 used[piece.file] += size
-                need(8 + piece.start + size <= files[piece.file], "a piece ends after its file")
-                need(used[piece.file] <= files[piece.file], "pieces take more than their file has")
+                need(8 + piece.start + size <= files[piece.file], "a piece ends beyond the end of its file")
+                need(used[piece.file] <= files[piece.file], "pieces are larger than their file")
         except ValueError as error:
             raise CheckpointError(f"the index of tensors is wrong at {name[:200]!r}: {error}") from None
     return index
 
 
 def need(good: bool, otherwise: str) -> None:
-    """Raise ValueError unless something is as it has to be."""
+    """Raise ValueError unless a condition holds."""
     if not good:
         raise ValueError(otherwise)
 
 
 def _numbers(value: Any) -> Sizes:
     good = isinstance(value, list) and all(type(one) is int and 0 <= one < _LARGEST for one in value)
-    need(good, "a shape or an offset is no list of whole numbers")
+    need(good, "a shape or an offset is not a list of integers")
     return tuple(value)
 
 
 def _entry(item: Any) -> Entry:
     need(
         isinstance(item, dict) and item.keys() == {"dtype", "shape", "pieces"},
-        "not of dtype, shape and pieces",
+        "an entry does not consist of dtype, shape and pieces",
     )
     need(isinstance(item["dtype"], str) and item["dtype"] in _DTYPES, "no such dtype")
     dtype, shape = _DTYPES[item["dtype"]], _numbers(item["shape"])
@@ -235,28 +235,30 @@ def _entry(item: Any) -> Entry:
     for one in item["pieces"]:
         need(
             isinstance(one, list) and len(one) == 4 and isinstance(one[0], str),
-            "a piece is not of four parts",
+            "a piece does not have four parts",
         )
         piece = Piece(one[0], _numbers([one[1]])[0], _numbers(one[2]), _numbers(one[3]))
         need(piece.start % dtype.itemsize == 0, "a piece begins in the middle of a number")
-        need(len(piece.offsets) == len(piece.sizes) == len(shape), "a piece has other dimensions")
+        need(
+            len(piece.offsets) == len(piece.sizes) == len(shape), "a piece has the wrong number of dimensions"
+        )
         need(0 not in piece.sizes, "a piece is empty")
         ends = (o + n for o, n in zip(piece.offsets, piece.sizes, strict=True))
         need(
             all(end <= size for end, size in zip(ends, shape, strict=True)),
-            "a piece reaches out of the tensor",
+            "a piece extends beyond the tensor",
         )
         pieces.append(piece)
     need(
         sum(math.prod(piece.sizes) for piece in pieces) == math.prod(shape) < _LARGEST,
-        "pieces are not the whole",
+        "pieces do not cover the tensor",
     )
     need(not _overlapping(pieces), "pieces overlap")
     return Entry(dtype, shape, tuple(pieces))
 
 
 def _overlapping(pieces: Sequence[Piece]) -> bool:
-    """Whether two boxes share an element: sorted by the first dimension, each looks at those that begin before it ends."""
+    """Whether any two boxes share an element: sorted by the first dimension, each is compared with those that begin before it ends."""
     ordered = sorted(pieces, key=lambda piece: piece.offsets)
     for number, one in enumerate(ordered):
         for other in ordered[number + 1 :]:
@@ -268,7 +270,7 @@ def _overlapping(pieces: Sequence[Piece]) -> bool:
 
 
 def _common(offsets: Sizes, sizes: Sizes, piece: Piece) -> list[tuple[int, int]] | None:
-    """From where to where a box and a piece share elements, by dimension; None where they share none."""
+    """The range of elements, by dimension, that a box and a piece share; None if there are none."""
     spans = [
         (max(o, p), min(o + n, p + m))
         for o, n, p, m in zip(offsets, sizes, piece.offsets, piece.sizes, strict=True)
@@ -277,7 +279,7 @@ def _common(offsets: Sizes, sizes: Sizes, piece: Piece) -> list[tuple[int, int]]
 
 
 def read(folder: Path, index: Index, into: Mapping[str, Tensor]) -> None:
-    """Read tensors, or the shards that this process holds of them, into tensors of the sizes saved. Not a collective.
+    """Read tensors, or this process's shards of them, into tensors of the saved sizes. Not a collective.
 
     Raises:
         CheckpointError: A file that is shorter than the index says.

@@ -1,4 +1,4 @@
-"""Nested values as JSON, with the tensors among them put aside under names."""
+"""Nested values as JSON, with the tensors among them stored separately by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST = 10**4000
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON that :func:`decode` undoes: tuples stay tuples, and keys of dicts keep their type.
+    """Encode a value as JSON; :func:`decode` restores tuples and the key types of dicts.
 
     Tensors are put into ``tensors``, under names that begin with the value's own.
 
@@ -69,7 +69,7 @@ def _check_key(key: Any, name: str) -> None:
 
 
 def check(value: Any, tensors: Mapping[str, Any]) -> None:
-    """See that JSON that anybody may have written is what :func:`encode` returns for tensors of these names.
+    """Check that untrusted JSON is a possible result of :func:`encode` for tensors of these names.
 
     Raises:
         ValueError: It is something else; a clause says what.
@@ -77,11 +77,11 @@ def check(value: Any, tensors: Mapping[str, Any]) -> None:
     try:
         decode(value, tensors.__getitem__)
     except KeyError:
-        raise ValueError("a tensor that is not there") from None
+        raise ValueError("a tensor that was not saved") from None
 
 
 def decode(value: Any, fetch: Callable[[str], Any]) -> Any:
-    """Undo :func:`encode`; ``fetch`` gives what is to stand for the tensor of a name: that tensor, or what is known of it.
+    """Undo :func:`encode`; ``fetch`` returns the tensor of a name, or whatever is to replace it.
 
     Raises:
         ValueError: JSON that :func:`encode` does not return.
@@ -100,10 +100,10 @@ def decode(value: Any, fetch: Callable[[str], Any]) -> Any:
     mapping: dict[Any, Any] = {}
     for pair in inside:
         if not isinstance(pair, list) or len(pair) != 2 or not _is_key(pair[0]):
-            raise ValueError("a mapping that is not of keys and values")
+            raise ValueError("a mapping that does not consist of keys and values")
         mapping[decode(pair[0], fetch)] = decode(pair[1], fetch)
     if len(mapping) < len(inside):
-        raise ValueError("a mapping that gives a key twice")
+        raise ValueError("a mapping with a duplicate key")
     return mapping
 
 
@@ -113,7 +113,7 @@ def _is_key(key: Any) -> bool:
 
 
 def names_of(value: Any) -> list[str]:
-    """The names of the tensors in what :func:`encode` returned."""
+    """Names of the tensors in a result of :func:`encode`."""
     found: list[str] = []
     decode(value, found.append)
     return found

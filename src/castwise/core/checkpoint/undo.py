@@ -1,4 +1,4 @@
-"""What a training was before it was loaded into, to be put back if that fails in the middle."""
+"""The state of a training before a load, to restore if the load fails midway."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from castwise.core.session import Amp
 
 
 class Before:
-    """A model, its optimizers, its session and the random generators, as they are now.
+    """The current state of a model, its optimizers, its session and the random generators.
 
     Weights, their masters and what is remembered of them are copied to host memory. Of an optimizer the containers are
     kept, and its tensors are copied where it may write into them while it loads: torch's own puts others in their place.
@@ -41,7 +41,7 @@ class Before:
         self._random = random_states(amp)
 
     def _containers_of(self, optimizer: Optimizer) -> list[Tensor]:
-        """Note what is in an optimizer's containers, those of optimizers in it too; returns the tensors in them."""
+        """Record the contents of an optimizer's containers, including wrapped optimizers; returns the tensors in them."""
         seen: dict[int, Any] = {}
         tensors: list[Tensor] = []
         left: list[Any] = [optimizer]
@@ -62,7 +62,7 @@ class Before:
         return tensors
 
     def put_back(self) -> None:
-        """Undo what has been changed since."""
+        """Undo all changes since."""
         if self._extra:
             with suppress(Exception):  # a module that refuses its own state has said so before
                 self._model.load_state_dict({**self._model.state_dict(keep_vars=True), **self._extra})
@@ -80,7 +80,7 @@ class Before:
 
 
 def _writes_in_place(optimizer: Optimizer) -> bool:
-    """Whether an optimizer may write into the tensors that it has while it loads: if more than torch's own code runs."""
+    """Whether an optimizer may write into its current tensors while it loads: whether code other than torch's runs."""
     kind = type(optimizer)
     code = [kind.load_state_dict, kind.__setstate__, *_torch.optimizers.load_hooks(optimizer)]
     return not all(getattr(one, "__module__", "").startswith(("torch.optim.", "castwise.")) for one in code)

@@ -1,4 +1,4 @@
-"""The values of a checkpoint, which anybody may have written, checked before anything is made of them."""
+"""Checks of a checkpoint's values, which are untrusted, before they are used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from castwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Values:
-    """What is saved beside the bytes of tensors; trees are as :mod:`castwise.checkpoint.tree` encodes them.
+    """Everything saved besides the bytes of tensors; trees are encoded as in :mod:`castwise.checkpoint.tree`.
 
     Attributes:
         tensors: Shapes and dtypes, and where the bytes lie.
@@ -47,7 +47,7 @@ def read(path: Path, manifest: Mapping[str, Any]) -> Values:
     try:
         need(
             isinstance(found, dict) and found.keys() == set(Values.__dataclass_fields__),
-            "not of the known parts",
+            "it does not have the known parts",
         )
         values = Values(**{**found, "tensors": storage.read_index(found["tensors"], files)})
         _check(values, manifest["world_size"])
@@ -72,26 +72,29 @@ def _check(values: Values, world_size: int) -> None:
             and isinstance(one["options"], list)
             and _maps(one["group_of"], int)
             and _maps(one["state"], dict),
-            "an optimizer is not of class, options, group_of and state",
+            "an optimizer does not consist of class, options, group_of and state",
         )
         need(
             all(0 <= group < len(one["options"]) for group in one["group_of"].values()),
-            "a group is not there",
+            "a group is missing",
         )
-        need(one["state"].keys() <= one["group_of"].keys(), "there is state of a weight that is in no group")
+        need(one["state"].keys() <= one["group_of"].keys(), "a weight has state but is in no group")
         for tree in (*one["options"], *one["state"].values()):
             check(tree, known)
-            need(_is_mapping(tree), "options or state of an optimizer are no mapping by text")
+            need(_is_mapping(tree), "options or state of an optimizer are not a mapping with string keys")
         _need_own(one["options"], f"optimizer.{index}.options")
         for name, tree in one["state"].items():
             _need_own(tree, f"optimizer.{index}.{name}")
     check(values.extra, known)
     need(
         isinstance(values.ranks, list) and len(values.ranks) == world_size,
-        "there are not as many parts as ranks saved",
+        "the number of parts differs from the number of ranks that saved",
     )
     for rank in values.ranks:
-        need(isinstance(rank, dict) and rank.keys() == {"amp", "rng"}, "a rank's part is not of amp and rng")
+        need(
+            isinstance(rank, dict) and rank.keys() == {"amp", "rng"},
+            "a rank's part does not consist of amp and rng",
+        )
         check([rank["amp"], rank["rng"]], known)
         need(_is_mapping(rank["rng"]), "the states of the random generators are not a mapping")
         need(
@@ -101,13 +104,16 @@ def _check(values: Values, world_size: int) -> None:
         amp = decode(rank["amp"], lambda name: name)
         need(isinstance(amp, dict), "the session's state is not a mapping")
         scaler = amp.get("scaler")
-        need(scaler is None or _is_scaler(scaler), "the scaler's state is not of finite numbers by name")
+        need(
+            scaler is None or _is_scaler(scaler),
+            "the scaler's state is not a mapping of names to finite numbers",
+        )
 
 
 def _need_own(tree: Any, name: str) -> None:
-    """See that the tensors of a tree are those that were saved with it, and not another's of the same shape."""
+    """Check that the tensors of a tree are its own, and not another entry's of the same shape."""
     own = all(f"{tensor}.".startswith(f"{name}.") for tensor in names_of(tree))
-    need(own, f"{name} has a tensor under another's name")
+    need(own, f"{name} holds a tensor under the name of another entry")
 
 
 def _maps(value: Any, kind: type) -> bool:

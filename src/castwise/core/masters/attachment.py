@@ -1,4 +1,4 @@
-"""Masters in an optimizer, kept in step with the model."""
+"""Masters in an optimizer, synchronised with the model."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def attachment_of(optimizer: Optimizer) -> Attachment | None:
 
 
 class Attachment:
-    """The masters of one optimizer and the hooks that keep them in step; made by :func:`attach`.
+    """The masters of one optimizer and the hooks that synchronise them; made by :func:`attach`.
 
     Whoever writes to a master or to its parameter, outside of ``step`` too, changes both: what was written to masters
     reaches the model before its next ``forward`` and ``state_dict``, what was written to parameters reaches the masters
@@ -112,7 +112,7 @@ class Attachment:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """No parameter is covered yet, and nothing is changed."""
+        """Create it without parameters; this changes nothing."""
         self.covers_all = False
         self._low_gradients = False
         self._optimizer = weakref.ref(optimizer)
@@ -128,7 +128,7 @@ class Attachment:
 
     @property
     def _hooks(self) -> tuple[Callable[..., Any], ...]:
-        """Made anew, and equal each time: kept here they would keep this alive."""
+        """The hooks, created on each call but equal: stored here they would keep this object alive."""
         return (
             MethodType(before_step, self),
             MethodType(after_step, self),
@@ -137,7 +137,7 @@ class Attachment:
         )
 
     def install(self, optimizer: Optimizer) -> None:
-        """Follow the optimizer's steps; :meth:`detach` undoes it, however far it came."""
+        """Follow the optimizer's steps; :meth:`detach` undoes it, however far it got."""
         _attachments[optimizer] = self
         _torch.tensors.refuse_inlining(before_step)
         _torch.tensors.refuse_inlining(after_step)
@@ -161,13 +161,13 @@ class Attachment:
 
     @property
     def stored(self) -> tuple[nn.Parameter, ...]:
-        """The model's parameters that have these masters, in the same order."""
+        """The model's parameters of these masters, in the same order."""
         return tuple(self._pairs.stored)
 
     # --- which parameters have masters ---------------------------------------------------------------------
 
     def extend(self, model: nn.Module | None) -> None:
-        """Let parameters have masters, now if they are in the optimizer, trainable and low, else once they are."""
+        """Cover parameters: each gets a master when it is in the optimizer, trainable and low."""
         if model is None:
             self.covers_all = True
         elif all(known() is not model for known, _ in self._models):
@@ -176,7 +176,7 @@ class Attachment:
         self.scan()
 
     def concerns(self, module: nn.Module) -> bool:
-        """Whether parameters of a module have masters here, or may come to have them."""
+        """Whether parameters of a module have masters here, or may get them."""
         known = self._concerned.get(module)
         if known is None:
             own = self._covered().union(map(id, self._pairs.stored))
@@ -193,7 +193,7 @@ class Attachment:
         return {id(parameter) for model in self._alive() for parameter in model.parameters()}
 
     def scan(self) -> None:
-        """Look through the optimizer's groups and give masters to covered parameters that lack one.
+        """Give masters to covered parameters of the optimizer's groups that lack one.
 
         Whatever fails here leaves everything as it was.
         """
@@ -256,7 +256,7 @@ class Attachment:
             raise
 
     def detach(self, *, write_back: bool = False) -> None:
-        """Take the masters out of the optimizer and put the model's own parameters back, hooks and ``grad_dtype`` too.
+        """Remove the masters from the optimizer and restore the model's own parameters, hooks and ``grad_dtype``.
 
         Args:
             write_back: The parameters become fp32 and take the masters' values (and memory). Otherwise they stay
@@ -279,7 +279,7 @@ class Attachment:
         self._pairs, self._frozen, self._groups = Pairs(self._optimizer), [], []
 
     def leave(self, model: nn.Module | None) -> None:
-        """Detach with the masters' values written back, except from what other living models brought here.
+        """Detach and write the masters' values back, except where other live models share them.
 
         ``model``, and models that are gone, no longer count; with None those alone.
         """
@@ -303,7 +303,7 @@ class Attachment:
         self.scan()
 
     def _let_go(self, masters: Sequence[Any], write_back: bool) -> None:
-        """Per parameter the values first; what was done before an interruption is passed over when this is called again.
+        """Release each parameter, values first; steps finished before an interruption are skipped when it is called again.
 
         A master that another optimizer has too, for another model, stays that one's, and the state here stays fp32 with it.
         """
@@ -323,7 +323,7 @@ class Attachment:
     # --- gradients under DistributedDataParallel ------------------------------------------------------------
 
     def accept_low_gradients(self) -> None:
-        """Let gradients arrive in the parameters' own dtype, for what cannot write fp32 ones, as torch's DDP.
+        """Allow gradients in the parameters' own dtype, for code that cannot write fp32 ones, such as torch's DDP.
 
         Each is widened, once and in its place, when the optimizer, a scaler or anyone else first reads it from the
         master; until then microbatches accumulate in the low format, as DDP without masters has it. Called when
@@ -334,7 +334,7 @@ class Attachment:
             allow_low_grad(parameter)
 
     def narrow_gradients(self) -> None:
-        """Before another backward adds to widened gradients: make them low again, which is all that DDP adds to."""
+        """Before another backward accumulates into widened gradients, make them low again, since DDP only adds in that dtype."""
         if self._low_gradients:
             for parameter in self._pairs.stored:
                 narrow_grad(parameter)
@@ -342,7 +342,7 @@ class Attachment:
     # --- values ---------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Bring the model up to date with masters that were written outside of a step.
+        """Update the model from masters that were written outside of a step.
 
         Parameters that were unfrozen or added to the optimizer get their masters as well, so that the gradients of
         the coming backward are fp32. Called before each ``forward`` of a prepared model; costs a comparison of
@@ -352,7 +352,7 @@ class Attachment:
         self._pairs.push_written()
 
     def settle(self) -> None:
-        """Bring parameters and masters together, whichever of the two was written. Looks at versions, not at values."""
+        """Synchronise parameters and masters, whichever was written. Looks at versions, not at values."""
         optimizer = self._optimizer()
         if optimizer is not None:
             self._scan_for_more(optimizer)
@@ -361,7 +361,7 @@ class Attachment:
                 self._loads.join(optimizer, self._pairs.pull)
 
     def join_files(self) -> None:
-        """Give masters the full values that the optimizer has loaded, where they round to the model's weights.
+        """Give masters the full values that the optimizer loaded, if these round to the model's weights.
 
         Called after either was loaded; what does not fit waits for the other, until the next step.
         """
@@ -372,7 +372,7 @@ class Attachment:
                 self._loads.join(optimizer, self._pairs.pull)
 
     def refresh_from_model(self) -> None:
-        """Bring the masters up to date with parameters that were changed by hand, however that was done.
+        """Update the masters from parameters that were changed by hand in any way.
 
         Elements of a parameter that still are its master rounded leave the master's full value alone, also where the
         model was cast since. Synchronises with the device.
@@ -404,7 +404,7 @@ class Attachment:
         self.copy_to_model()
 
     def rewrite(self, write: Callable[[Tensor], object], params: Container[Tensor] | None = None) -> None:
-        """Let ``write`` change masters in place, all or those of ``params``, then bring the model up to date.
+        """Call ``write`` to change masters in place, all or those of ``params``, then update the model.
 
         DistributedDataParallel gives all ranks the first one's *parameters* when it wraps a model. Their masters
         must agree as well, or the ranks drift apart: ``attachment.rewrite(lambda t: dist.broadcast(t, 0))``.
@@ -430,7 +430,7 @@ class Attachment:
     # --- hooks ----------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Called by the optimizer: see to the masters, and let a closure see the model at the masters' values."""
+        """Called by the optimizer: synchronise, and let a closure see the model with the masters' values."""
         self._scan_for_more(optimizer)
         self._pairs.pull()
         if self._loads.waiting or self._loads.state != id(optimizer.state):
@@ -444,7 +444,7 @@ class Attachment:
         return None if closure is None else _torch.steps.with_closure(args, kwargs, self._wrap(closure))
 
     def after_step(self) -> None:
-        """Called by the optimizer: bring the model up to date."""
+        """Called by the optimizer: update the model."""
         self._pairs.push_updated()
 
     def after_load(self, optimizer: Optimizer) -> None:
@@ -454,7 +454,7 @@ class Attachment:
         self.join_files()
 
     def after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Called by the optimizer with what its ``state_dict`` gives."""
+        """Called by the optimizer with the result of its ``state_dict``."""
         with contextlib.suppress(StateError):
             self.settle()
         with_masters(optimizer, state_dict)
@@ -469,7 +469,7 @@ class Attachment:
 
 
 def _put(params: list[Any], group: dict[str, Any]) -> None:
-    """Have a group hold these: in its own list, of which some optimizers (LBFGS) keep a reference."""
+    """Set the parameters of a group in its own list, since some optimizers (LBFGS) keep a reference to it."""
     if isinstance(group["params"], list):
         group["params"][:] = params
     else:
@@ -477,7 +477,7 @@ def _put(params: list[Any], group: dict[str, Any]) -> None:
 
 
 def copy_to_model(optimizer: Optimizer) -> None:
-    """Write the masters of an optimizer into the model, rounded; nothing happens where it has none.
+    """Write the masters of an optimizer into the model, rounded; does nothing without masters.
 
     A step does so by itself, and so does the next forward of a prepared model after masters were written by hand. Call it
     where the parameters themselves are read before that.
@@ -488,7 +488,7 @@ def copy_to_model(optimizer: Optimizer) -> None:
 
 
 def refresh_master(parameter: nn.Parameter) -> bool:
-    """Bring the parameter's master up to date with it, as after a write by numpy, which torch does not count.
+    """Update the parameter's master after a write that torch does not count, such as by NumPy.
 
     Args:
         parameter: Of a model.
@@ -508,12 +508,12 @@ def refresh_master(parameter: nn.Parameter) -> bool:
 
 @functools.cache
 def _follow_all_steps() -> None:
-    """Look at the steps of every optimizer, for good: another thread's may be going through torch's hooks at any time."""
+    """Hook the steps of every optimizer permanently, since another thread may be iterating over torch's hooks."""
     _torch.steps.subscribe(after=_after_any_step)
 
 
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer inside a prepared one (SAM's base, Lookahead's) steps the masters by itself, too.
+    """Update the model after a step of an optimizer inside a prepared one (SAM's base, Lookahead's).
 
     Its fused kernels do not count as writes, so the masters that it holds are marked as written.
     """
@@ -530,7 +530,7 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _Reducer:
-    """Stands in for ``optimizer.__reduce_ex__``: copies of an optimizer get its hooks again, pickles are torch's."""
+    """Replaces ``optimizer.__reduce_ex__``: copies of an optimizer get its hooks, pickles are plain torch."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)

@@ -1,4 +1,4 @@
-"""Averages of weights that are right under every plan."""
+"""Averages of weights that use the fp32 masters under every plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from castwise.core.masters.weights import in_fp32
 
 
 class AveragedModel(swa_utils.AveragedModel):
-    """``torch.optim.swa_utils.AveragedModel`` that averages masters: an EMA or SWA that is right under every plan.
+    """``torch.optim.swa_utils.AveragedModel`` that averages masters: a correct EMA or SWA under every plan.
 
     Its parameters, its ``state_dict()`` and what ``avg_fn`` is given are fp32, whatever the plan stores the model in,
     and are read from the masters where there are any. Called, it runs by the plan of the model that it was made from, on
@@ -59,7 +59,7 @@ class AveragedModel(swa_utils.AveragedModel):
         return functional_call(self.module, stored, args, kwargs)
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Average the model's weights in: its masters, or the parameters themselves where they have none.
+        """Average the model's weights: its masters, or the parameters that have none.
 
         Args:
             model: What is trained, of the same architecture.

@@ -1,4 +1,4 @@
-"""Copies of parameters that have masters, watched for averages that a low format would swallow.
+"""Copies of parameters with masters, watched for averages whose updates a low format would round away.
 
 ``copy.deepcopy`` of a prepared model and ``clone`` of its parameters are stored low and have no masters: an average of
 weights (``torch.optim.swa_utils.AveragedModel``, ema_pytorch, torch_ema, diffusers' ``EMAModel``) begins as one of the two.
@@ -46,7 +46,7 @@ _SAMPLE = 64
 
 @dataclass
 class _Clone:
-    """A clone: an alias of it may be all that is left, as of ``p.clone().detach()``."""
+    """A clone; only an alias of it may survive, as with ``p.clone().detach()``."""
 
     memory: _torch.tensors.WeakMemory
     source: TensorWeakRef
@@ -56,7 +56,7 @@ class _Clone:
 
 @dataclass
 class _Near:
-    """A tensor near to a parameter, and some elements of the two."""
+    """A tensor whose values are close to a parameter's, and some elements of both."""
 
     memory: _torch.tensors.WeakMemory
     source: TensorWeakRef
@@ -66,7 +66,7 @@ class _Near:
     """Machine epsilon of the format in which an average is rounded."""
 
     def is_followed_by(self, values: Tensor, weights: Tensor) -> bool:
-        """Whether these took its place as the next value of an average, between it and the weights now.
+        """Whether these elements are the next value of an average that follows the current weights.
 
         What is kept of the weights, now or from before the last step, is no average.
         """
@@ -80,13 +80,13 @@ class _Near:
 
 
 def watch(copied: Tensor, source: Tensor) -> None:
-    """Remember a copy that ``copy.deepcopy`` has just made of a parameter with a master."""
+    """Watch a copy that ``copy.deepcopy`` has just made of a parameter with a master."""
     if not copied.is_inference():  # which cannot be trained, and counts no writes
         _watched[copied] = (TensorWeakRef(source), _torch.tensors.versions([copied])[0])
 
 
 def watch_clone(clone: Tensor, source: Tensor) -> None:
-    """Remember what ``clone`` has just made of a parameter with a master."""
+    """Watch a clone of a parameter with a master."""
     if clone.is_inference():
         return
     if len(_clones) > _MANY:
@@ -96,7 +96,7 @@ def watch_clone(clone: Tensor, source: Tensor) -> None:
 
 
 def search(step: int, parameters: Sequence[Tensor], master_of: Callable[[Tensor], object]) -> None:
-    """Before some steps: watch what lies near to one of these parameters with masters, as low as it and in memory of its own.
+    """Before some steps: watch tensors that are close to a parameter with a master, equally low and in their own memory.
 
     ``master_of`` gives the master of a parameter, of another model too, or None.
     """
@@ -140,7 +140,7 @@ def _is_trained(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor's memory is; 0 where it has none, or counts no writes."""
+    """Address of a tensor's memory; 0 if it has none or does not count writes."""
     try:
         counts = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_inference())
         return tensor.data_ptr() if counts else 0
@@ -153,18 +153,18 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _distance(values: Tensor, weights: Tensor) -> float:
-    """How far elements are from those of a parameter, over the norm of those; none where all are zero."""
+    """Relative distance of elements from a parameter's; none if all are zero."""
     size = float(weights.norm())
     return float((values - weights).norm()) / size if size else 1.0
 
 
 def is_watched(copied: Tensor) -> bool:
-    """Whether a parameter is such a copy."""
+    """Whether a parameter is a watched copy."""
     return bool(_watched) and copied in _watched
 
 
 def is_being_copied() -> bool:
-    """Whether the ``__reduce_ex__`` that calls this was called by :mod:`copy`, and not for a pickle."""
+    """Whether the calling ``__reduce_ex__`` was called by :mod:`copy` rather than for a pickle."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
         frame.f_code.co_name == "__reduce_ex__" or _home(frame).startswith("castwise.")
@@ -178,19 +178,19 @@ def _home(frame: FrameType) -> str:
 
 
 def note_replaced(copied: Tensor) -> None:
-    """Take note that a copy's ``data`` is replaced, which torch counts as no write; the first time it may be a move to a device."""
+    """Record that a copy's ``data`` is replaced, which torch does not count; the first time it may be a move to a device."""
     if copied in _replaced:
         torch.autograd.graph.increment_version(copied)
     _replaced[copied] = True
 
 
 def excuse(parameter: Tensor) -> None:
-    """Do not watch a copy any more: it was given values of its own."""
+    """Stop watching a copy that was given other values."""
     _watched.pop(parameter, None)
 
 
 def look_at_copies() -> None:
-    """Warn once where a copy was written and is neither a copy any more nor trained with masters of its own.
+    """Warn once if a copy was written, differs from the parameter and is not trained with masters.
 
     A clone is taken for an average when it was written before two looks and is near to the parameter: other uses of clones, as
     memory or to try something, come to one of the two.
@@ -205,9 +205,9 @@ def look_at_copies() -> None:
         _clones.clear()
         _made_anew.clear()
         warnings.warn(
-            f"A copy of a prepared model is updated, and its parameters are stored in {written.dtype} without masters: "
-            "updates that are small against the weights are lost, as those of an average (EMA, SWA) are. Average with "
-            "castwise.AveragedModel(model, ...), which holds fp32 and reads the masters.",
+            f"A copy of a prepared model is being updated, and its parameters are stored in {written.dtype} without masters: "
+            "updates that are small beside the weights are lost, such as those of an average (EMA, SWA). Average with "
+            "castwise.AveragedModel(model, ...), which is kept in fp32 and reads the masters.",
             stacklevel=3,
         )
 

@@ -1,4 +1,4 @@
-"""Masters in ``optimizer.state_dict()``, so that the two files that every loop saves hold all of a training.
+"""Masters in ``optimizer.state_dict()``, so that the usual two files of a loop hold the full training state.
 
 A parameter's full values are an entry of its state, which torch loads, moves and shards as any other. An optimizer
 without castwise takes state that is not empty as it is, but one that has no ``step`` for a parameter must find nothing
@@ -48,7 +48,7 @@ def with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 
 def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """An ``optimizer.state_dict()`` as it is without castwise; the given one is left alone."""
+    """An ``optimizer.state_dict()`` without castwise's additions; the given one is not changed."""
     return {
         **state_dict,
         "state": {
@@ -67,7 +67,7 @@ def _is_master(parameter: Any) -> bool:
 
 
 def _entries(optimizer: Optimizer) -> Iterator[tuple[Any, Tensor | None, dict[str, Any], str]]:
-    """Each parameter that an optimizer holds, the full values that were loaded for it, and where these are."""
+    """Each parameter of an optimizer, its loaded full values, and their position."""
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):
             state = optimizer.state.get(parameter) or {}
@@ -76,13 +76,13 @@ def _entries(optimizer: Optimizer) -> Iterator[tuple[Any, Tensor | None, dict[st
 
 
 def forget_loaded(optimizer: Optimizer) -> None:
-    """Take masters that were loaded out of an optimizer."""
+    """Remove loaded masters from an optimizer."""
     for _, _, where, key in _entries(optimizer):
         where.pop(key, None)
 
 
 class Loads:
-    """What was loaded into an optimizer, and into the model that it updates, since its last step.
+    """What was loaded into an optimizer and into its model since the last step.
 
     Args:
         optimizer: With masters.
@@ -98,7 +98,7 @@ class Loads:
         self.state = id(optimizer.state)
 
     def look(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer was loaded and has not stepped since, before it was prepared too."""
+        """Whether the optimizer was loaded and has not stepped since, also before it was prepared."""
         found = any(values is not None for _, values, _, _ in _entries(optimizer))
         if found or id(optimizer.state) != self.state:
             self.waiting = self._optimizers = True
@@ -106,7 +106,7 @@ class Loads:
         return self._optimizers
 
     def join(self, optimizer: Optimizer, pull: Callable[[], None], *, last: bool = False) -> None:
-        """Bring masters, weights and what was loaded together.
+        """Synchronise masters, weights and loaded values.
 
         Args:
             optimizer: That of this.
@@ -135,20 +135,20 @@ class Loads:
 
 
 def note_load(parameter: Tensor, value: Tensor) -> None:
-    """Take note that ``model.load_state_dict`` gives a parameter this value."""
+    """Record that ``model.load_state_dict`` gives a parameter this value."""
     value = local(value)
     _given[parameter] = "low" if is_low(value) else "wide" if _is_rounded(value, parameter.dtype) else "full"
 
 
 def _all_given(optimizer: Optimizer) -> bool:
-    """Whether every parameter of an optimizer that has a master was given a value by its model's ``load_state_dict``."""
+    """Whether ``load_state_dict`` of the model gave a value to every parameter of an optimizer that has a master."""
     held = (p for group in optimizer.param_groups for p in group["params"])
     return all(parameter.stored in _given for parameter in held if _is_master(parameter))
 
 
 @torch.no_grad()
 def _merge(optimizer: Optimizer) -> tuple[int, int, int, bool]:
-    """Give masters the full values that were loaded, where these round to the model's values. Synchronises with the device.
+    """Give masters the loaded full values that round to the model's values. Synchronises with the device.
 
     A model's file that held full values has given them to the masters already.
 
@@ -184,25 +184,26 @@ def _merge(optimizer: Optimizer) -> tuple[int, int, int, bool]:
 
 
 def _warn(kind: str, count: int, other: int, missing: int) -> None:
-    """Say once what of a load could not be put together exactly."""
+    """Warn once about loaded values that do not match exactly."""
     if other:
         warnings.warn(
             f"{kind}.load_state_dict: the fp32 masters in the loaded state are not those of the model's weights, for {other} of "
-            f"{count} parameters. The model's values hold, rounded as they are stored, so the training does not go on bit for bit. "
+            f"{count} parameters. The model's rounded values are used, so training does not resume bit for bit. "
             "Load model.state_dict() and optimizer.state_dict() that were saved at the same step.",
             stacklevel=5,
         )
     elif missing:
         warnings.warn(
             f"{kind}.load_state_dict: the loaded state has no fp32 masters, and the weights that were loaded are rounded, for {missing} "
-            f"of {count} parameters. Training goes on from the rounded weights. Files that a prepared optimizer saves hold the masters; "
+            f"of {count} parameters. Training resumes from the rounded weights. State dicts of a prepared optimizer hold the "
+            f"masters; "
             "amp.model_state_dict(model) and castwise.checkpoint save full weights.",
             stacklevel=5,
         )
 
 
 def _rounds_to(values: Tensor, low: Tensor) -> Tensor:
-    """Which elements are low values before rounding; those may have come by way of another low format."""
+    """Which elements are low values before rounding; they may have been rounded through another low format."""
     same = torch.zeros_like(low, dtype=torch.bool)
     for way in dict.fromkeys((low.dtype, *LOW_DTYPES)):
         rounded = values.to(way).to(low.dtype)

@@ -1,4 +1,4 @@
-"""What autograd does not count: writes through ``data`` of parameters that have masters, and averages that begin as copies of them.
+"""Changes that autograd does not count: writes through ``data`` of parameters with masters, and averages that start as copies.
 
 ``nn.Parameter.data``, ``clone`` and ``__deepcopy__`` are followed while an optimizer has masters. What they return is what torch
 returns.
@@ -24,7 +24,7 @@ _lock = threading.RLock()
 
 
 def follow_parameters() -> None:
-    """Begin, where it has not begun."""
+    """Start following, unless already started."""
     with _lock:
         for name, ours in _OURS.items():
             if name not in _in_force:
@@ -33,7 +33,7 @@ def follow_parameters() -> None:
 
 
 def leave_parameters() -> None:
-    """End, where no attachment lives any more; what was put in its place since stays."""
+    """Stop following when no attachment is alive; functions that others installed since remain."""
     with _lock:
         if any(reference() is not None for reference in sync.live.valuerefs()):
             return
@@ -47,7 +47,7 @@ def leave_parameters() -> None:
 
 
 def _data(parameter: Any) -> Tensor:
-    """The parameter's memory without history. Writes to it are counted as the master's, not as the parameter's."""
+    """The parameter's memory without autograd history. Writes to it are counted as the master's, not as the parameter's."""
     if torch.compiler.is_compiling():  # of a class of a user's: Dynamo follows properties of those
         return parameter.detach()  # type: ignore[no-any-return]
     own: Tensor = _own_data.__get__(parameter)

@@ -1,4 +1,4 @@
-"""Values in their former format of parameters that are stored low and have no master: frozen ones, and those of no optimizer yet.
+"""Original values of parameters that are stored low without a master: frozen ones, and those of no optimizer yet.
 
 A session remembers what it rounds. A master that is made later starts from it, checkpoints hold it, and
 :func:`restore` puts it back. Elements that were changed in the parameter since then are taken from the parameter.
@@ -20,7 +20,7 @@ _former: Any = WeakTensorKeyDictionary()
 
 
 class _Original(NamedTuple):
-    """What is remembered of a parameter, and how it was stored when that began."""
+    """The original values of a parameter, and its low values at that time."""
 
     values: Tensor
     stored: torch.dtype
@@ -33,19 +33,19 @@ def is_low(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, detached and in the same memory; for a DTensor, its shard."""
+    """This process's part of a tensor, detached and in the same memory; for a DTensor, its shard."""
     detached = tensor.detach()
     to_local = getattr(detached, "to_local", None)
     return detached if to_local is None else to_local()
 
 
 def address(tensor: Tensor) -> int:
-    """Where in memory a tensor lies; tells whether ``parameter.data`` was replaced."""
+    """Address of a tensor's memory; shows whether ``parameter.data`` was replaced."""
     return local(tensor).data_ptr() if hasattr(type(tensor), "to_local") else tensor.data_ptr()
 
 
 def assign(parameter: Tensor, values: Tensor) -> None:
-    """``parameter.data = values``, DTensors included, for which torch changes what they say and not what they hold."""
+    """``parameter.data = values``, also for DTensors, where torch updates the metadata but not the local tensor."""
     if hasattr(parameter, "device_mesh"):
         _torch.distributed.set_dtensor(parameter, values)
     else:
@@ -53,7 +53,7 @@ def assign(parameter: Tensor, values: Tensor) -> None:
 
 
 def agree(full: Tensor, values: Tensor) -> bool:
-    """Whether low values are the full ones rounded, NaN included. Synchronises with the device."""
+    """Whether low values equal the full ones rounded, NaN included. Synchronises with the device."""
     return _equal(local(full).to(values.dtype), local(values))
 
 
@@ -66,7 +66,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def merge_values(
     full: Tensor, values: Tensor, through: torch.dtype | None = None, *, cast: bool = False
 ) -> bool:
-    """Bring full values up to date with low ones that may have been changed by hand.
+    """Update full values from low ones that may have been changed by hand.
 
     Elements that still are the full value rounded keep it; all others are taken over. So a parameter half of which
     was overwritten loses nothing in the other half.
@@ -98,7 +98,7 @@ def merge_values(
 
 
 def store(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Store a parameter in another format, in place, and remember the values that it had: :func:`restore` undoes it.
+    """Store a parameter in another format in place, and keep its values: :func:`restore` undoes it.
 
     Its gradient and ``grad_dtype`` follow. DTensors are taken, masters' parameters are not; where the format is
     neither bf16 nor fp16 nothing is remembered.
@@ -114,7 +114,7 @@ def store(parameter: Tensor, dtype: torch.dtype) -> None:
 
 
 def remember_original(parameter: Tensor, values: Tensor, stored: torch.dtype | None = None) -> None:
-    """Keep the values that a parameter had before it was stored low, as long as the parameter lives.
+    """Keep the values that a parameter had before it was stored low, for the lifetime of the parameter.
 
     Args:
         parameter: Stored in bf16 or fp16 now; of any other nothing is kept.
@@ -131,7 +131,7 @@ def remember_original(parameter: Tensor, values: Tensor, stored: torch.dtype | N
 
 
 def original_of(parameter: Tensor) -> Tensor | None:
-    """The remembered values of a parameter, with what was changed in it since then, or None.
+    """The original values of a parameter with its later changes, or None.
 
     A cast, as ``model.float()`` makes it, is no change. Synchronises with the device, to look for changes.
     """
@@ -149,30 +149,30 @@ def original_of(parameter: Tensor) -> Tensor | None:
 
 
 def note_former(tensor: Tensor, dtype: torch.dtype) -> None:
-    """A plan stores a tensor from now on, which was in this format before; a copy of a tensor has the original's."""
+    """Record the format of a tensor before a plan stores it in another; a copy of a tensor gets the original's."""
     if tensor not in _former:
         _former[tensor] = dtype
 
 
 def former_dtype(tensor: Tensor) -> torch.dtype:
-    """In which format a tensor is without any plan."""
+    """The format of a tensor without any plan."""
     found: torch.dtype = _former.get(tensor, tensor.dtype)
     return found
 
 
 def forget_former(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Undo :func:`note_former`, where it noted this format."""
+    """Undo :func:`note_former` if it recorded this format."""
     if _former.get(tensor) is dtype:
         del _former[tensor]
 
 
 def forget_original(parameter: Tensor) -> None:
-    """Keep nothing of the parameter any more."""
+    """Discard the original values of a parameter."""
     _originals.pop(parameter, None)
 
 
 def restore(parameter: Tensor) -> bool:
-    """Store a parameter as it was before it was stored low, with its full values and what was changed in it since.
+    """Store a parameter as before it was stored low, with its full values and later changes.
 
     Its gradient and ``grad_dtype`` follow. For parameters without a master; those with one are restored by
     ``Attachment.detach(write_back=True)``.
@@ -199,7 +199,7 @@ def _replace(parameter: Tensor, values: Tensor) -> None:
 
 
 def fit_grad(parameter: Tensor, dtype: torch.dtype | None) -> None:
-    """Set ``grad_dtype`` of a leaf, and store the gradient so.
+    """Set ``grad_dtype`` of a leaf, and cast its gradient to it.
 
     It is on the parameter all the time, whatever interrupts this. None allows any dtype, and a gradient then takes
     the parameter's.

@@ -1,4 +1,4 @@
-"""Parameters and their masters, brought to the same values whichever of the two was written."""
+"""Pairs of parameters and masters, synchronised whichever was written."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _UNKNOWN: Mark = (-1, -1, -1, -1)
 
 
 def mark_of(master: Any) -> Mark:
-    """The mark of a master and its parameter, which are equal now."""
+    """The version marks of a master and its parameter, which are equal now."""
     stored, own = _torch.tensors.versions([master.stored, master])
     return stored, master.data_writes.count, address(master.stored), own
 
 
 class Pairs:
-    """Masters and the parameters that they are of.
+    """Masters and their parameters.
 
     Args:
         optimizer: Whose masters; its state follows where a parameter takes other strides.
@@ -59,14 +59,14 @@ class Pairs:
         )
 
     def marks(self) -> dict[int, Mark]:
-        """Of each parameter, by its ``id``."""
+        """Marks by the ``id`` of the parameter."""
         return dict(zip(map(id, self.stored), self._marks(), strict=True))
 
     def _marks(self) -> Iterable[Mark]:
         return zip(self._written, self._data_written, self._addresses, self._updated, strict=True)
 
     def _versions(self, of: list[Any]) -> list[int]:
-        """Of :attr:`masters` or :attr:`stored`, from what shares their counters and is read three times as fast."""
+        """Versions of :attr:`masters` or :attr:`stored`, read from aliases that share the counters, which is three times as fast."""
         if self._plain:
             of = self._sources if of is self.masters else self._targets
         return _torch.tensors.versions(of)
@@ -74,7 +74,7 @@ class Pairs:
     # --- before a step, and where somebody looks ------------------------------------------------------------
 
     def pull(self) -> None:
-        """Before a step: see to whatever was written by hand."""
+        """Before a step: apply all writes by hand."""
         now = (
             self._versions(self.stored),
             [writes.count for writes in self._data],
@@ -88,21 +88,22 @@ class Pairs:
                     self._settle(index)
 
     def look(self) -> None:
-        """Before a step, when all that is counted was seen to: look for writes that are not."""
+        """Before a step, after counted writes were applied: look for writes that torch does not count."""
         if self._sample is None:
             self._sample = Sample(self._targets, self._sources)
         if self._sample.differs():
             if any(target.device.type != "cpu" for target in self._targets):
                 warnings.warn(
-                    "Parameters of a prepared model were changed in a way that torch does not count as a write (DLPack or a kernel "
-                    "that is no operator of torch, for example), and optimizer.step() has overwritten them from their fp32 masters "
-                    "since. Call castwise.masters.refresh_master(parameter) after each such change, or write by an operator of torch.",
+                    "Parameters of a prepared model were changed in a way that torch does not count as a write (for example "
+                    "by DLPack or by a kernel that is not a torch operator), and optimizer.step() has since overwritten them "
+                    "from their fp32 masters. Call castwise.masters.refresh_master(parameter) after each such change, or "
+                    "write with a torch operator.",
                     stacklevel=4,
                 )
             self.refresh()
 
     def push_written(self) -> None:
-        """Bring the model up to date with masters that were written outside of a step."""
+        """Update the model from masters that were written outside of a step."""
         versions = self._versions(self.masters)
         if versions != self._updated:
             for index, (now, before) in enumerate(zip(versions, self._updated, strict=True)):
@@ -110,7 +111,7 @@ class Pairs:
                     self._settle(index)
 
     def refresh(self) -> None:
-        """Bring masters up to date with parameters that were changed by hand, however that was done."""
+        """Update masters from parameters that were changed by hand in any way."""
         for index, (parameter, master) in enumerate(zip(self.stored, self.masters, strict=True)):
             if not _is_cast(master):
                 self._settle(index, look=True)
@@ -121,17 +122,18 @@ class Pairs:
                 self._updated[index] = _torch.tensors.versions([master])[0]
 
     def _ahead(self, index: int) -> bool:
-        """Whether a master was written since its parameter got its values."""
+        """Whether a master was written since its parameter was last updated."""
         return self._updated[index] not in (-1, *_torch.tensors.versions([self.masters[index]]))
 
     def _settle(self, index: int, *, look: bool = False) -> None:
-        """Bring one parameter and its master together; ``look``: at values also where nothing seems to be written."""
+        """Synchronise one parameter and its master; with ``look``, compare values even if no write was counted."""
         parameter, master = self.stored[index], self.masters[index]
         if _is_cast(master):
             raise StateError(
                 f"optimizer.step(): a parameter of shape {tuple(parameter.shape)} was stored in {master.former_dtype} when the "
-                f"model was prepared and is {parameter.dtype} now, as model.float() or model.half() makes it; its master would "
-                "no longer reach it. Prepare the model again after changing its dtype: amp.close() gives the masters' values back."
+                f"model was prepared and is {parameter.dtype} now, as model.float() or model.half() makes it; its master can "
+                f"no longer update it. Prepare the model again after changing its dtype: amp.close() gives the masters' "
+                f"values back."
             )
         written, data, where, _ = mark_of(master)
         ahead = self._ahead(index)
@@ -164,8 +166,8 @@ class Pairs:
         elif not agree(source, target):
             warnings.warn(
                 f"A parameter of shape {tuple(parameter.shape)} and its fp32 master were both written, to different values, "
-                "with no forward, state_dict or step of the model in between that would have brought them together. The "
-                "master's values hold. Write to one of them, or call model.state_dict() between the two.",
+                "with no forward, state_dict or step of the model in between that would have synchronised them. The master's "
+                "values are used. Write to one of them, or call model.state_dict() between the two.",
                 stacklevel=5,
             )
             _torch.tensors.copy_each([target], [source])
@@ -176,7 +178,7 @@ class Pairs:
     # --- after a step ---------------------------------------------------------------------------------------
 
     def push_updated(self) -> None:
-        """After a step: write what it may have updated. Fused kernels do not count as writes, hence the gradients."""
+        """After a step: write the masters that it may have updated into the model. Fused kernels do not count as writes, hence the gradients."""
         due = [index for index, parameter in enumerate(self.stored) if parameter.grad is not None]
         if len(due) < len(self.stored):
             now = zip(self.stored, _torch.tensors.versions(self.masters), self._updated, strict=True)
@@ -205,5 +207,5 @@ class Pairs:
 
 
 def _is_cast(master: Any) -> bool:
-    """Whether a parameter is not in the format any more in which it got its master, as after ``model.float()``."""
+    """Whether a parameter has another format than when it got its master, as after ``model.float()``."""
     return master.stored.dtype is not master.former_dtype

@@ -38,7 +38,7 @@ _masters: Any = WeakTensorKeyDictionary()
 
 
 class Master:
-    """What makes a tensor the master of :attr:`stored`; every master is an instance, and a tensor as well.
+    """Mixin of every master of a parameter :attr:`stored`; a master is also a tensor.
 
     A master hashes as its parameter does and equals it, so that tables keyed by the model's own parameters
     (``optimizer.state[model.weight]``, ``torch.distributed.checkpoint``) find it, and adding a parameter to an
@@ -56,7 +56,7 @@ class Master:
 
     @property
     def data(self) -> Tensor:
-        """The master's values without history, in its own memory.
+        """The master's values without autograd history, in its own memory.
 
         What is written to them counts as a write to the master, as it does not with torch's own ``data``: SAM and
         Lookahead write weights in this way outside of ``step``, and the model must get them.
@@ -75,7 +75,7 @@ class Master:
 
     @property
     def grad(self) -> Tensor | None:
-        """The one gradient of parameter and master, in fp32.
+        """The gradient that parameter and master share, in fp32.
 
         A gradient that was left on the parameter in a lower format is replaced there by its fp32 value.
         """
@@ -103,7 +103,7 @@ class Master:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter gets a gradient: who freezes what an optimizer holds, as a GAN's loop does, freezes the model."""
+        """Whether the parameter requires a gradient: setting it on the optimizer's parameter, as GAN loops do, sets it on the model's."""
         return self.stored.requires_grad
 
     @requires_grad.setter
@@ -116,11 +116,11 @@ class Master:
         return self
 
     def register_hook(self, hook: Any) -> Any:
-        """Of the parameter, which autograd knows."""
+        """Register a hook on the parameter, which is in autograd's graph."""
         return self.stored.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Of the parameter, which autograd knows."""
+        """Register a hook on the parameter, which is in autograd's graph."""
         return self.stored.register_post_accumulate_grad_hook(hook)
 
     # --- attributes: those of a tensor are the master's own, all others the parameter's -----------------------
@@ -170,7 +170,7 @@ class Master:
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As an ordinary parameter, which ``torch.load(weights_only=True)`` takes; :func:`become_master` makes it a master again."""
+        """Pickle as an ordinary parameter for ``torch.load(weights_only=True)``; :func:`become_master` reverts that."""
         tensor: Any = self
         data = tensor.detach()
         if not _is_plain(type(self)):
@@ -185,7 +185,7 @@ _OF_COMPILERS = "_dynamo_"
 
 
 def _is_own(master: Any, name: str) -> bool:
-    """Whether an attribute is the master's own; slots of a user's class of parameters are not."""
+    """Whether an attribute belongs to the master; slots of a user's parameter class do not."""
     if name in Master.__annotations__ or name.startswith(_OF_COMPILERS):
         return True
     if not _is_plain(type(master)) and name in _own_attributes.__get__(master):
@@ -198,12 +198,12 @@ def _is_own(master: Any, name: str) -> bool:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether parameters of a class are memory and no more, as those of a subclass of ``nn.Parameter`` are."""
+    """Whether parameters of a class are plain memory, as those of subclasses of ``nn.Parameter`` are."""
     return issubclass(kind, nn.Parameter)
 
 
 def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
-    """:func:`new_master`, in force: gradients of the parameter are fp32 from now on, and its original is forgotten."""
+    """:func:`new_master`, activated: gradients of the parameter are fp32 from now on, and its original is discarded."""
     master = new_master(stored, values)
     adopt(master)
     forget_original(stored)
@@ -211,7 +211,7 @@ def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parame
 
 
 def adopt(master: Any) -> None:
-    """Let a parameter have a master; :func:`release` undoes it."""
+    """Give a parameter a master; :func:`release` undoes it."""
     if master_of(master.stored) is not master:
         _masters[master.stored] = TensorWeakRef(master)
         fit_grad(master.stored, torch.float32)
@@ -219,7 +219,7 @@ def adopt(master: Any) -> None:
 
 
 def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
-    """The master of ``stored``: the one it already has, or a new one, which changes nothing yet.
+    """The master of ``stored``: its current one, or a new one that is not yet active.
 
     Args:
         stored: Parameter in bf16 or fp16.
@@ -251,7 +251,7 @@ def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Paramet
 
 
 def become_master(parameter: nn.Parameter, stored: nn.Parameter) -> None:
-    """Make what a pickle of a master gave back the master that it was, where it lies."""
+    """Turn an unpickled parameter back into the master that it was, in place."""
     if not isinstance(parameter, Master):
         adopt(_as_master_of(stored, parameter))
 
@@ -299,18 +299,18 @@ _class_of("Differentiated", _DifferentiatedByStored, _class_of("Master", Master,
 
 
 def master_of(parameter: Tensor) -> nn.Parameter | None:
-    """The living fp32 master of a model's parameter, or None if it has none."""
+    """The live fp32 master of a model's parameter, or None."""
     reference = _masters.get(parameter)
     return None if reference is None else reference()
 
 
 def model_param_of(parameter: Tensor) -> Tensor:
-    """The model's parameter behind what an optimizer holds: that of a master, anything else itself."""
+    """The model's parameter for an optimizer's one: that of a master; anything else is returned unchanged."""
     return parameter.stored if isinstance(parameter, Master) else parameter
 
 
 def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
-    """Let a master's parameter be without it again; gradient and ``grad_dtype`` become what torch has for it.
+    """Remove a parameter's master; gradient and ``grad_dtype`` become those of plain torch.
 
     Args:
         master: From :func:`make_master`.
@@ -341,19 +341,19 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
 
 
 def allow_low_grad(parameter: nn.Parameter) -> None:
-    """Let autograd and others write gradients in the parameter's own dtype; reading its master's widens them."""
+    """Allow gradients in the parameter's own dtype; reading the master's gradient widens them."""
     parameter.grad_dtype = None
 
 
 def narrow_grad(parameter: nn.Parameter) -> None:
-    """Store a gradient that was widened in the parameter's own dtype again, rounded."""
+    """Round a widened gradient to the parameter's own dtype again."""
     grad = parameter.grad
     if grad is not None and grad.dtype is not parameter.dtype:
         parameter.grad = grad.to(parameter.dtype)
 
 
 def take_grad_fp32(parameter: nn.Parameter) -> Tensor:
-    """Replace the gradient that lies on the parameter by its fp32 value, and return that."""
+    """Replace the parameter's gradient by its fp32 value, and return it."""
     low = parameter.grad
     assert low is not None
     grad = low.to(torch.float32)
@@ -364,5 +364,5 @@ def take_grad_fp32(parameter: nn.Parameter) -> Tensor:
 
 
 def mirror_grad(master: nn.Parameter, grad: Tensor | None) -> None:
-    """Put a reference to the gradient where code that bypasses the property looks, or take it away with None."""
+    """Set a reference to the gradient for code that bypasses the property, or remove it with None."""
     _own_grad.__set__(master, grad)

@@ -1,4 +1,4 @@
-"""What a pickle of a prepared model, and of an optimizer, holds: what ``Amp.close`` would leave, and nothing of castwise's.
+"""Pickles of prepared models and optimizers: equal to those after ``Amp.close``, without castwise's objects.
 
 It loads where castwise is not, by ``torch.load(weights_only=True)`` too where the model's own classes are allowed. Borders and
 other hooks are left out, and tensors are in the formats that they had without the plan, with the values of their masters; an
@@ -31,7 +31,7 @@ from castwise.core.model.borders import Method
 
 
 class OfThisProcess:
-    """What watches a session: copies and pickles of what holds it have None in its place."""
+    """Base of objects that observe a session: in copies and pickles of their holders they become None."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -43,7 +43,7 @@ _made: Any = WeakTensorKeyDictionary()
 
 @functools.cache
 def make_pickles_plain() -> None:
-    """Have models and optimizers pickle so, for good: copies of prepared models outlive their session.
+    """Make models and optimizers pickle without castwise, permanently: copies of prepared models outlive their session.
 
     What holds nothing of castwise's pickles as ever, by whatever a class has of its own.
     """
@@ -54,7 +54,7 @@ def make_pickles_plain() -> None:
 
 
 def _plain_call(call: Any, function: Any) -> Any:
-    """How a method, or a partial of one, pickles: as None where it is of what watches a session, and as ever otherwise."""
+    """Pickle a method or a partial of one: as None if it belongs to an observer of a session, otherwise as usual."""
     owner = getattr(function, "__self__", None)
     ours = isinstance(owner, OfThisProcess) and not is_being_copied()
     return owner.__reduce__() if ours else call.__reduce__()
@@ -76,7 +76,7 @@ def _around(kind: Any, plain: Callable[[Any, Any], Any], _: Callable[..., Any]) 
 
 
 def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
-    """Which tables are others without castwise's hooks; a hook that castwise has put around one of the user's gives that back."""
+    """The hook tables that change without castwise's hooks; a user's hook that castwise wrapped is unwrapped."""
     changed: dict[str, Any] = {}
     dropped: set[Any] = set()
     for name, table in state.items():
@@ -93,7 +93,7 @@ def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with(table: Any, others: Mapping[Any, Any], gone: Iterable[Any] = ()) -> Any:
-    """A copy of a table, of whatever class, with other values under some keys and without others."""
+    """A copy of a table of any class with some values replaced and some keys removed."""
     found = copy.copy(table)
     found.update(others)
     for key in gone:
@@ -102,7 +102,7 @@ def _with(table: Any, others: Mapping[Any, Any], gone: Iterable[Any] = ()) -> An
 
 
 def _theirs(hook: Any) -> Any:
-    """A hook as the user knows it; None for one that is castwise's."""
+    """The user's hook behind a wrapper; None for castwise's own."""
     if not _is_ours(hook):
         return hook
     inner = getattr(hook, "__wrapped__", None)
@@ -135,7 +135,7 @@ def _plain_module(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tensor: Any) -> Any:
-    """A tensor of a model as it is without the plan: itself where the plan stores it as it came."""
+    """A tensor of a model without the plan; itself if the plan did not change its storage."""
     if not isinstance(tensor, Tensor) or (dtype := former_dtype(tensor)) is tensor.dtype:
         return tensor
     if isinstance(tensor, nn.Parameter):

@@ -1,4 +1,4 @@
-"""A few elements of every parameter, compared with its master: for writes that no counter of torch's shows.
+"""A few elements of every parameter, compared with its master to detect writes that torch does not count.
 
 Those are writes through numpy, DLPack, or kernels of other libraries. Whoever writes a whole parameter in such a way is seen
 at once, whoever writes a part of one when the part is met.
@@ -44,7 +44,7 @@ class Sample:
         self._seen: dict[torch.device, Tensor] = {}
 
     def differs(self) -> bool:
-        """Whether parameters were seen that are not their masters, rounded.
+        """Whether any sampled parameter differs from its master, rounded.
 
         On a CPU this is told at once. On an accelerator it is told at every :data:`READ`-th look, which waits for the device,
         of all looks since the last.
@@ -65,7 +65,7 @@ class Sample:
         return found
 
     def _turn(self) -> None:
-        """Take others of one parameter, in turn."""
+        """Choose other elements of one parameter, in turn."""
         if self._places:
             turn, number = divmod(self._looks, len(self._places))
             (low, full), at, (target, source), count = self._places[number]
@@ -75,13 +75,13 @@ class Sample:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether elements lie side by side, in whatever order."""
+    """Whether elements are contiguous in memory, in any order."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.layout is torch.strided and reach + 1 == tensor.numel()
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements in the order of memory."""
+    """The elements in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -17,7 +17,7 @@ from castwise.core.masters.originals import is_low
 
 
 def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, fit: bool = True) -> None:
-    """Hand state over to other keys, in the form that an optimizer would have made for them.
+    """Move state to other keys, in the form that the optimizer itself would have created for them.
 
     Whatever interrupts this, each state is under its old key or its new one, and doing it again completes it.
 

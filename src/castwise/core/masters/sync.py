@@ -1,4 +1,4 @@
-"""Which attachments live, and the hooks of models that bring parameters and masters together before a look at them."""
+"""The live attachments, and the model hooks that synchronise parameters and masters before they are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def attachments(model: nn.Module | None = None) -> Iterator[Any]:
-    """Those that live, of a model or all.
+    """The live attachments, of one model or all.
 
     What trains other models alone is left alone: it may be another thread's, or broken.
     """
@@ -29,25 +29,25 @@ def attachments(model: nn.Module | None = None) -> Iterator[Any]:
 
 
 def sync(model: nn.Module) -> None:
-    """Bring a model up to date with masters that were written outside of a step; cheap where there are none."""
+    """Update a model from masters that were written outside of a step; cheap without masters."""
     for attachment in attachments(model):
         attachment.sync()
 
 
 def settle(model: nn.Module) -> None:
-    """Bring a model's parameters and their masters together, whichever of the two was written."""
+    """Synchronise a model's parameters and their masters, whichever was written."""
     for attachment in attachments(model):
         attachment.settle()
 
 
 def refresh(model: nn.Module) -> None:
-    """Give masters all that was written to a model, by ``parameter.data`` too. Looks at values, so it waits for the device."""
+    """Update masters from all writes to a model, also through ``parameter.data``. Looks at values, so it waits for the device."""
     for attachment in attachments(model):
         attachment.refresh_from_model()
 
 
 def join_files(model: nn.Module, *_: Any) -> None:
-    """Hook after ``load_state_dict`` of a model: masters that its optimizers have loaded may be those of its weights now."""
+    """Hook after ``load_state_dict`` of a model: masters loaded by its optimizers may now fit its weights."""
     for attachment in attachments(model):
         attachment.join_files()
 
@@ -64,7 +64,7 @@ def sync_first(module: nn.Module, *_: Any) -> None:
 
 
 class _Compiled:
-    """What is called before compiled code that runs a model."""
+    """Called before compiled code that runs a model."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -77,7 +77,7 @@ class _Compiled:
 
 
 def _sync_compiled(address: int) -> bool:
-    """For Dynamo, which calls it while it traces the hook, and of torch 2.11 hands on numbers but no modules."""
+    """For Dynamo, which calls it while tracing the hook; in torch 2.11 it passes numbers but no modules."""
     callback = _Compiled(_torch.dynamo.object_at(address))
     callback()
     _torch.dynamo.before_compiled_calls(callback)

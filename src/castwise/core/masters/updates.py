@@ -35,7 +35,7 @@ def lamb_(
     decoupled: bool = True,
     adapt_all: bool = False,
 ) -> None:
-    """One step of LAMB: Adam's direction, for each tensor as long as the tensor itself.
+    """One step of LAMB: Adam's direction, scaled for each tensor to the norm of the tensor.
 
     Args:
         params: Of any shapes; written to.
@@ -100,7 +100,7 @@ def novograd_(
     grad_averaging: bool = True,
     inside: bool = False,
 ) -> None:
-    """One step of NovoGrad: gradients divided by the running norm of each tensor's own.
+    """One step of NovoGrad: each tensor's gradient divided by the running norm of its gradients.
 
     Args:
         params: Of any shapes; written to.
@@ -165,6 +165,6 @@ def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _round_to(*lists: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
-    """What was widened goes back to where it came from."""
+    """Round a widened tensor back into its original."""
     pairs = [pair for each in lists for pair in zip(*each, strict=True) if pair[0] is not pair[1]]
     _torch.tensors.copy_each([target for target, _ in pairs], [value for _, value in pairs])

@@ -1,4 +1,4 @@
-"""fp32 weights out of a model whose parameters have masters, and into it."""
+"""Read and write fp32 weights of a model whose parameters have masters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from castwise.errors import CheckpointError
 
 
 def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
-    """The model's state dict with nothing in it that is stored low.
+    """The model's state dict without low values.
 
     Args:
         model: Its own ``state_dict`` decides the keys, hooks and extra state included; tied keys are all there.
@@ -64,7 +64,7 @@ def in_fp32(value: Tensor) -> Tensor:
 def named_masters(
     masters: Sequence[nn.Parameter], stored: Sequence[nn.Parameter], models: Iterable[nn.Module]
 ) -> dict[str, Tensor]:
-    """Masters, detached and in their own memory, under names that another process would give them.
+    """Masters, detached and in their own memory, under names that are the same in every process.
 
     Parameters of ``models`` have the names that they have there; any other is named by its position.
     """
@@ -82,7 +82,7 @@ def named_masters(
 
 @torch.no_grad()
 def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Write saved values into what :func:`named_masters` returned.
+    """Write saved values into the masters of :func:`named_masters`.
 
     Raises:
         CheckpointError: Other names or shapes; nothing was changed.
@@ -101,7 +101,7 @@ def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
 
 
 class LoadIntoMasters:
-    """Hook of a module: ``load_state_dict`` gives the masters the full values of a checkpoint, not rounded ones.
+    """Hook of a module: ``load_state_dict`` writes the unrounded values of a checkpoint into the masters.
 
     So it does for what is remembered of parameters without masters. Values in the format of the parameter take
     nothing from what rounds to them: ``model.load_state_dict(model.state_dict())`` changes nothing.
@@ -138,7 +138,7 @@ class LoadIntoMasters:
         local_metadata: Mapping[str, Any],
         *_: Any,
     ) -> None:
-        """Write what ``state_dict`` has for the parameters of ``module`` itself into their masters."""
+        """Write the entries of ``state_dict`` for the parameters of ``module`` itself into their masters."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
             excuse(parameter)
@@ -162,7 +162,7 @@ class LoadIntoMasters:
 
 
 def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
-    """Put on a model what keeps masters and parameters together: before ``forward``, ``state_dict`` and loading.
+    """Install the hooks that synchronise a model with its masters: before ``forward``, ``state_dict`` and loading.
 
     ScriptModules in it take no such hooks, and are passed over. ``log`` gets what removes the hooks before any is
     put on.

@@ -1,4 +1,4 @@
-"""Writes through ``parameter.data``, which are no writes to the parameter in torch."""
+"""Writes through ``parameter.data``, which torch does not count as writes to the parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _lock = threading.Lock()
 
 
 class DataWrites:
-    """What was given out as the ``data`` of one parameter, and how often that was written.
+    """The aliases that were returned as ``data`` of one parameter, and their write counts.
 
     Each counts its own writes, as in torch: if they counted together, a write through one would fail a backward that needs
     what was read through another.
@@ -30,7 +30,7 @@ class DataWrites:
         self._enough = _FEW
 
     def alias(self, data: Tensor) -> Tensor:
-        """The same memory, followed."""
+        """An alias of the same memory whose writes are counted."""
         counter = _own_data.__get__(_NOTHING)
         alias = _torch.tensors.counted_alias(data, counter)
         self._out.append((TensorWeakRef(alias), counter))
@@ -40,14 +40,14 @@ class DataWrites:
 
     @property
     def count(self) -> int:
-        """How often it was written through all that was given out."""
+        """Number of writes through all aliases."""
         out = self._out
         return (
             self._past + sum(_torch.tensors.versions([counter for _, counter in out])) if out else self._past
         )
 
     def _let_go(self) -> None:
-        """Of a tensor that is no longer held, nor a view of it, only the count is kept."""
+        """Keep only the write count of an alias that is no longer referenced."""
         with _lock:
             known = len(self._out)
             held = [(alias, counter) for alias, counter in self._out[:known] if alias() is not None]

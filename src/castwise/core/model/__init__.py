@@ -1,1 +1,1 @@
-"""A plan and a model: where each part computes and is stored, the borders between them, and why dtypes met."""
+"""Apply a plan to a model: where each part computes and is stored, the borders between parts, and explanations of dtype errors."""

@@ -1,4 +1,4 @@
-"""How a model arrives: what of it is stored low before any plan, what is quantised, and what may be widened.
+"""The state of a model before any plan: which tensors are stored low or quantised, and which may be widened.
 
 ``transformers`` and others load a checkpoint in the format that it was written in. Frozen parameters that arrive low
 are a *base*, as under LoRA: nothing updates them, so nothing is lost by leaving them as they are. Quantised weights
@@ -27,7 +27,7 @@ PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
 def check_widen(call: str, widen: object) -> None:
-    """Refuse what ``widen=`` does not take.
+    """Raise if ``widen=`` has an invalid value.
 
     Raises:
         PlanError: It names the call, the value and those allowed.
@@ -39,7 +39,7 @@ def check_widen(call: str, widen: object) -> None:
 
 
 def is_sealed(tensor: Tensor) -> bool:
-    """Whether a floating tensor's elements are no plain numbers, so that a cast would spoil them.
+    """Whether a floating tensor holds encoded values, so that a cast would destroy them.
 
     That are fp8, tensors that run operators by code of their own (torchao's), and frozen parameters of a class
     that is not torch's (those of bitsandbytes may say bf16 and hold packed bits).
@@ -55,7 +55,7 @@ def is_sealed(tensor: Tensor) -> bool:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether a module's own weights are quantised, so that what lies beside them (scales, a bias) is its own matter."""
+    """Whether a module's own weights are quantised, so that its other tensors (scales, a bias) are left alone."""
     own = list(module.parameters(recurse=False))
     if any(is_sealed(p) or p.dtype in PACKED for p in own):
         return True
@@ -64,7 +64,7 @@ def is_quantised(module: nn.Module) -> bool:
 
 
 def widening(model: nn.Module, widen: Any) -> Callable[[str, Tensor], bool]:
-    """Whether a tensor that a plan leaves as it is, by the path of its module, is to be stored in fp32.
+    """Whether a tensor that a plan does not store, given by the path of its module, is widened to fp32.
 
     Args:
         model: In any state.
@@ -74,7 +74,7 @@ def widening(model: nn.Module, widen: Any) -> Callable[[str, Tensor], bool]:
     known: dict[str, bool] = {}
 
     def beside_base(path: str) -> bool:
-        """Whether the nearest module around that has parameters has frozen ones that are low."""
+        """Whether the nearest enclosing module with parameters has frozen low ones."""
         around = path  # no recursion: a function that refers to itself would keep the model until a garbage collection
         while around and not any(True for _ in modules[around].parameters()):
             around = around.rpartition(".")[0]
@@ -95,7 +95,7 @@ def widening(model: nn.Module, widen: Any) -> Callable[[str, Tensor], bool]:
 
 
 def widen_for(plan: Plan, model: nn.Module) -> Any:
-    """What to widen where a plan is tried on a model that may arrive low, to be held against fp32.
+    """What to widen when a plan is compared with fp32 on a model that may arrive low.
 
     A plan that computes in fp32 alone is fp32 for the whole model. Under others what is trained is widened, and a base
     in another low format than the plan's. A plan that computes in fp32 and hands outputs on as they come leaves a model
@@ -110,7 +110,7 @@ def widen_for(plan: Plan, model: nn.Module) -> Any:
 
 
 def as_given(model: nn.Module) -> Plan | None:
-    """The plan under which a model that arrives low runs as it does by itself.
+    """The plan under which a model that arrives low runs as without a plan.
 
     None where it arrives in fp32, or what it trains is stored in several formats.
     """
@@ -126,7 +126,7 @@ def as_given(model: nn.Module) -> Plan | None:
 
 
 def widen_(model: nn.Module) -> dict[str, torch.dtype]:
-    """Store in fp32, in place, all that a model without gradients has in bf16 or fp16, but for what is quantised.
+    """Store all bf16 and fp16 tensors of a model without gradients in fp32, in place, except quantised ones.
 
     Returns:
         What that was stored in before, by path, for :func:`store_`.
@@ -139,7 +139,7 @@ def widen_(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def store_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Store tensors of a model, by path, in other formats, in place; gradients are let go."""
+    """Store tensors of a model, by path, in other formats in place; their gradients are dropped."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if dtypes.get(name, tensor.dtype) is not tensor.dtype:
             tensor.grad = None
@@ -158,7 +158,7 @@ def low_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def more_bytes(tensors: Iterable[Tensor]) -> int:
-    """What storing low tensors in fp32 takes beyond what they take now, on this rank."""
+    """Additional bytes for storing low tensors in fp32, on this rank."""
     return sum(_local(t).numel() * (torch.float32.itemsize - t.dtype.itemsize) for t in tensors)
 
 

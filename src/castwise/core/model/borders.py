@@ -1,4 +1,4 @@
-"""Borders: where a module with a format of its own begins and ends.
+"""Borders: the start and end of a module that has its own format.
 
 A :class:`Border` is put around the whole model and around every region, as a pair of forward hooks: on the way in
 it casts inputs and puts the region's frame in force, on the way out it restores what was there and casts outputs.
@@ -53,7 +53,7 @@ _NOT_COPIED = ("_lease", "begin", "entries", "first", "loaded", "read", "roundin
 
 
 class Entries:
-    """Which autograd nodes were made inside a border lately.
+    """The autograd nodes that were recently created inside a border.
 
     Attributes:
         spans: For each call that made any, the number of the first one and the number after the last.
@@ -66,11 +66,11 @@ class Entries:
         self._open: list[int] = []
 
     def enter(self) -> None:
-        """A call begins. Without gradients torch makes nodes for casts of weights all the same."""
+        """Record the start of a call. Without gradients torch makes nodes for casts of weights all the same."""
         self._open.append(_torch.autograd.sequence_number() if torch.is_grad_enabled() else sys.maxsize)
 
     def leave(self) -> None:
-        """The call that began last ends."""
+        """Record the end of the last call."""
         first, last = self._open.pop() if self._open else 0, _torch.autograd.sequence_number()
         if first < last:
             self.spans.append((first, last))
@@ -78,7 +78,7 @@ class Entries:
             self.silent = True
 
     def made(self, number: int) -> bool:
-        """Whether a node with this number was made inside."""
+        """Whether the node with this number was created inside."""
         return any(first <= number < last for first, last in self.spans)
 
 
@@ -124,7 +124,7 @@ class Border:
         self.open()
 
     def open(self) -> None:
-        """Have the override kernels of the frame registered."""
+        """Register the override kernels of the frame."""
         self._lease = kernels.Lease(self.frame.rows, self.frame.device_type) if self.frame.rows else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Border:
         self.open()
 
     def close(self) -> None:
-        """Give up the override kernels; the hooks must have been removed before."""
+        """Release the override kernels; the hooks must have been removed before."""
         if self._lease is not None:
             self._lease.close()
 
@@ -152,7 +152,7 @@ class Border:
             frames.push(self.frame, self, self.root)
 
     def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Forward pre-hook with keyword arguments, where inputs are cast or backward must be told of the border."""
+        """Forward pre-hook with keyword arguments, used if inputs are cast or backward must know of the border."""
         cast = self.cast_inputs
         if cast is not None:
             if self.rounding is not None and not is_compiling() and not _torch.tensors.is_tracing():
@@ -205,24 +205,24 @@ class Border:
         loaded: Callable[[], object],
         read: Callable[[], object],
     ) -> None:
-        """Have functions called when a forward of the model begins, when a state was loaded into it, and before one is read."""
+        """Call functions when a forward of the model begins, after a state was loaded into it, and before its state is read."""
         self.begin, self.loaded, self.read = begin, loaded, read
         if not isinstance(model, torch.jit.ScriptModule):
             model.register_load_state_dict_post_hook(self.load)
             model.register_state_dict_pre_hook(self.save)
 
     def load(self, _module: nn.Module, _keys: Any) -> None:
-        """Hook for a state that was loaded into the whole model."""
+        """Hook after a state was loaded into the whole model."""
         if self.loaded is not None:
             self.loaded()
 
     def save(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        """Hook for a state that is read from the whole model."""
+        """Hook before the state of the whole model is read."""
         if self.read is not None:
             self.read()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook; runs after an exception too, then with ``output=None``."""
+        """Forward hook; also runs after an exception, with ``output=None``."""
         if is_compiling():
             tracing.graph_pop()
         else:
@@ -253,14 +253,15 @@ class Border:
 
 
 def _refuse_export(kind: str) -> None:
-    """While torch.export traces a model whose operators a plan casts.
+    """Raise if torch.export traces a model whose operators a plan casts.
 
     Raises:
         StateError: Always.
     """
     raise StateError(
         f"torch.export of a prepared {kind}: an exported graph would lack the plan's casts of operators, and fail at its first "
-        "call. Export the model after amp.close(), which leaves it in fp32, or prepare it by a plan that casts no operators, such as "
+        "call. Export the model after amp.close(), which leaves it in fp32, or prepare it with a plan that casts no "
+        "operators, such as "
         "'bf16-true' or 'fp32'."
     )
 
@@ -269,7 +270,7 @@ _torch.dynamo.mark_constant(_refuse_export)
 
 
 def refuse_scripting(module: nn.Module) -> None:
-    """Before torch.jit.script compiles a module.
+    """Raise before torch.jit.script compiles a module.
 
     Raises:
         StateError: It has a border.
@@ -277,13 +278,15 @@ def refuse_scripting(module: nn.Module) -> None:
     if border_of(module) is None:
         return
     raise StateError(
-        f"torch.jit.script of a prepared {type(module).__name__}: hooks switch the formats, and scripted code has none of them. Script the model after "
-        "amp.close(), which leaves it in fp32, trace it by torch.jit.trace, or prepare a model of which parts are scripted"
+        f"torch.jit.script of a prepared {type(module).__name__}: hooks switch the formats, and scripted code runs no hooks. "
+        f"Script the model after "
+        "amp.close(), which leaves it in fp32, trace it with torch.jit.trace, or script only parts of the model before "
+        "preparing it"
     )
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A wide output in a low dtype, with the wide one beside it."""
+    """A wide output rounded to a low dtype, which keeps a reference to the wide one."""
     if not tensor.is_floating_point() or tensor.dtype is dtype or tensor.dim() == 0:
         return tensor
     low = tensor.to(dtype)
@@ -294,7 +297,7 @@ def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """What an output was before it was rounded, unless it was written to since; any other tensor itself."""
+    """The value of an output before rounding, unless it was written to since; other tensors are returned unchanged."""
     wide = getattr(tensor, _WIDE, None)
     return wide[0] if wide is not None and wide[1] == _torch.tensors.version(tensor) else tensor
 
@@ -313,11 +316,11 @@ class Method:
 
     @property
     def __wrapped__(self) -> Any:
-        """The method itself: what asks for a signature, or who overrides a method, finds that one's."""
+        """The method itself, for code that reads its signature or overrides it."""
         return getattr(type(self.module), self.name).__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Enter the border with the arguments cast, run the method, and cast what it returns."""
+        """Enter the border with the arguments cast, run the method, and cast its result."""
         self.before(self.module)
         border, depth = self.border, frames.depth()
         args, kwargs = border.enter_and_cast(self.module, args, kwargs)
@@ -334,7 +337,7 @@ class Method:
 
 @dataclass(eq=False)
 class Door:
-    """Hooks of a part of a prepared model, by which it runs inside the model's border where it is called from outside.
+    """Hooks that run a part of a prepared model inside the model's border when it is called from outside.
 
     Attributes:
         border: Of the model.
@@ -345,7 +348,7 @@ class Door:
     entered: list[bool] = field(default_factory=list)
 
     def put(self, part: nn.Module) -> None:
-        """Let a part in."""
+        """Install the hooks on a part."""
         part.register_forward_pre_hook(self.enter, with_kwargs=True)
         part.register_forward_hook(self.leave, always_call=True)
 
@@ -355,12 +358,12 @@ class Door:
         return self.border.enter_and_cast(module, args, kwargs) if self.entered[-1] else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook; runs after an exception too."""
+        """Forward hook; also runs after an exception."""
         return self.border.leave(module, args, output) if self.entered.pop() else output
 
 
 def check_forward(module: nn.Module) -> None:
-    """Check that no ``torch.autocast`` was put around a module's own ``forward``: it would override the plan in there.
+    """Check that ``torch.autocast`` does not wrap a module's own ``forward``, where it would override the plan.
 
     Raises:
         StateError: Somebody has.
@@ -370,12 +373,13 @@ def check_forward(module: nn.Module) -> None:
         raise StateError(
             f"forward of this {type(module).__name__} was replaced by one inside torch.autocast({device_type!r}), which overrides the plan: "
             "two settings of precision at once. Accelerate does that for mixed_precision=, and the Trainer of transformers for "
-            "bf16=True or fp16=True: leave that out, or leave the plan out; castwise.integrations.huggingface has both with a plan"
+            "bf16=True or fp16=True: leave that out, or leave the plan out; castwise.integrations.huggingface provides both "
+            "with a plan"
         )
 
 
 def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
-    """Remove borders that came with a copy of a prepared model.
+    """Remove borders that were copied with a prepared model.
 
     ``log`` gets what puts them back before any is removed.
     """
@@ -405,7 +409,7 @@ def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None
 
 
 def border_of(module: nn.Module) -> Border | None:
-    """The border around a module, if there is one."""
+    """The border around a module, or None."""
     own = (
         getattr(hook, "__self__", None)
         for hooks in _torch.hooks.hook_tables(module)
@@ -415,13 +419,13 @@ def border_of(module: nn.Module) -> Border | None:
 
 
 def root_of(model: nn.Module) -> Border | None:
-    """The border of a whole model that is prepared."""
+    """The border of a whole prepared model."""
     border = border_of(model)
     return border if border is not None and border.root else None
 
 
 def explain(error: BaseException, models: Iterable[nn.Module], loss: torch.Tensor | None = None) -> None:
-    """Say of an error where dtypes met and what cures it, where it came from the use of weights outside of prepared models.
+    """Add to a dtype error what cures it, if weights were used outside of prepared models.
 
     With a ``loss``, where it came from its backward.
     """
@@ -435,7 +439,7 @@ def explain(error: BaseException, models: Iterable[nn.Module], loss: torch.Tenso
 
 
 def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
-    """See that a model has the methods that are to be run by the plan.
+    """Check that a model has the methods that are to run under the plan.
 
     Raises:
         StateError: It has not, or these are not names.
@@ -464,7 +468,7 @@ def _frame_for(plan: Plan, compute: str, device_type: str, rows: Mapping[str, ru
 
 
 def _cast_outputs(plan: Plan, inside: str, around: str) -> torch.dtype | None:
-    """What a region's outputs are cast to; see the module."""
+    """The format that a region's outputs are cast to; see the module."""
     if not casts_operators(plan, around):
         return FORMATS[around].dtype
     return None if inside in (around, "fp32") else torch.float32
@@ -478,7 +482,7 @@ def install(
     before: Callable[[nn.Module], None],
     log: Callable[[Callable[[], None]], object],
 ) -> Border:
-    """Put the borders of a resolution on a model.
+    """Install the borders of a resolution on a model.
 
     Args:
         model: What was resolved; its class, ``forward`` and parameters stay what they are.
@@ -503,7 +507,7 @@ def install(
         # torch.autocast asks oneDNN for an LSTM, but for one with projections, that it has in fp16 on no CPU so far, and in bf16
         # on none without AVX-512 ("could not create a primitive descriptor"). Casting around the whole operator runs it low
         # by torch's own kernels instead.
-        rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no such LSTM on this CPU"))
+        rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN does not support this LSTM on this CPU"))
     follow = bool(rows)
     if resolution.mixes:
         # these rows act on what cannot run otherwise; a frame's border tells backward of them by the way
@@ -524,7 +528,7 @@ def install(
         return Site(plan, place.compute, device_type, beside, place.meets)
 
     def outer(path: str) -> Frame:
-        """Frame of the next border above a module."""
+        """Frame of the next enclosing border of a module."""
         above = path.rpartition(".")[0]
         place = resolution.places[above]
         return outer(above) if above and place.around is None else frame(place)

@@ -54,7 +54,7 @@ def _hits(region: Region, modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class of a module; of a scripted or traced one that of torch.nn which it was made from, if it was."""
+    """The class of a module; of a scripted or traced one, the torch.nn class it was made from."""
     if isinstance(module, torch.jit.ScriptModule):
         made_from = getattr(nn, getattr(module, "original_name", ""), None)
         if isinstance(made_from, type) and issubclass(made_from, nn.Module):
@@ -68,26 +68,26 @@ def _matches_kind(glob: str, kind: type[nn.Module]) -> bool:
 
 
 def _never_called(model: nn.Module) -> dict[nn.Module, str]:
-    """Modules whose forward does not run in normal use, with the reason."""
+    """Modules whose forward does not normally run, with the reason."""
     found: dict[nn.Module, str] = {}
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            code = "runs code of its own, in which torch calls no hooks; name a module around it, or script it no more"
+            code = "runs scripted code, in which torch calls no hooks; name a module around it, or do not script it"
             inner = list(module.modules())[1:]
-            found.update(dict.fromkeys(inner, f"what it is in was scripted or traced, and {code}"))
+            found.update(dict.fromkeys(inner, f"the module that it is in was scripted or traced, and {code}"))
             if not _torch.hooks.takes_hooks(module):
                 found[module] = f"a scripted module {code}"
         if isinstance(module, _CONTAINERS):
             found[module] = f"{type(module).__name__} is a container; name its children with '.*'"
         if isinstance(module, nn.MultiheadAttention):
             found[module.out_proj] = (
-                "nn.MultiheadAttention uses the weights of out_proj without calling it; name the attention itself"
+                "nn.MultiheadAttention uses the weights of out_proj without calling it; name the attention module itself"
             )
     return found
 
 
 def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
-    """Which region each named module is matched by, itself and not through a parent: by path, the last one in order.
+    """The region that matches each named module directly, by path; the last match wins.
 
     Raises:
         PatternError: A pattern that matches no module, or none whose forward runs. Type patterns may match
@@ -125,21 +125,21 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
 
 
 def region_of(path: str, assigned: Mapping[str, Region]) -> Region | None:
-    """The region that a module lies in, by what :func:`assign` returned: that of the nearest module around it which has one."""
+    """The region of a module, from the result of :func:`assign`: that of the nearest enclosing module with one."""
     while path and path not in assigned:
         path = path.rpartition(".")[0]
     return assigned.get(path)
 
 
 def only_matching(plan: Plan, model: nn.Module) -> Plan:
-    """The plan without the regions by path that match nothing in a model: those of a pipeline's other stages."""
+    """The plan without path regions that match nothing in a model, such as those of other pipeline stages."""
     modules = dict(model.named_modules())
     here = tuple(region for region in plan.regions if region.is_type or _hits(region, modules))
     return dataclasses.replace(plan, regions=here)
 
 
 def casts_operators(plan: Plan, compute: str) -> bool:
-    """Whether the operators of a region that computes in a format are autocast."""
+    """Whether the operators of a region with a compute format are autocast."""
     return compute in LOW and (plan.rules != "none" or bool(plan.ops))
 
 
@@ -148,7 +148,7 @@ def casts_operators(plan: Plan, compute: str) -> bool:
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """What a plan makes of one module.
+    """The effect of a plan on one module.
 
     Attributes:
         path: Module path; empty for the model itself.
@@ -170,7 +170,7 @@ class ModulePlan:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What a plan makes of a model.
+    """The effect of a plan on a model.
 
     Attributes:
         plan: The plan; for one stage of a pipeline without the regions of other stages.
@@ -192,7 +192,7 @@ class Resolution:
 
     @property
     def borders(self) -> tuple[ModulePlan, ...]:
-        """The modules that run in a format by a region of their own, or around which tables are wider than the format."""
+        """The modules with a format of their own, or with rule tables that include wider formats."""
         return tuple(place for place in self.places.values() if place.around is not None)
 
     def stored_in(self, path: str) -> torch.dtype | None:
@@ -218,13 +218,13 @@ class Resolution:
         ]
         count = Counter(str(dtype).removeprefix("torch.") for dtype in self.storage.values())
         stored = ", ".join(f"{number} in {name}" for name, number in count.items()) or "none"
-        lines += [f"tensors to be stored otherwise: {stored}"]
+        lines += [f"tensors to be stored in another format: {stored}"]
         if self.kept:
             lines += [f"buffers kept as they are: {', '.join(self.kept)}"]
         if self.left_low:
             lines += [f"trained parameters left low as they arrived: {some(self.left_low, 5)}"]
         if self.sealed:
-            lines += [f"quantised, and left alone: {some(self.sealed, 5)}"]
+            lines += [f"quantised, and left unchanged: {some(self.sealed, 5)}"]
         return "\n".join([f"{self.plan} on {root.kind}", *lines])
 
 
@@ -237,7 +237,7 @@ def resolve(
     inference: bool = False,
     widen: Any = False,
 ) -> Resolution:
-    """Find out what a plan makes of a model; changes neither.
+    """Determine the effect of a plan on a model; changes neither.
 
     A parameter shared by several regions takes the widest of their formats; fp64 stays. Buffers are state: they keep their dtype
     unless a region with ``params`` names their very module. Where operators are not autocast, what can
@@ -350,7 +350,7 @@ def resolve(
 
 
 def _mixes(plan: Plan, modules: Mapping[str, nn.Module], places: Mapping[str, ModulePlan]) -> bool:
-    """Whether weights are stored low for more than the layers whose operator takes everything low."""
+    """Whether weights are stored low beyond the layers whose operators take only low inputs."""
     return any(casts_operators(plan, place.compute) for place in places.values()) and any(
         places[path].stored in LOW
         and not _is_one_operator(module)
@@ -366,7 +366,7 @@ def _place_tables(
     places: dict[str, ModulePlan],
     storage: dict[str, torch.dtype],
 ) -> None:
-    """Find the modules with tables wider than they compute, where operators are not cast, and have them run all the same."""
+    """Find the modules whose parameters are wider than their compute format where operators are not cast, and make them run."""
     paths = {module: path for path, module in modules.items()}
     final = {tensor: storage.get(name, tensor.dtype) for name, tensor in named_tensors(modules[""])}
     for path, module in modules.items():
@@ -408,14 +408,14 @@ def _place_tables(
 
 
 def _runs(module: nn.Module) -> bool:
-    """Whether a module has a forward, around which there can be a border."""
+    """Whether a module has a forward that a border can wrap."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _called_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules with operators of their own that a forward is likely to call: its children, and those of containers.
+    """The modules with their own operators that a forward probably calls: its children, and those of containers.
 
     Left out are layers of one operator that takes a wide input low by itself, and embeddings, which take no floating one.
     """
@@ -427,7 +427,7 @@ def _called_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _factorises(module: nn.Module) -> bool:
-    """Whether a parametrization may compute its weight by operators without low kernels, as orthogonal does."""
+    """Whether a parametrization may compute its weight with operators that lack low kernels, as orthogonal does."""
     return isinstance(module, ParametrizationList) and not all(
         isinstance(one, _torch.calls.NORM_PARAMETRIZATIONS) for one in module
     )
@@ -444,7 +444,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _stored_format(plan: Plan, region: Region | None) -> str | None:
-    """Format that a region's parameters are stored in; None leaves them as they are."""
+    """Format in which a region's parameters are stored; None leaves them unchanged."""
     if region is not None:
         if region.params is not None:
             return region.params
@@ -464,7 +464,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _has_vectors(module: nn.Module) -> bool:
-    """Whether a layer's weight is computed from its parameters and vectors kept beside them, as by spectral_norm."""
+    """Whether a layer's weight is computed from its parameters and extra vectors, as by spectral_norm."""
     reparametrized = isinstance(module, ParametrizationList) or hasattr(module, "weight_orig")
     return reparametrized and any(b.is_floating_point() and b.dim() == 1 for b in module.buffers())
 
@@ -476,7 +476,7 @@ def _parents(path: str, modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]
 
 
 def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
-    """Whether a buffer can be told to be a constant that meets activations, and no state, counter or position."""
+    """Whether a buffer is recognisably a constant that is combined with activations, and not state, counters or positions."""
     if "parametrizations" in path.split(".") or hasattr(module, "weight_orig"):
         return True  # the vectors of spectral_norm are multiplied with the weight
     if isinstance(module, _WEIGHTED):
@@ -520,7 +520,7 @@ _OPERATORS: Final[tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = (
 
 
 def _lower_layers(plan: Plan, device_type: str) -> dict[type[nn.Module], bool]:
-    """Whether a plan computes the operators of each kind of layer low on a device."""
+    """For each kind of layer, whether a plan computes its operators low on a device."""
     if not plan.autocasts or plan.stores_low:
         return {}
     table = rules.base_table(plan.rules, device_type)
@@ -534,7 +534,7 @@ def _lower_layers(plan: Plan, device_type: str) -> dict[type[nn.Module], bool]:
 
 
 def _names_of(module: nn.Module, layers: Mapping[type[nn.Module], bool]) -> Iterable[str]:
-    """The parameters of a layer that can be stored low: none where a parametrization computes its weight."""
+    """The parameters of a layer that can be stored low: none if a parametrization computes its weight."""
     for kind, lower in layers.items():
         if isinstance(module, kind):
             whole = not (hasattr(module, "parametrizations") or hasattr(module, "weight_orig"))

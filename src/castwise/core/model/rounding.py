@@ -1,4 +1,4 @@
-"""Inputs of a model that a plan rounds: whether distinct numbers in them become one."""
+"""Detect inputs of a model whose distinct values become equal when a plan rounds them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAMPLE = 1 << 14
 
 
 class RoundedInputs:
-    """Looks at the inputs of a model's first calls, before they are rounded, and warns once.
+    """Checks the inputs of a model's first calls before they are rounded, and warns once.
 
     Values are compared where they are one number per example, and elsewhere where the format is coarser than whole numbers:
     timesteps, positions, raw counts. Features that lie close to each other say nothing. These calls wait for the device.
@@ -26,7 +26,7 @@ class RoundedInputs:
         self._dtype, self._looks = dtype, _LOOKS
 
     def look(self, kind: str, inputs: Any) -> bool:
-        """Look at the inputs of a call of a model of a class called ``kind``.
+        """Check the inputs of a call of a model whose class is called ``kind``.
 
         Returns:
             Whether to look again at the next call.
@@ -51,8 +51,8 @@ class RoundedInputs:
                 warnings.warn(
                     f"The plan rounds floating inputs of this {kind} to {name}, in which distinct values of an input of shape "
                     f"{list(tensor.shape)} are equal: {first:.7g} and {second:.7g} become {float(tensor.new_tensor(first).to(self._dtype)):g}. "
-                    "Timesteps, positions and other numbers that count keep their values as integers, or under a plan whose operators "
-                    "cast for themselves, such as 'bf16-mixed' and 'bf16-master'.",
+                    "Give timesteps, positions and other counts as integers, or use a plan that casts at operators, such as "
+                    "'bf16-mixed' and 'bf16-master'.",
                     stacklevel=3,
                 )
                 return False
@@ -60,7 +60,7 @@ class RoundedInputs:
 
 
 def _that_collapse(values: Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
-    """Two distinct values that are equal in ``dtype``, if there are any that matter."""
+    """Two distinct values that are equal in ``dtype``, if they matter."""
     flat = values.reshape(-1)[:_SAMPLE]
     flat = flat[flat.to(dtype).isfinite()]  # what overflows is another matter
     if values.dim() > 1 or values.numel() == 1:

@@ -1,4 +1,4 @@
-"""In which formats the parameters of prepared models are stored, and which of them were cast since."""
+"""The storage formats of prepared models' parameters, and detection of later casts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _narrow: Any = WeakTensorKeyDictionary()
 
 
 def note_formats(model: nn.Module) -> None:
-    """A model has been prepared: as its parameters are stored now they are to stay."""
+    """Record the current storage formats of a model that was prepared."""
     for parameter in model.parameters():
         _stored[parameter] = parameter.dtype
     _casts.begin()
 
 
 def note_format(parameter: Tensor) -> None:
-    """The plan stores a parameter of a prepared model otherwise from now on."""
+    """Record the new storage format of a parameter of a prepared model."""
     if parameter in _stored:
         _stored[parameter] = parameter.dtype
 
 
 def forget_formats(model: nn.Module) -> None:
-    """A model is prepared no longer."""
+    """Forget the formats of a model that is no longer prepared."""
     for parameter in model.parameters():
         _stored.pop(parameter, None)
     if not len(_stored):
@@ -40,7 +40,7 @@ def forget_formats(model: nn.Module) -> None:
 
 
 def _follow_casts(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Around what ``model.half()`` and its like go through: warn where parameters come back to their dtype without their low bits."""
+    """Wrap the implementation of ``model.half()`` and similar: warn if parameters return to their dtype without their low bits."""
     depth = 0
 
     def applied(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,8 @@ def _follow_casts(apply: Callable[..., Any]) -> Callable[..., Any]:
                 name, dtype = next(iter(back.items()))
                 warnings.warn(
                     f"{len(back)} parameters of a prepared {type(module).__name__}, {name} among them, were cast to {dtype} and back, "
-                    "so that what this dtype cannot hold of them is lost. Leave casting to the plan; if this was not meant, load the "
+                    "so the digits that this dtype cannot hold are lost. Leave casting to the plan; if this was not meant, "
+                    "load the "
                     "weights from a checkpoint.",
                     stacklevel=3,
                 )
@@ -81,7 +82,7 @@ def _is_narrower(dtype: torch.dtype, stored: torch.dtype) -> bool:
 
 
 def stored_format(parameter: Tensor) -> Any:
-    """The dtype that a parameter was stored in when its model was prepared; its own where none was."""
+    """The dtype in which a parameter was stored when its model was prepared; its current one if it was not."""
     return _stored.get(parameter, parameter.dtype)
 
 
@@ -91,7 +92,7 @@ def is_cast(parameter: Tensor) -> bool:
 
 
 def say_cast(name: str, parameter: Tensor) -> str:
-    """What was done to a parameter that :func:`is_cast`, and what to do."""
+    """Describe the cast of a parameter for which :func:`is_cast` holds, and the remedy."""
     return (
         f"{name} was stored in {stored_format(parameter)} when the model was prepared and is {parameter.dtype} now, as model.half(), "
         "model.double() or model.to(dtype) makes it. Leave casting to the plan: cast the model back, or prepare it again after changing "
@@ -100,7 +101,7 @@ def say_cast(name: str, parameter: Tensor) -> str:
 
 
 def refuse_cast(model: nn.Module) -> None:
-    """In front of a call of a model in training: check that nothing that it trains was cast.
+    """Before a training call of a model: raise if any of its trained parameters was cast.
 
     Raises:
         StateError: Somebody has.
@@ -111,7 +112,7 @@ def refuse_cast(model: nn.Module) -> None:
 
 
 def explain_cast(error: BaseException | None, model: nn.Module) -> None:
-    """Add to an operator's complaint that parameters of the model have been cast since it was prepared, if they have.
+    """Add to an operator's error that parameters were cast since the model was prepared, if so.
 
     The hook that calls this cannot raise an error of its own (torch silences it), so the message on its way out is extended.
     """

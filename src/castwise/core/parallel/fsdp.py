@@ -1,4 +1,4 @@
-"""FSDP2: the plan as a policy of its shard groups, and whether the groups are as the plan wants them.
+"""FSDP2: mixed-precision policies from a plan, and checks that the shard groups agree with the plan.
 
 FSDP2 keeps each parameter as an fp32 shard and gathers it in ``param_dtype``: the shards are the masters of a plan that
 stores parameters low. All parameters of a group are gathered in one dtype, so a region that stores its parameters in
@@ -28,8 +28,8 @@ def _path_of(module: nn.Module, model: nn.Module) -> str:
         if inner is module:
             return str(path)
     raise StateError(
-        f"mp_policy: this {type(module).__name__} is not part of the given {type(model).__name__}; give the model that it is "
-        "in, before either is wrapped"
+        f"mp_policy: this {type(module).__name__} is not part of the given {type(model).__name__}; give the model that "
+        f"contains it, before either is wrapped"
     )
 
 
@@ -55,7 +55,7 @@ def mp_policy(plan: Plan, module: nn.Module | None, model: nn.Module | None) -> 
 
 
 def _own_groups(resolution: Resolution, model: nn.Module) -> list[nn.Module]:
-    """The modules with parameters that are stored otherwise than those of the modules around them, innermost first."""
+    """The modules whose parameters are stored in another format than those of enclosing modules, innermost first."""
     found = []
     for path, module in model.named_modules():
         if path and next(module.parameters(), None) is not None:
@@ -68,7 +68,7 @@ def _own_groups(resolution: Resolution, model: nn.Module) -> list[nn.Module]:
 def shard(
     resolution: Resolution, model: nn.Module, blocks: Iterable[nn.Module], options: dict[str, Any]
 ) -> None:
-    """``fully_shard`` on the regions that need groups of their own, on ``blocks``, and on the model."""
+    """Call ``fully_shard`` on the regions that need their own groups, on ``blocks``, and on the model."""
     from torch.distributed.fsdp import fully_shard
 
     paths = {module: path for path, module in model.named_modules()}
@@ -82,20 +82,21 @@ def shard(
 def _sharded(
     resolution: Resolution, model: nn.Module
 ) -> Iterator[tuple[str, str, Tensor, Any, torch.dtype | None]]:
-    """Each parameter that FSDP2 manages: path of its group, name, itself, the group's policy, format by the plan."""
+    """Each parameter that FSDP2 manages: path of its group, name, itself, the group's policy, its format in the plan."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for path, _, parameter, policy in _torch.distributed.fsdp_groups(model):
         if parameter not in names:
             raise StateError(
-                f"prepare: FSDP2 has gathered {path or type(model).__name__!r}, as the outermost module stays after a forward "
-                "without a backward; prepare a sharded model before its first forward, or call reshard() of that module first."
+                f"prepare: FSDP2 has gathered {path or type(model).__name__!r}, since the outermost module stays gathered "
+                f"after a forward without a backward; prepare a sharded model before its first forward, or call reshard() of "
+                f"that module first."
             )
         name = names[parameter]
         yield path, name, parameter, policy, resolution.stored_in(name.rpartition(".")[0])
 
 
 def check_groups(resolution: Resolution, model: nn.Module) -> None:
-    """See that FSDP2 gathers every parameter in the format that the plan stores it in.
+    """Check that FSDP2 gathers every parameter in the format in which the plan stores it.
 
     Raises:
         StateError: It does not; names the parameter, the group and what to do.
@@ -113,7 +114,7 @@ def check_groups(resolution: Resolution, model: nn.Module) -> None:
 
 
 def check_shards(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
-    """See that shards keep the dtype that they had when the model ran for the first time, which FSDP2 counts on.
+    """Check that shards still have the dtype of the model's first run, which FSDP2 relies on.
 
     Raises:
         StateError: One is to be stored otherwise.
@@ -125,8 +126,8 @@ def check_shards(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None
             said = [str(dtype).removeprefix("torch.") for dtype in (known, wanted)]
             raise StateError(
                 f"prepare: {names[parameter]} of this {type(model).__name__} was {said[0]} when FSDP2 ran it for the first time, "
-                f"and it is to be stored in {said[1]}, which FSDP2 would not notice. Prepare a sharded model before its first "
-                "forward, each one once."
+                f"and the plan stores it in {said[1]}, which FSDP2 would not notice. Prepare each sharded model once, before "
+                f"its first forward."
             )
 
 
@@ -151,7 +152,7 @@ def shard_dtypes(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch
 
 
 class _Frozen:
-    """Of a sharded model, what may come to be trained in other dtypes than FSDP2 and the plan count on."""
+    """Parameters of a sharded model that may later train in dtypes other than those FSDP2 and the plan expect."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._units = _torch.distributed.fsdp_units(model)
@@ -179,14 +180,14 @@ _frozen: weakref.WeakKeyDictionary[nn.Module, _Frozen] = weakref.WeakKeyDictiona
 
 
 def _look(model: nn.Module, *_: Any) -> None:
-    """Hook before ``forward``; it holds nothing, so models still pickle and copy."""
+    """Hook before ``forward``; it holds no references, so models still pickle and copy."""
     known = _frozen.get(model)
     if known is not None and not torch.compiler.is_compiling():
         known.look()
 
 
 def follow_unfreezing(model: nn.Module, plan: Plan, log: Callable[[Callable[[], None]], object]) -> None:
-    """Have shards that are frozen when the model first runs train once they are unfrozen; ``log`` gets what ends it."""
+    """Make frozen shards train once they are unfrozen after the first run; ``log`` gets a function that ends this."""
     if not _torch.distributed.fsdp_units(model):
         return
     alive = weakref.ref(model)

@@ -51,7 +51,7 @@ def stages_of(schedule: Any) -> list[Any]:
 
 
 def adapt(schedule: Any, scale: Callable[[], Tensor | None], open_window: Callable[[], None]) -> None:
-    """Scale the losses of a schedule in backward, and open the window of a step with its first forward.
+    """Scale the losses of a schedule in backward, and open a step's window at its first forward.
 
     Args:
         schedule: Made with a ``loss_fn``; one without only runs forward.

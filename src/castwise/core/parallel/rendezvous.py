@@ -1,4 +1,4 @@
-"""Where processes meet, also those that torchrun has started again.
+"""Rendezvous of processes, including those that torchrun has restarted.
 
 torchrun's agent keeps one store for all its restarts, with the keys that ended processes have left there: torch's own
 ``init_process_group`` reads the addresses of the dead from it, and fails or waits. Here each start of the processes
@@ -29,7 +29,7 @@ def init_process_group(
     device_id: torch.device | int | None = None,
     pg_options: Any = None,
 ) -> None:
-    """Start ``torch.distributed``, in a way that also works in processes that torchrun has started again.
+    """Start ``torch.distributed`` so that it also works in processes that torchrun has restarted.
 
     Use it in place of ``torch.distributed.init_process_group`` in a script under ``torchrun --max-restarts``, on one
     machine or several: that one meets ended processes in torchrun's store, fails or hangs. Without torchrun or another
@@ -57,7 +57,7 @@ def init_process_group(
 
 
 def _meeting_place(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Where to meet, as arguments of torch's ``init_process_group``; nothing where torch's own choice will do."""
+    """Rendezvous arguments for torch's ``init_process_group``; empty where torch's default works."""
     env = os.environ
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def _meeting_place(timeout: datetime.timedelta) -> dict[str, Any]:
 
 
 def _attempt(store: Any, rank: int, world: int) -> str:
-    """A name for this start of the processes, the same on all, in a store where ended ones have left theirs.
+    """A name for this start of the processes, the same on all, since the store keeps keys of earlier starts.
 
     Rank 0 makes it. It cannot tell a live rank's word from a dead one's, so it answers all of them under names that are
     made anew each time, until every rank has shown that it has read the answer. The number of the restart would not do:
@@ -87,8 +87,8 @@ def _attempt(store: Any, rank: int, world: int) -> str:
     while missing:
         if time.monotonic() > deadline:
             raise StateError(
-                f"init_process_group: {len(missing)} of {world} ranks have not come in {store.timeout}, the first of them "
-                f"rank {min(missing)}; look for its error above, or give more time by timeout="
+                f"init_process_group: {len(missing)} of {world} ranks have not arrived within {store.timeout}, the first of "
+                f"them rank {min(missing)}; look for its error above, or give more time with timeout="
             )
         for other in sorted(missing):
             if store.check([f"{own}/read/{other}"]):

@@ -1,4 +1,4 @@
-"""A model that is cut into DTensors, by FSDP2 or tensor parallelism: who holds it, and a whole copy of it on every rank."""
+"""Models sharded as DTensors, by FSDP2 or tensor parallelism: their ranks, and a whole copy on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_cut(model: nn.Module) -> bool:
 
 
 def ranks_of(model: nn.Module) -> Ranks:
-    """The processes that hold a model together: those of its DistributedDataParallel, or of its meshes; else this one alone.
+    """The processes that hold a model together: those of its DistributedDataParallel or meshes; else only this one.
 
     Called on all of them: their messages go by a gloo group of their own.
     """
@@ -36,7 +36,7 @@ def ranks_of(model: nn.Module) -> Ranks:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A DTensor's values, whole and detached, where its mesh computes; any other tensor detached. Collective over its mesh."""
+    """A DTensor's whole values, detached, on its mesh's device; any other tensor detached. Collective over its mesh."""
     tensor = tensor.detach()
     if not is_dtensor(tensor):
         return tensor
@@ -45,7 +45,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def whole_copy(model: nn.Module, call: str) -> nn.Module:
-    """A copy of a cut model that every rank has by itself: plain tensors of the whole, modules as they were before it was cut.
+    """A copy of a sharded model for each rank: whole plain tensors, and modules as before sharding.
 
     Hooks, buffers, modes and what requires a gradient are the model's, which is left as it is. Its ranks call it together;
     each needs memory for all parameters, and twice the largest of them while they are gathered.
@@ -68,13 +68,13 @@ def whole_copy(model: nn.Module, call: str) -> nn.Module:
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; of what FSDP2 has gathered the shards, which optimizers and masters know."""
+    """Parameters and buffers by name; for parameters that FSDP2 has gathered, the shards that optimizers and masters hold."""
     shards = _torch.distributed.fsdp_shards(model)
     return {name: shards.get(t, t) for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
 def _make_room(shards: list[Tensor], call: str) -> dict[Tensor, Tensor]:
-    """Memory for each shard's whole; and, to be sure of it, for what gathering the largest takes."""
+    """Allocate memory for the whole tensors, and test that gathering the largest fits too."""
     try:
         room = {s: torch.empty(s.shape, dtype=s.dtype, device=_mesh(s).device_type) for s in shards}
         largest = max(room.values(), key=lambda values: values.nbytes, default=None)
@@ -83,8 +83,8 @@ def _make_room(shards: list[Tensor], call: str) -> dict[Tensor, Tensor]:
     except (RuntimeError, MemoryError) as error:
         size = sum(shard.numel() * shard.element_size() for shard in shards) / 2**30
         raise WorkloadError(
-            f"{call}: the model is sharded, and every rank needs room for a whole copy of it, {size:.3g} GiB of parameters, which "
-            f"there is not ({first_line(error)}); give the ranks more memory, or take a smaller model of the same kind"
+            f"{call}: the model is sharded, and every rank needs memory for a whole copy of it, {size:.3g} GiB of parameters, "
+            f"which is not available ({first_line(error)}); give the ranks more memory, or use a smaller model of the same kind"
         ) from error
     return room
 
@@ -98,5 +98,5 @@ def _mesh(shard: Tensor) -> Any:
 
 
 def _shards(model: nn.Module) -> dict[Tensor, Tensor]:
-    """The DTensor behind each form in which the model holds what is cut."""
+    """The DTensor behind each tensor that the model holds."""
     return {t: t for t in _tensors(model) if is_dtensor(t)} | _torch.distributed.fsdp_shards(model)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel and FSDP, recognised.
+"""Detect DistributedDataParallel and FSDP wrappers.
 
 DistributedDataParallel wraps a model after it was prepared, without a call to castwise. But a module that becomes another's child
 is announced by a public hook of torch, and that is where a prepared model learns of it. So it is with FSDP1.
@@ -33,7 +33,7 @@ def _announce(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 
 
 def refuse_fsdp1(call: str, module: nn.Module) -> None:
-    """Refuse FSDP1, whose flat parameters and norms no plan knows, around or inside of a prepared model.
+    """Raise for FSDP1, whose flat parameters and norms do not work with a plan, around or inside a prepared model.
 
     Raises:
         StateError: Always.
@@ -54,13 +54,13 @@ def on_join_end(listener: Callable[[DistributedDataParallel, int], None]) -> Non
 
 
 def on_fsdp1(listener: Callable[[nn.Module], None]) -> None:
-    """Call ``listener(module)`` whenever FSDP1 has taken a module in; for those who listen :func:`on_ddp` as well."""
+    """Call ``listener(module)`` whenever FSDP1 wraps a module; listeners also get :func:`on_ddp`."""
     if listener not in _fsdp1_listeners:
         _fsdp1_listeners.append(listener)
 
 
 def on_ddp(listener: Callable[[DistributedDataParallel, nn.Module], None]) -> None:
-    """Call ``listener(ddp, module)`` whenever DistributedDataParallel takes a module in, before it shares weights.
+    """Call ``listener(ddp, module)`` whenever DistributedDataParallel wraps a module, before it broadcasts weights.
 
     Its process group is known by then.
     """
@@ -81,14 +81,14 @@ def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.
         if is_dtensor(parameter) or _torch.distributed.was_dtensor(parameter):
             raise StateError(
                 f"DistributedDataParallel({type(module).__name__}): {name} is a DTensor, which it cannot hold under a plan. "
-                "For data parallelism over tensor parallelism take fully_shard(model, mesh=...) with the mesh (dp, 1, tp): "
-                "its first two dimensions replicate over dp and shard over one rank, which is the same."
+                "For data parallelism over tensor parallelism, use fully_shard(model, mesh=...) with the mesh (dp, 1, tp): it "
+                "replicates over dp and shards over one rank, which is data parallelism."
             )
     return params
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """A model and what is inside of it, as long as it is but a wrapper."""
+    """A model and the modules that it merely wraps."""
     while True:
         yield model
         inner = _torch.calls.without_compiler(model)
@@ -105,7 +105,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that a model is wrapped in, by ``torch.compile`` too; the innermost of several."""
+    """The DistributedDataParallel around or below a model, also inside ``torch.compile``; the innermost of several."""
     found = None
     for layer in _layers(model):
         found = layer if isinstance(layer, DistributedDataParallel) else found
@@ -113,13 +113,13 @@ def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def inside_ddp(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, or the very same without it."""
+    """The module inside DistributedDataParallel; other modules are returned unchanged."""
     ddp = ddp_of(model)
     return model if ddp is None else ddp.get_submodule("module")
 
 
 def ddp_around(module: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that holds a module already. Looks through all objects, so it takes some time."""
+    """The DistributedDataParallel that already wraps a module. Looks through all objects, so it takes some time."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     for thing in gc.get_objects():

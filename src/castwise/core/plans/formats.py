@@ -62,7 +62,7 @@ class Format:
 
 
 def _ieee(name: str, exponent_bits: int, mantissa_bits: int, torch_name: str) -> Format:
-    """Describe a format whose top exponent is kept for infinities and NaNs, as IEEE 754 lays it out."""
+    """A format whose top exponent is reserved for infinities and NaNs, as in IEEE 754."""
     bias = 2 ** (exponent_bits - 1) - 1
     return Format(
         name=name,
@@ -102,14 +102,14 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> tuple[torch.dtype, ...]:
-    """``LOW_DTYPES``, made when it is asked for: reports do without torch."""
+    """Create ``LOW_DTYPES`` on first use, so that reports need not import torch."""
     if name != "LOW_DTYPES":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return tuple(FORMATS[name].dtype for name in LOW)
 
 
 def get_format(name_or_dtype: str | torch.dtype | Format) -> Format:
-    """Look a format up by castwise's name, by torch's name or by dtype.
+    """Find a format by castwise's name, by torch's name or by dtype.
 
     Args:
         name_or_dtype: ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``, ``torch.bfloat16`` or a `Format`.

@@ -33,7 +33,7 @@ _WORDS: Final = {"none": None, "true": True, "false": False}
 
 
 def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) -> str:
-    """Write a plan as the preset that it is closest to and what it has on top.
+    """Write a plan as its closest preset and the differences.
 
     Args are fields, without provenance: the plan's, those of every preset, one of which must have no regions, and
     those of a default loss scale. A plan that equals a preset is that preset's name, the first one's where several
@@ -49,7 +49,7 @@ def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) 
 
 
 def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
-    """Read what a line says on top of its preset, whose fields are ``base``; ``loss_scale`` has those of a default one.
+    """Read the differences in a line from its preset, whose fields are ``base``; ``loss_scale`` has the default fields.
 
     Returns:
         All fields of the plan; values are checked for form only.
@@ -78,7 +78,7 @@ def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
             former = former or next(whole, None)
         if former is not None and name != "regions":  # of regions the last one that matches holds
             raise PlanError(
-                f"Plan.parse({shown(text)}): {shown(former)} and {shown(item)} say one thing twice. Leave one of them out."
+                f"Plan.parse({shown(text)}): {shown(former)} and {shown(item)} set the same thing. Leave one of them out."
             )
         given[path] = item
         if name == "regions" and rest:
@@ -100,7 +100,7 @@ def _read_region(text: str, item: str, pattern: str, value: str) -> dict[str, st
     formats = [part if ":" in part else f"compute:{part}" for part in value.split("/")]
     if len({part.split(":")[0] for part in formats}) < len(formats):
         raise PlanError(
-            f"Plan.parse({shown(text)}): {shown(item)} says one thing twice. Write regions.{pattern[:100]}=fp32 for the "
+            f"Plan.parse({shown(text)}): {shown(item)} sets one thing twice. Write regions.{pattern[:100]}=fp32 for the "
             "compute format, =params:fp32 for storage, or =compute:fp32/params:fp32 for both."
         )
     try:
@@ -109,14 +109,15 @@ def _read_region(text: str, item: str, pattern: str, value: str) -> dict[str, st
         pattern = unquote(pattern, errors="surrogatepass")
     except ValueError:
         raise PlanError(
-            f"Plan.parse({shown(text)}): {shown(item)} has a percent sign that begins no escaped UTF-8. Write %25 for the sign "
+            f"Plan.parse({shown(text)}): {shown(item)} has a percent sign that does not begin an escaped UTF-8 character. "
+            f"Write %25 for the sign "
             "itself, and other characters as urllib.parse.quote does."
         ) from None
     return {"pattern": pattern, **dict(part.split(":", 1) for part in formats)}
 
 
 def _items(plan: Values, base: Values, loss_scale: Values) -> list[str]:
-    """List what to write after the name of ``base`` to get ``plan``."""
+    """The items to write after the name of ``base`` to get ``plan``."""
     items: list[str] = []
     for name, value in plan.items():
         if value == base[name]:
@@ -151,7 +152,7 @@ def _number(value: float | None) -> str:
 
 
 def _read_number(value: str) -> Any:
-    """Read a number, a truth value or none; what is nothing of these is left for LossScale to refuse."""
+    """Read a number, a truth value or none; anything else is returned for LossScale to reject."""
     if value in _WORDS:
         return _WORDS[value]
     for kind in (int, float) if _NUMBER.fullmatch(value) else ():

@@ -1,4 +1,4 @@
-"""The parts of a plan: its regions, its loss scale, and what it keeps of where it came from."""
+"""The parts of a plan: its regions, its loss scale, and its provenance."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Region:
         if _UNWRITTEN.search(self.pattern):
             raise PlanError(
                 f"{call}: the pattern has a control character, such as NUL or the end of a line, or half a surrogate pair. "
-                "Allowed: the characters of module names, '*', '?' and '.'; '?' stands for any one but a dot."
+                "Allowed: the characters of module names, '*', '?' and '.'; '?' stands for any single character except a dot."
             )
         for name in ("compute", "params"):
             value = getattr(self, name)
@@ -153,7 +153,7 @@ class LossScale:
 
 
 class FrozenMapping(Mapping[str, Any]):
-    """A read-only, hashable mapping of JSON values; mappings and lists inside it are frozen too.
+    """A read-only, hashable mapping of JSON values; nested mappings and lists are frozen too.
 
     Raises:
         PlanError: A key or a value that JSON cannot hold; it calls the mapping ``path``.
@@ -195,7 +195,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_mapping(cls: Any, values: object, what: str) -> Any:
-    """Make a dataclass (Plan, Region, LossScale) of a mapping, which errors call ``what``.
+    """Make a dataclass (Plan, Region, LossScale) from a mapping, which errors call ``what``.
 
     Raises:
         UnknownNameError: A key that is no field.

@@ -104,7 +104,7 @@ class Plan:
     provenance: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        """Validate every field, and bring equivalent ways of writing it into one."""
+        """Validate every field, and normalise equivalent spellings."""
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if "formats" in f.metadata:
@@ -124,20 +124,20 @@ class Plan:
                     )
                 if nested_deeper(value, DEEPEST - 1):
                     raise PlanError(
-                        f"Plan: provenance is nested more than {DEEPEST - 1} deep. Write what lies deeper as a string."
+                        f"Plan: provenance is nested more than {DEEPEST - 1} levels deep. Write the deeper levels as a string."
                     )
                 value = FrozenMapping(value)
             object.__setattr__(self, f.name, value)
         self._check_together()
 
     def _check_together(self) -> None:
-        """Refuse fields that contradict one another, where one of them would silently mean nothing."""
+        """Raise for fields that contradict each other, where one would silently have no effect."""
         low_regions = [region for region in self.regions if region.params in LOW]
         if self.master == "none" and not (self.stores_low or low_regions):
             raise PlanError(
                 f"Plan: master='none' with compute={self.compute!r} and params={self.params!r}: no parameter "
-                "is stored low, so there is no fp32 copy to leave out. Use master='fp32', which keeps "
-                "nothing twice here, or params='compute' with compute bf16 or fp16."
+                "is stored low, so there is no fp32 copy to leave out. Use master='fp32', which makes no copy here, or "
+                "params='compute' with compute bf16 or fp16."
             )
         if self.ops and self.formats.isdisjoint(LOW):
             raise PlanError(
@@ -160,28 +160,28 @@ class Plan:
 
     @property
     def stores_low(self) -> bool:
-        """Whether the model's parameters are stored in bf16 or fp16 (outside regions that say otherwise)."""
+        """Whether the model's parameters are stored in bf16 or fp16, except in regions with another setting."""
         return self.params == "compute" and self.compute in LOW
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether the optimizer keeps fp32 masters of parameters stored low, in the model or in a region."""
+        """Whether the optimizer keeps fp32 masters for low parameters of the model or of a region."""
         return self.master == "fp32" and (
             self.stores_low or any(region.params in LOW for region in self.regions)
         )
 
     @property
     def autocasts(self) -> bool:
-        """Whether operators are cast by rule in the plan's own compute format."""
+        """Whether operators are autocast to the plan's own compute format."""
         return self.compute in LOW and (self.rules != "none" or bool(self.ops))
 
     @property
     def formats(self) -> frozenset[str]:
-        """Names of the formats that something computes in: the plan's and its regions'."""
+        """Names of all compute formats: the plan's and its regions'."""
         return frozenset({self.compute, *(region.compute for region in self.regions if region.compute)})
 
     def summary(self) -> str:
-        """Say the plan in a sentence, for reports and messages."""
+        """The plan in a sentence, for reports and messages."""
         parts = [f"computes in {self.compute}"]
         if self.autocasts:
             whose = {"native": "torch.autocast's", "cuda": "CUDA's", "apex": "Apex O1's", "none": "no"}[
@@ -218,7 +218,7 @@ class Plan:
 
     @classmethod
     def preset(cls, name: str) -> Plan:
-        """Look a preset up by name, see `PRESETS`.
+        """The preset of a name, see `PRESETS`.
 
         Raises:
             UnknownNameError: No such preset.
@@ -237,7 +237,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Read a plan back from its one-line form.
+        """Read a plan from its one-line form.
 
         Args:
             text: A preset name and any number of ``+field=value``, such as ``bf16-mixed+ops.exp=fp32``,
@@ -275,13 +275,13 @@ class Plan:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Write the plan as JSON text, provenance included, by version 1 of `castwise.schemas.schema("plan")`."""
+        """Write the plan as JSON text with provenance, version 1 of `castwise.schemas.schema("plan")`."""
         values = {"version": PLAN_VERSION, **_values(self), "provenance": to_json(self.provenance)}
         return json.dumps(values, indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan from JSON text; fields that it leaves out keep their defaults.
+        """Read a plan from JSON text; missing fields get their defaults.
 
         Args:
             text: A JSON object with a plan's fields.
@@ -296,7 +296,7 @@ class Plan:
         return cls._from_json("Plan.from_json", text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file as JSON, provenance included.
+        """Write the plan to a file as JSON, with provenance.
 
         Args:
             path: The file; it is replaced if it exists.
@@ -367,7 +367,7 @@ def _read(path: str | os.PathLike[str]) -> str:
 
 
 def _values(plan: Plan) -> dict[str, Any]:
-    """List what a plan decides as JSON values: every field but provenance."""
+    """The decisions of a plan as JSON values: every field except provenance."""
     return {f.name: to_json(getattr(plan, f.name)) for f in dataclasses.fields(plan) if f.compare}
 
 
@@ -441,7 +441,7 @@ _AUTOCASTING_TO: Final = {torch.float32: "fp32", torch.bfloat16: "bf16-mixed", t
 
 
 def with_rule(plan: Plan, op: str, rule: str) -> Plan:
-    """A plan that has a rule for an operator, in the place of the one that it may have had.
+    """A plan with a rule for an operator, which replaces its former one.
 
     Raises:
         PlanError: A rule that could never work.
@@ -451,7 +451,7 @@ def with_rule(plan: Plan, op: str, rule: str) -> Plan:
 
 
 def as_plan(value: Plan | str | os.PathLike[str] | torch.dtype) -> Plan:
-    """Make a plan of whatever a user may name one by.
+    """Convert any accepted name of a plan into a Plan.
 
     Args:
         value: A plan, a preset name or other text for `Plan.parse`, the path of a plan.json, or a format to
@@ -472,13 +472,13 @@ def as_plan(value: Plan | str | os.PathLike[str] | torch.dtype) -> Plan:
         preset = _AUTOCASTING_TO.get(value)
         if preset is None:
             raise PlanError(
-                f"as_plan({shown(value)}): no plan computes in it. Allowed: "
+                f"as_plan({shown(value)}): no plan computes in this format. Allowed: "
                 f"{', '.join(map(str, _AUTOCASTING_TO))}."
             )
         return PRESETS[preset]
     if not isinstance(value, str):
         raise PlanError(
-            f"as_plan({shown(value)}): {type(value).__name__} names no plan. Allowed: a Plan, a preset name "
+            f"as_plan({shown(value)}): {type(value).__name__} is not a plan. Allowed: a Plan, a preset name "
             f"({', '.join(PRESETS)}), the path of a plan.json, or a dtype."
         )
     if value in ("float32", "bfloat16", "float16"):

@@ -1,4 +1,4 @@
-"""What each operator does with its inputs: base tables with a reason per row, and overrides on top of them.
+"""Rules for operators' inputs: base tables with a reason per row, and overrides of them.
 
 Operators carry ATen's base names without the overload (``exp``, ``layer_norm``), an in-place name with its
 underscore (``exp_``), or ``namespace::name`` for custom operators. A rule holds for every overload.
@@ -89,7 +89,7 @@ class Row:
 
 @cache
 def base_table(base: str, device_type: str) -> Mapping[str, Row]:
-    """Look up the rows of one base table, for the operators that the installed torch has.
+    """The rows of one base table for the operators of the installed torch.
 
     Args:
         base: One of `BASES`.
@@ -127,7 +127,7 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
 
 
 def describe(base: str, device_type: str) -> tuple[Row, ...]:
-    """List the rows of a base table, as :func:`base_table` gives them, in reading order: by rule, then by name.
+    """The rows of :func:`base_table` in reading order: by rule, then by name.
 
     Raises:
         UnknownNameError: No such base or device type.
@@ -137,7 +137,7 @@ def describe(base: str, device_type: str) -> tuple[Row, ...]:
 
 
 def check_rule(op: str, rule: str) -> None:
-    """Refuse an override that could never work, without looking the operator up.
+    """Raise for an override that can never work, without looking up the operator.
 
     Raises:
         UnknownNameError: No such rule.
@@ -153,7 +153,7 @@ def check_rule(op: str, rule: str) -> None:
         )
     if rule == "unfused" and op.removeprefix("aten::") not in UNFUSED:
         raise PlanError(
-            f"{call}: its parts are not known. Allowed for unfused: {', '.join(UNFUSED)}. For {op!r} use lower, fp32, widest "
+            f"{call}: it cannot be unfused. Allowed for unfused: {', '.join(UNFUSED)}. For {op!r} use lower, fp32, widest "
             "or as_is."
         )
     if _is_in_place(op) and rule not in ("as_is", "banned"):
@@ -164,7 +164,7 @@ def check_rule(op: str, rule: str) -> None:
 
 
 def advice(op: str) -> str:
-    """What a plan may say of an operator in place of a ban, in words; :func:`check_rule` accepts all of it."""
+    """Allowed alternatives to a banned operator, in words; :func:`check_rule` accepts all of them."""
     if _is_in_place(op):
         return (
             f"Call {op[:-1]!r} instead, which leaves its input as it is, or give the plan "
@@ -174,7 +174,7 @@ def advice(op: str) -> str:
 
 
 def operator_overloads(name: str) -> tuple[_torch.operators.OpOverload, ...]:
-    """Find the overloads that a rule for an operator governs.
+    """The overloads that a rule for an operator applies to.
 
     Returns:
         For a plain name every overload on tensors that writes to none of its arguments; for an in-place name
@@ -190,7 +190,7 @@ def operator_overloads(name: str) -> tuple[_torch.operators.OpOverload, ...]:
 
 
 def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Mapping[str, Row]:
-    """Find the rows on which a plan differs from what torch.autocast does by itself on a device.
+    """The rows in which a plan differs from torch.autocast on a device.
 
     Args:
         base: One of `BASES`.
@@ -235,7 +235,7 @@ _MEETS: Final = "it refuses a wide table beside low tensors"
 
 @cache
 def meetings(device_type: str) -> Mapping[str, Row]:
-    """Rows by which operators that refuse a wide tensor beside a low one take both low, and no other is cast.
+    """Rows that cast all inputs low for operators that reject mixed wide and low inputs, and cast no other operator.
 
     Factorisations and solvers, which have no low kernels or wrong ones, take and give fp32.
     """
@@ -250,7 +250,7 @@ def meetings(device_type: str) -> Mapping[str, Row]:
 
 @cache
 def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
-    """Rows beside a base table for operators that it leaves alone, where parameters are stored low.
+    """Additional rows for operators that the base table does not list, for parameters stored low.
 
     Tables are made for weights in fp32. Low ones meet wide inputs, which some operators refuse: they take both in the
     wider format, as if the weights were stored in it. Others have no low kernels or wrong ones. Nothing else is cast.
@@ -262,7 +262,7 @@ def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
 
 
 def _there(table: Mapping[str, Row]) -> Mapping[str, Row]:
-    """The rows of operators that the installed torch has."""
+    """The rows of operators that exist in the installed torch."""
     return MappingProxyType({op: row for op, row in table.items() if _packet(op) is not None})
 
 
@@ -292,7 +292,7 @@ def _split(op: str) -> tuple[str, str]:
 
 
 def _packet(op: str) -> Any:
-    """The overloads of an operator; None where the installed torch has none."""
+    """The overloads of an operator; None if the installed torch does not have it."""
     namespace, base = _split(op)
     return getattr(getattr(torch.ops, namespace), base, None)
 
@@ -320,7 +320,7 @@ _aten_overloads = cache(_overloads)
 
 
 def _unknown(name: str) -> str:
-    """Say what to do about an operator that the installed torch does not have."""
+    """Suggest what to do about an operator that the installed torch does not have."""
     namespace, base = _split(name)
     start = f"operator {name!r}: not registered in torch {torch.__version__}"
     if namespace == "aten" and base in tables.FUNCTIONS:

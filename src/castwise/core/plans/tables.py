@@ -1,4 +1,4 @@
-"""The operator precision tables as data: what torch.autocast does per device, and what Apex's O1 did.
+"""The operator precision tables as data: those of torch.autocast per device, and of Apex's O1.
 
 Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp in PyTorch 2.11 to 2.13; apex/amp/lists at
 NVIDIA/apex e13873de. The tests compare each native table with the kernels that the installed torch has

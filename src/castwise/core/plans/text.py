@@ -1,4 +1,4 @@
-"""Text from unknown sources, read; and any value, shown in a message: without torch."""
+"""Reading untrusted text, and showing any value in a message, without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONTAINERS: Final = (Mapping, list, tuple)
 
 
 class _Shown(reprlib.Repr):
-    """``repr`` that is short and quick whatever the value."""
+    """``repr`` that is short and fast for any value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ shown = _Shown().repr
 
 
 def is_encodable(text: str) -> bool:
-    """Whether text can be written as UTF-8: names of files hold bytes that are not text as surrogates."""
+    """Whether text can be written as UTF-8: file names represent invalid bytes as surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -44,7 +44,7 @@ def is_encodable(text: str) -> bool:
 
 
 def close_matches(value: object, options: Iterable[str]) -> str:
-    """Say which of the options were perhaps meant, as a clause in parentheses or nothing."""
+    """Similar options as a clause in parentheses, or an empty text."""
     text = value if isinstance(value, str) else shown(value)
     close = difflib.get_close_matches(text, list(options), n=2) if len(text) < 100 else []
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
@@ -57,7 +57,7 @@ def some(names: Sequence[str], most: int = 5) -> str:
 
 
 def read_json(text: str, deepest: int = DEEPEST) -> Any:
-    """Read JSON from unknown sources; NaN and the infinities are taken as Python's ``json`` takes them.
+    """Read untrusted JSON; NaN and the infinities are accepted as by Python's ``json``.
 
     Raises:
         ValueError: No JSON, a key given twice, numbers too long or values nested deeper than ``deepest``; a clause says which
@@ -68,19 +68,19 @@ def read_json(text: str, deepest: int = DEEPEST) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
-        raise ValueError(f"not JSON of at most {deepest} levels: it is nested too deep") from None
+        raise ValueError(f"JSON nested more than {deepest} levels deep") from None
     except (
         ValueError
     ) as error:  # Python's own limit, beyond which reading takes quadratic time, or a key given twice
-        said = "it has a number of too many digits" if "digits" in str(error) else str(error)
+        said = "it has a number with too many digits" if "digits" in str(error) else str(error)
         raise ValueError(f"ambiguous JSON: {said}") from None
     if nested_deeper(value, deepest):
-        raise ValueError(f"not JSON of at most {deepest} levels: it is nested too deep")
+        raise ValueError(f"JSON nested more than {deepest} levels deep")
     return value
 
 
 def nested_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and mappings are nested more than so many levels deep; looks without recursion."""
+    """Whether lists and mappings are nested more than ``levels`` deep, checked without recursion."""
     inside = [value]
     for _ in range(levels):
         inside = [
@@ -111,7 +111,7 @@ def matches_path(glob: str, path: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _compiled(glob: str) -> re.Pattern[str]:
-    """A glob as an expression that never takes time exponential in the number of wildcards.
+    """Compile a glob into an expression whose matching time is not exponential in the number of wildcards.
 
     After a ``*``, and for all that stands between two ``**``, the first place that fits leaves the most for the rest, so no
     other is tried: ``(?>...)``. Only what has to reach the end of the path is.

@@ -1,4 +1,4 @@
-"""A plan in a few words, where people read: the preset that it comes from, and what differs from it."""
+"""A short description of a plan: the preset that it is based on, and the differences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from castwise.core.amounts import listed
-from castwise.core.plans.plan import PRESETS, Plan, Region
+from castwise.core.plans.plan import PRESETS, LossScale, Plan, Region
 from castwise.errors import CastwiseError
 
 _MOST: Final = 3
@@ -34,7 +34,7 @@ def in_words(plan: Plan | str) -> str:
 
 
 def _nearest(plan: Plan) -> tuple[str, Plan]:
-    """The preset that a plan's line begins with."""
+    """The preset at the start of a plan's line."""
     name = str(plan).partition("+")[0]
     return name, PRESETS[name]
 
@@ -52,7 +52,7 @@ def _differences(plan: Plan, base: Plan) -> Iterator[str]:
     for what, patterns in formats.items():
         yield f"{_listed(patterns, 'regions')} {what}"
     if gone := [_part(region) for region in base.regions if region not in plan.regions]:
-        yield f"nothing of its own for {_listed(gone, 'regions')}"
+        yield f"no format of its own for {_listed(gone, 'regions')}"
     rules: dict[str, list[str]] = {}
     for op, rule in plan.ops:
         if (op, rule) not in base.ops:
@@ -73,7 +73,7 @@ def _differences(plan: Plan, base: Plan) -> Iterator[str]:
         yield "compiled" + (f" ({plan.compile})" if plan.compile != "default" else "")
     if plan.host_memory != base.host_memory:
         yield "freed memory kept"
-    said = {
+    told = {
         "regions",
         "ops",
         "fp32_matmul",
@@ -85,13 +85,21 @@ def _differences(plan: Plan, base: Plan) -> Iterator[str]:
     }
     for other in dataclasses.fields(plan):
         here, there = getattr(plan, other.name), getattr(base, other.name)
-        if other.name in said or not other.compare or here == there:
+        if other.name in told or not other.compare or here == there:
             continue
-        yield "another loss scale" if other.name == "loss_scale" else f"{other.name} {here}"
+        yield _scale(here, there) if other.name == "loss_scale" else f"{other.name} {here}"
+
+
+def _scale(scale: LossScale | None, base: LossScale | None) -> str:
+    if scale is None:
+        return "no loss scale"
+    if base is None or scale.dynamic != base.dynamic or scale.init != base.init:
+        return f"{'loss scale from' if scale.dynamic else 'static loss scale'} {scale.init:g}"
+    return "other loss scale settings"
 
 
 def _part(region: Region) -> str:
-    """What a region is called: a class, or a module; a number alone would not say that it is one."""
+    """The name of a region for people: a class, or a module; a bare number gets the word module."""
     pattern = region.pattern.removeprefix("type:")
     return f"module {pattern}" if pattern[0].isdigit() else pattern
 

@@ -1,4 +1,4 @@
-"""What processes do together.
+"""Communication between the processes of a training.
 
 ``group``: who acts together, and what all of them do or none. ``agreement``: whether gradients are finite, and their norm.
 ``waiting``: who has not come, in words. ``pieces``: which parameters are cut, and into how many. ``plans``: ranks that were given different plans.

@@ -1,4 +1,4 @@
-"""What the ranks of a session agree on: whether gradients are finite, and global norms.
+"""Agreement between the ranks of a session: whether gradients are finite, and global norms.
 
 Each is one all-reduce of one number over all ranks of the session (``Amp(group=...)``, by default all), and where
 gradients are clipped both travel in the same message. No group of a mesh is used: a parameter's contribution to the
@@ -42,14 +42,14 @@ _NOT = object()
 
 
 def _no_world() -> None:
-    """In the place of a weak reference, to nothing."""
+    """Stands for a weak reference without a target."""
 
 
 _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Agreement:
-    """What the ranks of a group, as :class:`Ranks` takes it, agree on about the parameters that one session trains."""
+    """Agreement between the ranks of a group, given as for :class:`Ranks`, about the parameters of one session."""
 
     def __init__(self, group: Any = None, params: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self.group = group
@@ -72,15 +72,15 @@ class Agreement:
 
     @property
     def ranks(self) -> Ranks:
-        """Those of now: a session may be made before its process group."""
+        """The current ranks: a session may be made before its process group."""
         return Ranks(self.group)
 
     def forget(self) -> None:
-        """The session is closed: all is decided anew."""
+        """Forget all decisions when the session is closed."""
         self._can_differ = self._steps = None
 
     def look_again(self) -> None:
-        """Something was prepared or declared, on this rank at least.
+        """Decide again after something was prepared or declared on at least this rank.
 
         That ranks can differ stays decided: it is right whatever this rank trains, and others need not know of it.
         """
@@ -88,7 +88,7 @@ class Agreement:
             self._can_differ, self._seen = (None if self._seen is None else False), []
 
     def note_averaged(self, params: Iterable[Tensor], ddp: Any) -> None:
-        """Take note that a DistributedDataParallel, which is being made, will average the gradients of these parameters."""
+        """Record that a DistributedDataParallel, which is being made, will average the gradients of these parameters."""
         members = frozenset(dist.get_process_group_ranks(ddp.process_group))
         for parameter in params:
             if (
@@ -100,24 +100,24 @@ class Agreement:
             self._can_differ = None  # all ranks of the session are here, and decide again at the next step
 
     def forget_averaged(self, params: Iterable[Tensor]) -> None:
-        """Undo :meth:`note_averaged`, or nothing."""
+        """Undo :meth:`note_averaged`, if it was called."""
         for parameter in params:
             self._averaged.pop(parameter, None)
         self._can_differ = None
 
     def note_backward(self) -> None:
-        """A backward begins."""
+        """Record the start of a backward."""
         if self._averaging:
             self._is_local = any(
                 (ddp := one()) is not None and not ddp.require_backward_grad_sync for one in self._averaging
             )
 
     def _members(self) -> list[int]:
-        """The session's ranks, by their numbers among all."""
+        """The global numbers of the session's ranks."""
         return dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group)
 
     def settle_who_steps(self, here: bool) -> None:
-        """Leave ranks that step no optimizer out of what is agreed at each step. A collective of the session's ranks.
+        """Exclude ranks that step no optimizer from the communication of each step. A collective of the session's ranks.
 
         ``here``: whether this one steps any. Stages without parameters, or frozen ones, may have none.
         """
@@ -132,7 +132,7 @@ class Agreement:
             self._steps = some if ranks.rank in steps else _NOT
 
     def check_even(self, call: str) -> None:
-        """See that ranks make the same steps: torch's Join has them end at different ones, and one that has ended answers no other.
+        """Check that all ranks take the same steps: in torch's Join a rank that has ended no longer answers.
 
         Raises:
             StateError: On every rank in its first step.
@@ -150,7 +150,7 @@ class Agreement:
         return over.issuperset(members) and world() is dist.group.WORLD and hasattr(by(), "reducer")
 
     def can_differ(self) -> bool:
-        """Whether ranks can find different gradients on some parameters, and so must be asked.
+        """Whether ranks can have different gradients for some parameters, so that they must communicate.
 
         They can with several ranks, unless DistributedDataParallel has averaged, over all of them, all that any of them trains.
         They decide it together, at the first step and at the first after something has changed; a rank that trains nothing
@@ -184,16 +184,16 @@ class Agreement:
 
     @property
     def undecided(self) -> bool:
-        """Whether :meth:`can_differ` is still to be asked for the first time, or anew."""
+        """Whether :meth:`can_differ` must be decided, for the first time or again."""
         return self._can_differ is None
 
     def as_decided(self) -> bool:
-        """:meth:`can_differ` without a look at what is trained by now."""
+        """The last decision of :meth:`can_differ`, without checking what is trained now."""
         decided = self._can_differ if self._is_same_world() else None
         return self.can_differ() if decided is None else decided or self._is_local
 
     def _is_same_world(self) -> bool:
-        """Whether the process group of all is that in which ranks have decided."""
+        """Whether the default process group is still the one in which ranks decided."""
         return self._world() is dist.group.WORLD if running() else self._world is _no_world
 
     def _note_world(self) -> None:
@@ -208,11 +208,11 @@ class Agreement:
         return self.ranks if self._steps is None else Ranks(self._steps)
 
     def _are_trained(self) -> list[bool]:
-        """By parameter, whether it is trained now: asked at each step where ranks have agreed that they cannot differ."""
+        """By parameter, whether it is trained now; checked at each step if ranks have agreed that they cannot differ."""
         return [*map(_requires_grad, self._params())]
 
     def _reduce(self, number: Tensor, how: Any) -> None:
-        """The message of a step, over the ranks that step."""
+        """Reduce the message of a step over the ranks that step."""
         group = self.group if self._steps is None else self._steps
         with Waiting(group) as waiting:
             dist.all_reduce(number, how, group=group)
@@ -235,8 +235,9 @@ class Agreement:
                 self._compare(summed)
             elif value == _FURTHER and not further:
                 raise StateError(
-                    "step: another rank computes the gradients of one more named loss meanwhile, and this rank has not called backward "
-                    "for it. Call amp.backward(loss, name) on all ranks, of a loss times 0 where there is no batch for it"
+                    "step: another rank computes the gradients of one more named loss in this step, and this rank has not "
+                    "called backward for it. Call amp.backward(loss, name) on all ranks, of a loss times 0 where there is no "
+                    "batch for it"
                 )
             elif value is None and summed:
                 raise self._unknown([self.ranks.rank])
@@ -245,7 +246,7 @@ class Agreement:
         return flag
 
     def _summed(self) -> list[Optimizer]:
-        """Those of this rank's optimizers whose gradients are supposed to be a sum over ranks; told once."""
+        """Those of this rank's optimizers whose gradients should be a sum over ranks; determined once."""
         if self.window is None or not self.window.summed:
             return []
         summed = [*self.window.summed]
@@ -253,7 +254,7 @@ class Agreement:
         return summed
 
     def _compare(self, summed: Sequence[Optimizer]) -> None:
-        """See that gradients which are supposed to be a sum over ranks are those of a rank that had a backward. A collective.
+        """Check that gradients which should be a sum over ranks come from a rank that had a backward. A collective.
 
         Raises:
             StateError: On all ranks.
@@ -272,8 +273,10 @@ class Agreement:
         ]
         if apart and not all(doubtful for _, doubtful, _ in heard):
             raise StateError(
-                f"step: {named(apart)} called no backward since its last step and counted the backwards for other optimizers instead, so "
-                "the loss scales of the ranks would differ. Where optimizers take turns that change, call amp.backward(loss) for each "
+                f"step: {named(apart)} called no backward since its last step and counted the backwards for other optimizers "
+                f"instead, so the loss scales of the ranks would differ. Where optimizers step in changing order, call "
+                f"amp.backward(loss) "
+                "for each "
                 "on every rank, with a loss times 0 where there is no batch, or give each optimizer an Amp of its own"
             )
         wrong = [
@@ -291,13 +294,15 @@ class Agreement:
     @staticmethod
     def _unknown(places: Sequence[int]) -> StateError:
         return StateError(
-            f"step: {named(sorted({*places}))} had no backward since the last step, and gradients that no other rank has, so that "
-            "it is unknown whether the loss scale is in them. Let each rank call amp.backward(loss), of a loss times 0 where it has "
+            f"step: {named(sorted({*places}))} had no backward since the last step, but has gradients that no other rank has, "
+            f"so it is unknown whether they hold the loss scale. Let each rank call amp.backward(loss), of a loss times 0 "
+            f"where "
+            "it has "
             "no batch, or clear the gradients; where they are set or summed by hand, call amp.unscale_(optimizer) on all ranks before"
         )
 
     def clip(self, params: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip by the norm over whole parameters; returns it."""
+        """Clip by the norm over whole parameters, and return it."""
         joined = self.ranks.size > 1 and not self._is_local
         if self.can_differ() if joined else any(is_dtensor(masters.model_param_of(p)) for p in params):
             norm = self.norm(params, norm_type, joined=joined)
@@ -307,7 +312,7 @@ class Agreement:
         return norm
 
     def decide(self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer]) -> None:
-        """Unscale, and have these optimizers of all ranks step or skip together, by one message however many they are here."""
+        """Unscale, and make these optimizers step or skip together on all ranks, with a single message."""
         flags = scaler._flags
         if self._unscale(window, optimizers):
             flags.set(optimizers, self.agree(flags.joint(optimizers, scaler.scale_tensor().device)))
@@ -317,7 +322,7 @@ class Agreement:
     def decide_and_clip(
         self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer], max_norm: float
     ) -> Tensor:
-        """Unscale, agree on the flag and on the norm, in one message, and clip; returns the norm."""
+        """Unscale, agree on flag and norm in one message, and clip; returns the norm."""
         if self._is_local and scaler.works and not scaler.is_enabled():
             self.decide(scaler, window, optimizers)
             return self.clip(_params_of(optimizers), max_norm)
@@ -343,7 +348,7 @@ class Agreement:
         return norm
 
     def _unscale(self, window: Window, optimizers: Iterable[Optimizer]) -> bool:
-        """Unscale, and say whether ranks can differ, so that what was found here is still to be agreed on."""
+        """Unscale; returns whether ranks can differ, so that the flag must still be agreed on."""
         differ = self._flags_wait = window.scaler.works and self.can_differ()
         try:
             for optimizer in optimizers:
@@ -361,7 +366,7 @@ class Agreement:
         flag: Tensor | None = None,
         compared: bool = False,
     ) -> Tensor:
-        """Norm of the gradients over whole parameters, each counted once, with a flag in the same number.
+        """Norm of the gradients over whole parameters, each counted once, combined with a flag in one number.
 
         Args:
             params: Those whose gradients are meant, of a model or of its optimizer; those without one are passed over.
@@ -417,7 +422,7 @@ class Agreement:
 
 
 def local_grad(parameter: Tensor) -> Tensor | None:
-    """What this rank holds of a parameter's gradient, in the same memory; values of a sparse one.
+    """This rank's part of a parameter's gradient, in the same memory; for a sparse one its values.
 
     A DTensor gradient that is a partial sum, as tensor parallelism leaves for what every rank holds, is summed first, in
     place of the partial one.
@@ -445,7 +450,7 @@ def _params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def _clip_by(norm: Tensor, params: Iterable[Tensor], max_norm: float) -> None:
-    """Scale gradients in place, cut ones too, so that their norm becomes ``max_norm`` at most."""
+    """Scale gradients in place, sharded ones too, so that their norm is at most ``max_norm``."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in params:
         grad = local_grad(parameter)

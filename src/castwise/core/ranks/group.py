@@ -1,4 +1,4 @@
-"""Which processes act together, and what all of them do or none."""
+"""Groups of processes that act together, and actions that either all or none of them complete."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Ranks:
             )
 
     def gather(self, value: _T) -> list[_T]:
-        """What each of them gives, by rank; it is pickled."""
+        """Gather a picklable object from each process, by rank."""
         if self.size == 1:
             return [value]
         heard: list[Any] = [None] * self.size
@@ -69,14 +69,14 @@ class Ranks:
         return heard
 
     def meet(self, value: _T) -> list[_T]:
-        """:meth:`gather` where all should come at the same time: who waits for seconds says who has not come."""
+        """:meth:`gather` at a point that all reach together: a rank that waits for seconds names the missing ones."""
         if self.size == 1:
             return [value]
         with Waiting(self.group):
             return self.gather(value)
 
     def to_first(self, value: _T) -> list[_T]:
-        """What each of them gives, by rank, on the first; an empty list on the others."""
+        """Gather objects on the first rank, by rank; an empty list on the others."""
         if self.size == 1:
             return [value]
         heard: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -84,7 +84,7 @@ class Ranks:
         return heard or []
 
     def every(self, task: Callable[[], _T]) -> list[_T]:
-        """Run a task on all; what it returned, by rank.
+        """Run a task on all ranks; returns all results, by rank.
 
         Raises:
             RankError: It failed on some; raised on all, and names them. Or the type given as ``error``.
@@ -115,7 +115,7 @@ class Ranks:
         ) from failure
 
     def each(self, task: Callable[[], _T]) -> _T:
-        """Run a task on all, each of which keeps what it got itself.
+        """Run a task on all ranks; each keeps its own result.
 
         Raises:
             Exception: As :meth:`every`.
@@ -125,7 +125,7 @@ class Ranks:
         return kept[0]
 
     def first(self, task: Callable[[], _T]) -> _T:
-        """Run a task on the first rank alone; what it returned there, on all.
+        """Run a task on the first rank only; returns its result on all.
 
         Raises:
             RankError: It failed. Or the type given as ``error``; with neither, of a single process, its own exception.
@@ -142,7 +142,7 @@ class Ranks:
         return value  # type: ignore[no-any-return]
 
     def duplicate(self, use: str) -> Ranks:
-        """The same ranks in a gloo group of their own, which is made once for each use.
+        """The same ranks in a separate gloo group, made once for each use.
 
         Collectives of one use must not meet another's on another thread.
         """
@@ -153,11 +153,11 @@ class Ranks:
 
     @classmethod
     def among(cls, members: Sequence[int], use: str) -> Ranks:
-        """Some of all ranks, by number, in a group as :meth:`duplicate` makes it."""
+        """Some of all ranks, by number, as a group made by :meth:`duplicate`."""
         return cls(ALONE if len(members) == 1 else _group(use, members))
 
     def some(self, places: Sequence[int], use: str) -> Ranks:
-        """Some of these, by their numbers here, in a group that is made once for each use and has the backend of this one.
+        """Some of these ranks, by their numbers in this group, as a group with the same backend, made once for each use.
 
         All of these call it. What is none of them gets a group of its own: torch names a group by how many a process has, so
         that ranks which have made fewer could make no further one together (seen in torch 2.13).
@@ -170,25 +170,25 @@ class Ranks:
         return Ranks(_group(f"{use} {members}", mine, dist.get_backend(group)))
 
     def merge(self, value: _T, join: Callable[[list[_T]], _T]) -> _T:
-        """What ``join`` makes on the first rank of what each of them gives, by rank; the same on all."""
+        """Merge objects of all ranks with ``join`` on the first rank; the same result on all."""
         if self.size == 1:
             return value
         given = self.to_first(value)
         return self.first(lambda: join(given))
 
     def _say(self, failure: Exception) -> str:
-        """A failure as the other ranks get it."""
+        """An error in the form in which other ranks get it."""
         if self._error is None:
             where = place(failure)
             return f"{type(failure).__name__}: {first_line(failure)}" + (f" ({where})" if where else "")
         return str(failure) if isinstance(failure, self._error) else f"{type(failure).__name__}: {failure}"
 
     def _reason(self, failure: Exception) -> str:
-        """A failure as a clause; where this is the same, ranks have failed alike."""
+        """The reason of an error as a clause; ranks with equal reasons failed alike."""
         return self._say(failure)
 
     def _cannot_run(self, failure: Exception) -> bool:
-        """Whether a failure says that a plan cannot run here; see :attr:`RankError.cannot_run`."""
+        """Whether an error means that a plan cannot run here; see :attr:`RankError.cannot_run`."""
         return False
 
 
@@ -207,12 +207,12 @@ def _attempt(task: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
+    """The first line of an error's text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _by_rank(texts: Mapping[int, str]) -> str:
-    """``on rank 1: why; on ranks 2, 3: another``, five of them at most."""
+    """``on rank 1: why; on ranks 2, 3: another``, at most five of them."""
     ranks_of: dict[str, list[int]] = {}
     for at, text in texts.items():
         ranks_of.setdefault(text, []).append(at)

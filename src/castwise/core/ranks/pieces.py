@@ -1,4 +1,4 @@
-"""Which parameters are cut, and into how many pieces that lie on different ranks.
+"""Parameters that are sharded, and the number of their pieces on different ranks.
 
 A DTensor says so itself. What cannot be seen is declared once: a weight cut by hand (``mark``), and a module that is
 one stage of a pipeline, whose every parameter lies on the ranks of that stage alone (``mark_stage``). Whatever is
@@ -20,7 +20,7 @@ from castwise.errors import StateError
 
 
 def summed(tensor: Any) -> Any:
-    """A DTensor whose ranks hold addends with the sum in their place, any other tensor as it is. Collective over its mesh then."""
+    """A DTensor with its partial sums reduced; any other tensor is returned unchanged. Collective over its mesh then."""
     if not is_dtensor(tensor) or not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     from torch.distributed.tensor import Replicate
@@ -29,12 +29,12 @@ def summed(tensor: Any) -> Any:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, without importing that."""
+    """Whether a tensor is a DTensor, without importing DTensor."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 class Pieces:
-    """What has been declared, and what DTensors say."""
+    """Sharding that was declared by hand or is known from DTensors."""
 
     def __init__(self) -> None:
         self._cuts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -64,7 +64,8 @@ class Pieces:
             ranks = dist.get_process_group_ranks(group)
             if any(dist.get_process_group_ranks(mesh.get_group(at)) == ranks for at in range(mesh.ndim)):
                 raise StateError(
-                    "mark_sharded: this parameter is a DTensor over the same ranks, which says itself how it is cut; leave the "
+                    "mark_sharded: this parameter is a DTensor over the same ranks, which already records its sharding; leave "
+                    "the "
                     "call out"
                 )
         self._cuts[parameter] = group, dim
@@ -75,23 +76,23 @@ class Pieces:
             self._stages[parameter] = group
 
     def group_of(self, parameter: Tensor) -> Any:
-        """The ranks that hold the pieces of a parameter that was declared; None of any other."""
+        """The ranks that hold the pieces of a declared parameter, else None."""
         return self._cuts.get(parameter, (None, None))[0]
 
     def is_part(self, parameter: Tensor) -> bool:
-        """Whether it was declared to be cut, or to be of a stage, so that other ranks hold something else in its place."""
+        """Whether a parameter was declared as sharded or as part of a stage, so that other ranks hold something else."""
         parameter = masters.model_param_of(parameter)
         return self.group_of(parameter) is not None or parameter in self._stages
 
     def piece(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Which piece of how many this rank holds of a parameter that :meth:`as_whole` cannot make whole, else None."""
+        """Index of this rank's piece and number of pieces, for a parameter that :meth:`as_whole` cannot represent, else None."""
         group, dim = self._cuts.get(parameter, (None, None))
         if group is None or (dim is not None and not is_dtensor(parameter)):
             return None
         return dist.get_rank(group), dist.get_world_size(group)
 
     def as_whole(self, parameter: Tensor, values: Tensor) -> Tensor:
-        """This rank's values of a cut parameter as a DTensor of the whole, in the same memory.
+        """This rank's values of a sharded parameter as a DTensor of the whole, in the same memory.
 
         Args:
             parameter: The model's parameter, or its master.
@@ -113,7 +114,7 @@ class Pieces:
         return DTensor.from_local(values.detach(), self._meshes[id(group)], [Shard(dim)], run_check=False)
 
     def count(self, parameter: Tensor) -> int:
-        """On how many ranks lie different pieces of the parameter, or other parameters in its place.
+        """Number of ranks with different pieces of the parameter, or with other parameters in its place.
 
         A pipeline of 4 stages whose weights are cut in 2 by tensor parallelism gives 8, 1 is a parameter that every
         rank holds whole.

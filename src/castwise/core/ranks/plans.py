@@ -1,4 +1,4 @@
-"""Ranks that were given different plans: found at the start, not by a loss that drifts."""
+"""Detect ranks with different plans at the start, before their losses drift apart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from castwise.errors import PatternError, PlanError
 
 
 def check_same_plan(plan: Plan, ranks: Ranks, failure: Exception | None = None) -> None:
-    """Compare the plan with those of the other ranks; all of them must call this.
+    """Check that all ranks have the same plan; collective.
 
     Args:
         plan: This rank's.
@@ -51,7 +51,7 @@ def check_same_plan(plan: Plan, ranks: Ranks, failure: Exception | None = None) 
 
 
 def check_patterns(plan: Plan, matched: set[str], ranks: Ranks) -> None:
-    """See that every region of a plan matches something on some rank; all of them must call this.
+    """Check that every region of a plan matches a module on some rank; collective.
 
     ``matched`` has the patterns that match a module of this rank.
 
@@ -68,7 +68,7 @@ def check_patterns(plan: Plan, matched: set[str], ranks: Ranks) -> None:
 
 
 def _differing(plans: list[Plan]) -> list[str]:
-    """Fields of the plans that are not the same in all, with their values."""
+    """Fields that differ between the plans, with their values."""
     out = []
     for field in dataclasses.fields(Plan):
         values = list(dict.fromkeys(repr(getattr(plan, field.name)) for plan in plans))

@@ -1,4 +1,4 @@
-"""A rank that waits for others says within seconds which of them has not come, long before torch.distributed's own timeout.
+"""Reports of a waiting rank: within seconds it names the missing ranks, long before torch.distributed's timeout.
 
 One thread of the process looks at what it waits for. Only a rank that has waited for a second writes into the store of the
 process group, so that others can tell it from one that has not come; a step costs a mark when it begins to wait and one when it ends.
@@ -42,7 +42,7 @@ _registry: dict[Any, Any] = {}
 
 
 class Waiting:
-    """A block that ends when all ranks of a group have come to it, or an event of a device that then comes.
+    """A wait that ends when all ranks of a group have arrived, or when a device event has occurred.
 
     An error that ends it gets a note of who had not come, where that was said.
 
@@ -73,7 +73,7 @@ class Waiting:
             error.add_note(self._said)
 
     def on_device(self, tensor: Tensor) -> None:
-        """Inside the block: a device's collective was only queued, so the wait lasts until ``tensor`` is there."""
+        """Inside the block: a device's collective is only queued, so wait until ``tensor`` is ready."""
         if not tensor.is_cpu:
             self._event = torch.Event(tensor.device)
             self._event.record()
@@ -87,7 +87,7 @@ class Waiting:
     # --- on the thread that looks -----------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Do what is due: end, tell the other ranks, tell the user."""
+        """Do what is due: end, or inform the other ranks or the user."""
         if self._event is not None and self._event.query():
             self._end()
             return
@@ -114,7 +114,7 @@ class Waiting:
         return f"castwise/waits/{','.join(map(str, self._members()))}/{rank}"
 
     def _posts(self) -> dict[int, bytes]:
-        """What other ranks of the group have written."""
+        """Messages of the other ranks of the group."""
         store, found = _torch.distributed.default_store(), {}
         members = self._members()
         for rank in members if len(members) <= _MOST_RANKS else ():
@@ -144,8 +144,8 @@ class Waiting:
         others = "; ".join(f"rank {rank} waits in {call}" for rank, call in [*elsewhere.items()][:4])
         self._said = (
             f"{name}: rank {me} has waited {SAID_AFTER_S:g} s for {'; '.join(filter(None, (who, others)))}. All ranks of a session make "
-            "the same calls: look there for an error, a shorter loop, a call left out, or work that takes long. Ranks that train apart "
-            "take Amp(plan, group=...)"
+            "the same calls: look there for an error, a shorter loop, a call left out, or slow work. Ranks that train "
+            "separately need Amp(plan, group=...)"
         )
         file, line = (__file__, 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         try:
@@ -171,7 +171,7 @@ def _look_at_all() -> None:
 
 
 def _call_of(thread: int | None) -> tuple[str, FrameType | None]:
-    """What a thread has called of castwise, and the user's line that called it; of none a step."""
+    """The castwise function that a thread has called, and the user's line that called it; a step has no line."""
     name, frame = "step", None if thread is None else sys._current_frames().get(thread)
     while frame is not None and not is_users(frame.f_code.co_filename):
         if frame.f_globals.get("__name__", "").startswith("castwise."):

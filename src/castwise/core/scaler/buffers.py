@@ -335,9 +335,9 @@ class KeptBuffers:
         self._told.update(lost)
         if lost:
             warnings.warn(
-                f"A step was skipped because something was not finite, and these buffers of {self.kind} hold a NaN that cannot be "
-                f"taken back: {some(lost)}. No earlier values of them are kept, since they were made in this window or had not "
-                "been seen to change. Load them from a checkpoint, or set them anew.",
+                f"A step was skipped because something was not finite, and these buffers of {self.kind} hold a NaN and cannot "
+                f"be restored: {some(lost)}. Their earlier values were not kept, since they were made in this window or had "
+                f"not changed before. Load them from a checkpoint, or set them again.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -353,8 +353,8 @@ class KeptBuffers:
         if written:
             warnings.warn(
                 f"A step was skipped because something was not finite, and these parameters of {self.kind}, which have no gradient, hold "
-                f"a NaN: {some(written)}. Parameters are not put back. Keep what a forward writes in buffers, which are, and load these "
-                "from a checkpoint, or set them anew.",
+                f"a NaN: {some(written)}. Only buffers are restored. Keep what a forward writes in buffers, and load these "
+                f"parameters from a checkpoint, or set them again.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -42,7 +42,7 @@ def from_apex(
     first, *others = found
     if first != "loss" or len(found) != len(state):
         raise CheckpointError(
-            f"from_apex(names={names!r}): the first must be 'loss', the scaler's default, and each name another"
+            f"from_apex(names={names!r}): the first must be 'loss', the scaler's default, and all names must differ"
         )
     out: dict[str, Any] = {
         **found[first], "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": growth_interval

@@ -95,7 +95,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
                 f"GradScaler(patience={patience!r}) is not allowed. Allowed: a whole number >= 1."
             )
         if reduce is not None and process_group is not None:
-            raise PlanError("GradScaler: give reduce or process_group, not both; either makes ranks agree")
+            raise PlanError("GradScaler: give reduce or process_group, not both; each makes ranks agree")
         self._losses: Losses = Losses(init_scale, device)
         self._flags: Flags = Flags()
         self._unscaling: Unscaling = Unscaling(reduce, process_group, allow_fp16_grads)
@@ -222,9 +222,10 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def _open_window(self, name: str, outputs: Any) -> None:
         if self._losses.opened_by is not None:
             way = (
-                "scaler.backward(loss, name, params=...) or Amp.backward(loss, name), which keep them apart, or call update()"
+                "scaler.backward(loss, name, params=...) or Amp.backward(loss, name), which keep the two separate, or call "
+                "update()"
                 if self.is_over is None
-                else "amp.backward(loss, name), which keeps them apart, or call amp.step(optimizer)"
+                else "amp.backward(loss, name), which keeps the two separate, or call amp.step(optimizer)"
             )
             raise StateError(
                 f"scale(loss, {name!r}): the loss {self._losses.opened_by!r} was scaled in this window, and gradients of losses with "

@@ -189,12 +189,12 @@ class StepGuard(GradScaler):
         whose = (
             f"those of {some(names)}"
             if names
-            else "those of another rank, or cleared since, or finite ones whose norm is not"
+            else "unknown: they are on another rank, were cleared since, or are finite while their norm overflows"
         )
         cause = (
-            "nonfinite='raise' allows none"
+            "nonfinite='raise' allows no such step"
             if self._refuse
-            else f"{times} steps in a row were skipped for that, which is what patience={self._patience} allows"
+            else f"{times} steps in a row were skipped for that reason, the limit set by patience={self._patience} allows"
         )
         raise NonFiniteError(
             f"step({type(optimizer).__name__}): gradients are not finite: {whose}; {cause}. Weights and optimizer are as they "

@@ -78,8 +78,8 @@ class Watch:
         other = _scaling.get(optimizer)
         if self._window.scales and other is not None and other is not self._window:
             raise StateError(
-                f"prepare: this {type(optimizer).__name__} is already prepared by another Amp with a loss scale, and one optimizer "
-                "cannot step by two scales. Prepare both models by one Amp, or close() the other first"
+                f"prepare: this {type(optimizer).__name__} is already prepared by another Amp with a loss scale, and one "
+                f"optimizer cannot have two loss scales. Prepare both models with one Amp, or close() the other first"
             )
 
     def follow(self, optimizer: Optimizer, log: _Log) -> None:
@@ -135,9 +135,9 @@ class Watch:
             if window.scales_strange(optimizer):
                 raise StateError(
                     f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, which came from amp.backward, and "
-                    "this optimizer was not prepared, so that its update would be too large by the scale. Call "
-                    "amp.prepare(model, optimizer) with it before training, then amp.step(optimizer); or, where another optimizer's gradients "
-                    "are handed to it, amp.unscale_ of that one first"
+                    "this optimizer was not prepared, so its update would be too large by the factor of the scale. Call "
+                    "amp.prepare(model, optimizer) with it before training, then amp.step(optimizer); or, if it takes another "
+                    "optimizer's gradients, call amp.unscale_ on that optimizer first"
                 )
 
         log(self._window.let_go)
@@ -222,28 +222,33 @@ class Watch:
                 if window.were_replaced(optimizer):
                     raise StateError(
                         f"{type(by).__name__}.step(): its gradients replaced those that amp.backward left, which had the loss "
-                        "scale in them, and no zero_grad() came in between: what is made of scaled gradients is too large by the "
-                        "scale. Call amp.unscale_(optimizer) right after amp.backward(loss), before whatever replaces them, then "
-                        "amp.step(optimizer). Where they are gradients of your own, call optimizer.zero_grad() before you set them"
+                        "scale in them, without a zero_grad() in between: whatever is computed from scaled gradients is too "
+                        "large by the factor of the scale. Call amp.unscale_(optimizer) right after amp.backward(loss), "
+                        "before whatever replaces them, "
+                        "then "
+                        "amp.step(optimizer). If you set your own gradients, call optimizer.zero_grad() before"
                     )
                 raise StateError(
-                    f"{type(by).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
-                    "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
+                    f"{type(by).__name__}.step(): the loss scale is still in its gradients, so the update would be too large "
+                    f"by that factor. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
                 )
             computed = key in scaler._flags.states or window.differentiated  # and so true by now
             if not computed and window.were_cleared(optimizer):
                 raise StateError(
-                    f"{type(by).__name__}.step(): its gradients are as large as those that zero_grad() has cleared since the last step, "
-                    "and point where these pointed, which had the loss scale in them: what is made of copies of scaled gradients is too "
-                    "large by the scale. Call amp.unscale_(optimizer) after each amp.backward(loss) and before gradients are copied, or "
-                    "compute them by amp.grad(loss, params), which returns them without the scale. Gradients that are right "
-                    "nevertheless are stepped once they are cleared and set again"
+                    f"{type(by).__name__}.step(): its gradients have the norm and the direction of scaled gradients that "
+                    f"zero_grad() cleared since the last step, so they seem to be copies: whatever is computed from scaled "
+                    f"gradients is too large by the factor of the scale. Call amp.unscale_(optimizer) after each "
+                    f"amp.backward(loss) and before gradients are "
+                    "copied, or "
+                    "compute them by amp.grad(loss, params), which returns them without the scale. If the gradients are right "
+                    "nevertheless, clear them and set them again"
                 )
             if not window.used and gradients.move(optimizer):
                 if not _torch.calls.called_by_a_scaler():
                     raise StateError(
-                        f"{type(by).__name__}.step(): the plan has a loss scale, and no loss was ever scaled, so that small "
-                        "gradients are lost: whoever calls backward here knows nothing of the plan. In a loop of your own call "
+                        f"{type(by).__name__}.step(): the plan has a loss scale, but no loss was ever scaled, so small "
+                        f"gradients are lost: the code that calls backward here does not use the plan. In a loop of your own "
+                        f"call "
                         "amp.backward(loss), then amp.step(optimizer); for Accelerate and the Trainer of transformers use "
                         "castwise.integrations.huggingface; where losses are scaled elsewhere, a plan with +loss_scale=none"
                     )

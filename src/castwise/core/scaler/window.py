@@ -427,8 +427,9 @@ class Window:
             or (known is not None and known["stage"] is OptState.STEPPED and gradients.lie_on(optimizer))
         ):
             raise StateError(
-                f"{call.split()[0]}({type(optimizer).__name__}): a backward runs, and gradients that come later have the loss scale in "
-                "them. There amp.step(optimizer) alone may be called, once for each optimizer and with one loss; unscale and clip "
+                f"{call.split()[0]}({type(optimizer).__name__}): called inside a backward, whose later gradients will still "
+                f"hold the loss scale. Inside a backward only amp.step(optimizer) may be called, once for each optimizer and "
+                f"with one loss; unscale and clip "
                 "after amp.backward(loss)"
             )
         if known is not None:
@@ -437,7 +438,7 @@ class Window:
             if gradients.move(optimizer) and not self.ranks_differ():
                 raise StateError(
                     f"{call}({type(optimizer).__name__}): its gradients came from no scaled loss. Compute them by "
-                    "amp.backward(loss), or by amp.scale(loss).backward(); those computed otherwise are stepped by "
+                    "amp.backward(loss), or by amp.scale(loss).backward(); for gradients computed otherwise, call "
                     "optimizer.step() itself"
                 )
             self.scaler.scale_tensor()  # other ranks may have gradients, and be waiting for this one
@@ -445,8 +446,9 @@ class Window:
         if not (runs or self._handed_out) and held is not None and held.were_changed():
             raise StateError(
                 f"{call}({type(optimizer).__name__}): its gradients were changed since the backward, or replaced, while the loss "
-                "scale was still in them. Clipping there, or adding to them, acts on numbers that are too large by the scale. "
-                "Call amp.unscale_(optimizer) before whatever changes them, dividing too, or let castwise clip: "
+                "scale was still in them. Clipping or adding to them at that point works on numbers that are too large by the "
+                "factor of the scale. "
+                "Call amp.unscale_(optimizer) before anything changes them (division too), or let castwise clip: "
                 "amp.step(optimizer, max_norm=...). Clear these first: optimizer.zero_grad()"
             )
         self._owners.pop(id(optimizer), None)
@@ -477,12 +479,14 @@ class Window:
                 known or last[3] == _torch.autograd.sequence_number()
             ):
                 raise StateError(
-                    f"step({type(optimizer).__name__}): it was stepped by these gradients already, and no backward came in between. "
+                    f"step({type(optimizer).__name__}): it has already stepped with these gradients, and no backward was "
+                    f"called in between. "
                     "Call amp.step(optimizer) once after each amp.backward(loss)"
                 )
         if not found and not ranks_differ():
             raise StateError(
-                f"step({_names(optimizers)}): no parameter has a gradient, so there is nothing to step by. Call amp.backward(loss) "
+                f"step({_names(optimizers)}): no parameter has a gradient, so there is nothing to do. Call "
+                f"amp.backward(loss) "
                 "before it, and zero_grad() after it; leave the step out where the loss does not reach these parameters"
             )
 
@@ -676,8 +680,8 @@ def _refuse_per_sample(optimizer: Optimizer) -> None:
     """Gradients per sample, as Opacus keeps them, hold the loss scale too, and are what such an optimizer steps by."""
     if any(getattr(parameter, "grad_sample", None) is not None for parameter in gradients.stored(optimizer)):
         raise StateError(
-            f"unscale_({type(optimizer).__name__}): its parameters have gradients per sample (grad_sample), which hold the loss scale "
-            "too and cannot be unscaled here. Use a plan without a loss scale, such as 'bf16-mixed'"
+            f"unscale_({type(optimizer).__name__}): its parameters have per-sample gradients (grad_sample), which also hold "
+            f"the loss scale and cannot be unscaled here. Use a plan without a loss scale, such as 'bf16-mixed'"
         )
 
 

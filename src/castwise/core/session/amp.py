@@ -675,7 +675,7 @@ class Amp(masters.OfThisProcess):
             PlanError: A ``max_norm`` that is not a norm.
         """
         if not optimizers:
-            raise StateError("step() was given no optimizer; call amp.step(optimizer)")
+            raise StateError("step() needs an optimizer; call amp.step(optimizer)")
         if max_norm is not None:
             check_norm("step", max_norm)
         for optimizer in optimizers:
@@ -686,9 +686,9 @@ class Amp(masters.OfThisProcess):
                 )
             if not self._members.holds(optimizer):
                 raise StateError(
-                    f"step({type(optimizer).__name__}): this optimizer was not prepared by this Amp, so its parameters have neither "
-                    "masters nor a loss scale that it knows of; call amp.prepare(model, optimizer) with it before training, and give "
-                    "step the very object that was prepared"
+                    f"step({type(optimizer).__name__}): this optimizer was not prepared by this Amp, so this Amp keeps no "
+                    f"masters and no loss scale for it; call amp.prepare(model, optimizer) with it before training, and pass "
+                    f"the same object to step"
                 )
         if frames.thread.state.saved:
             frames.leave_interrupted()

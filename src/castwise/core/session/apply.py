@@ -163,8 +163,8 @@ def _refuse_unfrozen(
     for name, parameter in trained:
         if masters.is_low(parameter) and parameter.grad is not None and id(parameter) in held:
             raise StateError(
-                f"{type(optimizer).__name__}.step(): {name} of {kind} was frozen when it was prepared, stays in "
-                f"{str(parameter.dtype).removeprefix('torch.')} as it arrived, and is trained now: its updates would be rounded away. "
+                f"{type(optimizer).__name__}.step(): {name} of {kind} was frozen when it was prepared, is stored in "
+                f"{str(parameter.dtype).removeprefix('torch.')} and is trained now: its updates would be rounded away. "
                 "Unfreeze it before prepare(..., widen=True), or store frozen parameters in fp32 too: prepare(..., widen='all')."
             )
 

@@ -274,8 +274,8 @@ def _tell_beside(watched: _Watched, name: str) -> None:
         watched.say(said)
         return
     warnings.warn(
-        f"backward: {said}. Name the methods that are called beside forward, amp.prepare(model, optimizer, methods=('encode',)), or "
-        "write that part inside castwise.autocast(...) or in fp32 by intent.",
+        f"backward: {said}. Name the methods that are called besides forward, amp.prepare(model, optimizer, "
+        f"methods=('encode',)), or put that part inside castwise.autocast(...), also to run it in fp32.",
         stacklevel=2,
     )
 
@@ -295,6 +295,6 @@ def _fact(watched: _Watched, name: str) -> str:
     call = f"model.{watched.path}" if watched.path else "model"
     return (
         f"the loss was computed from {name}, but the {region if watched.path else f'prepared {kind}'} was not called, so that its "
-        f"operators were not cast to {dtype} as the plan {watched.plan} says. A plan works where the module itself is called: "
-        f"call {call}(...), not {call}.forward(...) and not its parts one by one"
+        f"operators were not cast to {dtype} as the plan {watched.plan} says. A plan applies only when the module itself is "
+        f"called: call {call}(...), not {call}.forward(...) and do not call its parts one by one"
     )

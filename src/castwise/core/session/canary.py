@@ -36,13 +36,13 @@ def check_torch() -> None:
         return
     failed = [name for name, check in _CHECKS.items() if not _passes(check)]
     outcome = (
-        f"These self-checks failed: {', '.join(failed)}. What they stand for may go wrong without an error"
+        f"These self-checks failed: {', '.join(failed)}. The features that they check may fail without an error"
         if failed
         else "The self-checks passed"
     )
     warnings.warn(
-        f"castwise has been tested with torch {', '.join(TESTED)}, and this is {torch.__version__}. {outcome}. Use a release of "
-        "torch that was tested, or a castwise that was tested with this one.",
+        f"castwise has been tested with torch {', '.join(TESTED)}, and this is {torch.__version__}. {outcome}. Use a torch "
+        f"release that was tested, or a castwise release that was tested with this torch.",
         stacklevel=3,
     )
 

@@ -43,7 +43,8 @@ def check_group(group: Any) -> None:
     if group is not None and group is not ALONE and not isinstance(group, kinds):
         raise StateError(
             f"Amp(group={shown(group)}) is not allowed. Allowed: a process group that this rank is in, as "
-            "torch.distributed.new_group(...) gives it, castwise.ranks.ALONE for this process by itself, or None for all ranks."
+            f"torch.distributed.new_group(...) returns it, castwise.ranks.ALONE for this process by itself, or None for all "
+            f"ranks."
         )
 
 
@@ -55,12 +56,12 @@ def check_given(model: object, optimizers: Iterable[object]) -> None:
     """
     if not isinstance(model, nn.Module):
         raise StateError(
-            f"prepare({type(model).__name__}): not an nn.Module; prepare each model by a call of its own"
+            f"prepare({type(model).__name__}): not an nn.Module; prepare each model in its own call"
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise StateError(
-            f"prepare({type(model).__name__}): a scripted or traced model runs code of its own, which a plan's casts do not reach; "
-            "prepare the module that it was made from"
+            f"prepare({type(model).__name__}): a scripted or traced model runs compiled code, which a plan cannot cast; "
+            f"prepare the module that it was made from"
         )
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -103,7 +104,7 @@ def check_model(found: Inventory, plan: Plan, device_type: str, *, wrapped: bool
     if devices:
         raise StateError(
             f"prepare: this Amp is for {device_type!r}, but the model has parameters on {', '.join(devices)}; "
-            f"move the model there first, or make the session with Amp(..., device={devices[0]!r})"
+            f"move the model there first, or create the session with Amp(..., device={devices[0]!r})"
         )
     if plan.compile != "as_given" and found.is_compiled:
         raise StateError(
@@ -136,8 +137,10 @@ def check_optimizers(found: Inventory, plan: Plan) -> None:
             )
         if plan.keeps_masters and holding.is_zero:
             raise StateError(
-                f"prepare: {kind} steps an optimizer of its own on this rank's share of the parameters, which would pass by the fp32 "
-                f"masters of the plan {plan}. Shard by FSDP2 instead (amp.fully_shard), or use a plan that keeps parameters in fp32, such "
+                f"prepare: {kind} steps an optimizer of its own on this rank's share of the parameters, which would bypass "
+                f"the fp32 masters of the plan {plan}. Shard with FSDP2 instead (amp.fully_shard), or use a plan that keeps "
+                f"parameters "
+                f"in fp32, such "
                 "as 'bf16-mixed'."
             )
         if plan.optimizer == "fused":
@@ -156,11 +159,13 @@ def check_in_backward(found: Inventory, plan: Plan) -> None:
     why = "multiplies the loss by a scale" if plan.loss_scale else "rounds the weights from fp32 masters"
     if plan.loss_scale or plan.keeps_masters:
         raise StateError(
-            f"prepare({found.kind}): {kind} updates weights inside of the backward, and the plan {plan} {why}, which is not "
-            "undone before the update. Use a plan with neither, such as 'bf16-mixed' or 'bf16-true', or an optimizer that updates in step()"
+            f"prepare({found.kind}): {kind} updates weights inside the backward, and the plan {plan} {why}, which must be "
+            f"undone before an update. Use a plan with no loss scale and no masters, such as 'bf16-mixed' or 'bf16-true', or "
+            f"an optimizer that "
+            "updates in step()"
         )
     warnings.warn(
-        f"prepare({found.kind}): {kind} updates weights inside of the backward, so gradients that are not finite reach the "
+        f"prepare({found.kind}): {kind} updates weights inside the backward, so gradients that are not finite reach the "
         "weights, and no step is skipped or counted",
         stacklevel=5,
     )
@@ -172,18 +177,16 @@ def check_masters(found: Inventory, members: Members) -> None:
     Raises:
         StateError: Another session does.
     """
-    cure = "prepare both models by one Amp, or close() the other first"
+    cure = "prepare both models with one Amp, or close() the other first"
     for holding in found.holdings:
         if holding.has_masters and not members.holds(holding.optimizer):
-            raise StateError(
-                f"prepare: this {holding.kind} already holds fp32 masters of another Amp; {cure}"
-            )
+            raise StateError(f"prepare: this {holding.kind} already has fp32 masters of another Amp; {cure}")
     own = {id(parameter) for parameter in members.parameters()}
     known = {name for key, name in found.names.items() if key in own}
     for name in found.with_masters:
         if name not in known:
             raise StateError(
-                f"prepare: {name} of this {found.kind} already has an fp32 master by another Amp, whose model shares it; "
+                f"prepare: {name} of this {found.kind} already has an fp32 master of another Amp, whose model shares it; "
                 f"{cure}"
             )
 
@@ -227,8 +230,9 @@ def check_arrival(
     stay = all(resolution.storage.get(name, tensor.dtype) in LOW_DTYPES for name, tensor in low.items())
     if widen and not again and plan.stores_low and low and stay:
         raise PlanError(
-            f"prepare(widen={widen!r}): the plan {plan} stores all that arrived low in {plan.compute}, so nothing is left to be "
-            f"stored in fp32. Leave widen out, or use a plan that keeps parameters in fp32, such as {plan.compute + '-mixed'!r}."
+            f"prepare(widen={widen!r}): the plan {plan} stores everything that arrived low in {plan.compute}, so nothing "
+            f"remains to store in fp32. Leave widen out, or use a plan that keeps parameters in fp32, such as "
+            f"{plan.compute + '-mixed'!r}."
         )
     if plan.params != "fp32" or not resolution.left_low:
         return
@@ -240,8 +244,8 @@ def check_arrival(
     raise PlanError(
         f"prepare: the plan {plan} keeps parameters in fp32, but {some(names, 3)} are stored in "
         f"{short}: their updates and gradients would be {short}. prepare(..., widen=True) stores them in fp32, which takes "
-        f"{size(cost)} more for the weights, as much again for their gradients, and for each tensor of state that the optimizer keeps of "
-        f"them; or use the plan {instead!r} (fp32 masters in the optimizer)."
+        f"{size(cost)} more for the weights, and as much again for their gradients and for each state tensor of the "
+        f"optimizer; or use the plan {instead!r} (fp32 masters in the optimizer)."
     )
 
 
@@ -253,11 +257,11 @@ def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
     """
     low = before.stores_low or after.stores_low
     why = (
-        "has run compiled, so that hooks put on now would be ignored"
+        "has already run compiled, so hooks added now would be ignored"
         if _torch.dynamo.ran_compiled(model)
-        else "is cut into shards, whose groups are by the formats that parameters are stored in"
+        else "is sharded in groups that follow the formats of its parameters"
         if low and any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-        else "is in DistributedDataParallel, which was built for the format that parameters have now"
+        else "is in DistributedDataParallel, which was built for the parameters' current format"
         if low and wrappers.ddp_around(model) is not None
         else ""
     )
@@ -337,7 +341,7 @@ def watch_formats(
             ("keeps parameters in fp32", "Store them in fp32 before they are added (.float())")
             if not plan.keeps_masters
             else (
-                "gives low parameters fp32 masters, which these have not",
+                "gives low parameters fp32 masters, which these do not have",
                 "Add them in fp32, before their model is prepared, and then prepare it with this optimizer: "
                 "amp.prepare(model, optimizer)",
             )
@@ -365,14 +369,12 @@ def check_norm(call: str, bound: object, name: str = "max_norm") -> None:
         if not isinstance(bound, str) and float(bound) >= 0.0:  # type: ignore[arg-type]
             return
         why = (
-            f"a {type(bound).__name__} is no {what}"
-            if isinstance(bound, str)
-            else f"no {what} is at most that"
+            f"a {type(bound).__name__} is no {what}" if isinstance(bound, str) else "it must be a number >= 0"
         )
     except (TypeError, ValueError):
         why = f"a {type(bound).__name__} is no {what}"
     rest = (
-        "math.inf for the norm alone; step takes None for no clipping"
+        "math.inf to compute only the norm; step(max_norm=None) does not clip"
         if what == "norm"
         else "math.inf for no clipping"
     )

@@ -84,7 +84,7 @@ class DroppedUpdates:
         self._before: Any = functools.partial(self._before_step)
         self._after: Any = functools.partial(self._after_step)
         for hook in (self._before, self._after):
-            _torch.tensors.never_trace(hook, "castwise looks at updates between graphs")
+            _torch.tensors.never_trace(hook, "castwise follows updates outside of compiled graphs")
 
     @property
     def share(self) -> float | None:
@@ -106,7 +106,7 @@ class DroppedUpdates:
         if not due or kind in self.unmeasured or _torch.tensors.dynamo_callback():
             return
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
-            self.unmeasured[kind] = "its step evaluates the loss itself"
+            self.unmeasured[kind] = "its step() evaluates the loss"
             return
         try:
             self._pieces = _stepped_in_fp32(optimizer, made)

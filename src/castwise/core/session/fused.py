@@ -55,8 +55,10 @@ def check_fused(optimizer: Optimizer) -> None:
     """
     if type(optimizer) in _FUSED and _unfit_dtensors(optimizer):
         raise DeviceError(
-            f"Plan: optimizer='fused', but torch fuses DTensors for Adam and AdamW alone, and not in one parameter group with plain "
-            f"tensors, and this {type(optimizer).__name__} has such. Give it groups of their own, or use optimizer='as_given'."
+            f"Plan: optimizer='fused', but torch fuses DTensors only for Adam and AdamW and not in one parameter group with "
+            f"plain tensors, and this {type(optimizer).__name__} mixes them. Put DTensors into parameter groups of their own, "
+            f"or use "
+            f"optimizer='as_given'."
         )
     if not can_fuse(optimizer):
         names = ", ".join(cls.__name__ for cls in _FUSED)

@@ -37,7 +37,7 @@ def scaler_for(
         return StepGuard(device_type, refuse=refuse, patience=patience, reduce=agree)
     if nonfinite == "allow":
         raise PlanError(
-            f"Amp({str(plan)!r}, nonfinite='allow'): a loss scale finds its size by skipping steps that are not finite. Allowed "
+            f"Amp({str(plan)!r}, nonfinite='allow'): a loss scale is adjusted by skipping steps that are not finite. Allowed "
             "with this plan: 'skip', 'raise'."
         )
     return GradScaler.from_loss_scale(
@@ -71,7 +71,7 @@ def give_late_masters(plan: Plan, optimizer: Optimizer) -> bool:
             raise StateError(
                 f"step({type(optimizer).__name__}): {shape} has an fp16 gradient, which cannot be divided by the loss scale without "
                 f"loss; the plan {plan} keeps parameters in fp32. Store it in fp32 (.float()) and leave casting to the plan, or use the "
-                "plan 'fp16-master', which trains fp16 weights by fp32 masters."
+                "plan 'fp16-master', which trains fp16 weights with fp32 masters."
             )
     if attachment is None:
         return False

@@ -65,7 +65,7 @@ class Inventory:
     with_masters: Sequence[str]
     """Parameters that have an fp32 master by now."""
     steps_in_backward: Sequence[Any]
-    """What updates weights inside of the backward (LOMO): it has put hooks on their gradients, or was given."""
+    """What updates weights inside the backward (LOMO): it has put hooks on their gradients, or was given."""
     is_wrapped: bool
     """Whether the model itself is a DistributedDataParallel or DataParallel."""
     is_in_ddp: bool

@@ -76,7 +76,7 @@ def device_type_of(device: Any) -> str:
         kind = torch.device(device).type
     except (RuntimeError, TypeError) as error:
         raise DeviceError(
-            f"Amp(device={shown(device)}): torch takes it for no device here; allowed: {', '.join(DEVICE_TYPES)}, with an "
+            f"Amp(device={shown(device)}): torch knows no such device here; allowed: {', '.join(DEVICE_TYPES)}, with an "
             "index if need be, such as 'cuda:0'"
         ) from error
     if kind not in DEVICE_TYPES:
@@ -104,7 +104,7 @@ def find_device(call: str, device: Any, default: str) -> torch.device:
         count = getattr(torch, where.type).device_count()
         if where.index >= count:
             raise DeviceError(
-                f"{call}(device={str(where)!r}): there are {count}, counted from 0; use a lower number"
+                f"{call}(device={str(where)!r}): there are only {count}, counted from 0; use a lower index"
             )
     return where
 
@@ -134,7 +134,8 @@ def check_device(plan: Plan, device_type: str) -> None:
             )
     if plan.host_memory == "keep" and not can_keep():
         raise DeviceError(
-            f"Plan {plan}: host_memory='keep', but the C library of this system is not glibc, which alone can be told so; use 'as_given'"
+            f"Plan {plan}: host_memory='keep', which needs glibc, and this system has another C library; use "
+            f"'as_given'"
         )
     if "bf16" in plan.formats and device_type == "cuda" and not torch.cuda.is_bf16_supported():
         raise DeviceError(
@@ -194,8 +195,9 @@ class Claim:
                 setting = _claimed[place.name] = _Setting(place, value, before, weakref.WeakSet())
             elif setting.value != value:
                 raise StateError(
-                    f"prepare: this plan wants {what}={value!r}, but a live plan in this process set it to {setting.value!r}, and the "
-                    "setting is the whole process's. Close the other Amp first, or give both plans the same value."
+                    f"prepare: this plan wants {what}={value!r}, but a live plan in this process set it to {setting.value!r}, "
+                    f"and the setting applies to the whole process. Close the other Amp first, or give both plans the same "
+                    f"value."
                 )
             setting.holders.add(self)
             if _claimed.get(place.name) is setting:

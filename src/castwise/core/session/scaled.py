@@ -16,8 +16,8 @@ _any = False
 running = 0
 """How many backward passes of sessions run, below which there must be no scaled loss."""
 _WORDS = (
-    "this loss has been scaled already, so that gradients would be too large by that scale. Take the GradScaler and its scale() "
-    "out of the loop: amp.backward(loss) does by itself what the plan needs"
+    "this loss has been scaled already, so gradients would be too large by that factor. Remove the GradScaler and its scale() "
+    "from the loop: amp.backward(loss) does what the plan needs"
 )
 
 

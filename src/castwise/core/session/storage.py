@@ -83,9 +83,9 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
                 else f"{tensor.layout}"
             )
             raise StateError(
-                f"prepare: {names[tensor]} is {kind}, and the plan stores it in {str(dtypes[tensor]).removeprefix('torch.')}; give the "
-                "module memory of its own first (model.to_empty(device=...), .contiguous(), .to_dense()), or leave it out by "
-                "Region(path, params='fp32')"
+                f"prepare: {names[tensor]} is {kind}, and the plan stores it in {str(dtypes[tensor]).removeprefix('torch.')}; "
+                f"give the module its own memory first (model.to_empty(device=...), .contiguous(), .to_dense()), or exclude "
+                f"it with Region(path, params='fp32')"
             )
     over, under = [], []
     finfo = torch.finfo(torch.float16)
@@ -108,8 +108,8 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
         )
     if under:
         warnings.warn(
-            f"prepare: more than 1 % of the weights of {', '.join(under[:5])} are below fp16's smallest numbers and become "
-            "zero; a model trained in bf16 may need a bf16 plan",
+            f"prepare: more than 1 % of the weights of {', '.join(under[:5])} are below fp16's smallest number and become "
+            f"zero; a model that was trained in bf16 may need a bf16 plan",
             stacklevel=4,
         )
 

@@ -24,7 +24,7 @@ def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator
         yield f"updates that rounding drops are not measured for {kind}: {why}"
     seen = f"({dropped.moved:,} seen at {dropped.looks} of {dropped.steps} steps)"
     if dropped.share == 0:
-        yield f"none of the updates is lost to rounding to {plan.compute} {seen}"
+        yield f"no update is lost to rounding to {plan.compute} {seen}"
     elif dropped.share is not None:
         instead = f"the plan {plan.compute + '-master'!r}" if plan.stores_low else "master='fp32' in the plan"
         yield (
@@ -36,7 +36,7 @@ def say_restored(counts: Mapping[str, int]) -> Iterator[str]:
     """Say which buffers were put back after skipped steps, in a line; none where none was."""
     if counts:
         often = [name if count == 1 else f"{name} ({count} times)" for name, count in counts.items()]
-        yield f"buffers that skipped steps had made non-finite, put back: {some(often)}"
+        yield f"buffers that skipped steps had made non-finite, restored: {some(often)}"
 
 
 def _kinds(model: nn.Module, members: Members) -> Iterator[str]:

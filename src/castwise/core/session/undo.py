@@ -48,7 +48,7 @@ class UndoLog:
             try:
                 self._replay(mark)
             except BaseException as other:
-                error.add_note(f"Taking back what had been changed failed as well: {other!r}")
+                error.add_note(f"Undoing the changes failed as well: {other!r}")
             raise
 
     def close(self) -> None:

@@ -55,8 +55,10 @@ class Wrapping:
             for name, parameter in [] if model is None else model.named_parameters():
                 if is_dtensor(parameter) and name not in known:
                     raise StateError(
-                        f"step: {name} of the prepared {type(model).__name__} became a DTensor after prepare, so that its optimizer "
-                        "updates a tensor that the model no longer has. Call fully_shard or parallelize_module first, then make "
+                        f"step: {name} of the prepared {type(model).__name__} became a DTensor after prepare, so its "
+                        f"optimizer updates a tensor that is no longer in the model. Call fully_shard or parallelize_module "
+                        f"first, then "
+                        "make "
                         "the optimizer, then prepare both."
                     )
 
@@ -104,8 +106,9 @@ class Wrapping:
         ]
         if found and _torch.distributed.delays_reductions(ddp):
             raise StateError(
-                f"DistributedDataParallel({type(module).__name__}, delay_all_reduce_named_params=...): parameters with fp32 masters "
-                "take part in its ordinary reductions alone. Leave that argument out, or prepare by a plan that keeps parameters in "
+                f"DistributedDataParallel({type(module).__name__}, delay_all_reduce_named_params=...): parameters with fp32 "
+                f"masters are only reduced in its ordinary way. Leave that argument out, or prepare with a plan that keeps "
+                f"parameters in "
                 "fp32, such as 'bf16-mixed'."
             )
         for attachment in found:

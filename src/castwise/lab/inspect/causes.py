@@ -60,18 +60,19 @@ ADVICE: Mapping[str, str] = {
     "division by zero": "add an epsilon that the format holds to the denominator, or clamp it away from zero",
     "log of zero": "clamp the argument away from zero before log, or work with log_softmax and logsigmoid",
     "log of a negative value": "see why the argument is negative: a difference that should be positive loses its sign in rounding",
-    "outside of the domain": "clamp the argument to slightly inside the operator's domain",
-    "inf - inf": "the infinities are masks that meet here: keep one value in each row unmasked, or fill with the format's smallest "
+    "outside the operator's domain": "clamp the argument to slightly inside the operator's domain",
+    "inf - inf": "these infinities come from masks: keep one value in each row unmasked, or fill with the format's "
+    "smallest "
     "finite value in place of -inf",
-    "0 * inf": "an infinity that was meant is multiplied by zero: choose by torch.where or masked_fill in place of a product",
+    "0 * inf": "an intended infinity is multiplied by zero: select with torch.where or masked_fill instead of a product",
     "a row of nothing but -inf": "every value of a row is masked: keep one unmasked, or fill with torch.finfo(dtype).min",
-    "nothing to reduce": "a selection is empty: leave its term out of the loss then",
+    "nothing to reduce": "a selection is empty: leave its term out of the loss in that case",
     "data": "clean the data, or leave the batch out",
     "parameter": "the weights are not finite already: go back to a checkpoint, and inspect the step before",
     "buffer": "the buffer was not finite before this pass: go back to a checkpoint, or inspect the code that writes it",
     "constant": "the program sets this value itself; make sure that only masked positions use it",
-    "memory": "memory is read that was never written: use zeros instead of empty, or write all of it",
-    "unseen": "it was computed where torch records no operators: in NumPy, in an extension, or before the loss was called",
+    "memory": "uninitialised memory is read: use torch.zeros instead of torch.empty, or write all of it",
+    "unseen": "it was computed outside of torch's operators: in NumPy, in an extension, or before the loss was called",
     "unknown": "look at the inputs of the operator",
 }  # fmt: skip
 """What to do where no format cures it, by the kind of cause."""
@@ -209,16 +210,16 @@ def _kind(
         return _overflow(name, inputs, outputs, needed)
     first = inputs[0] if inputs else None
     if first is not None and not math.prod(first.shape):
-        return "nothing to reduce", "the input has no elements, of which there is no mean"
+        return "nothing to reduce", "the input has no elements, so it has no mean"
     if given:
         if name in _SOFTMAXES and all(v.inf == v.negative_inf for v in inputs):
             return (
                 "a row of nothing but -inf",
-                "every value of a row is -inf, so that its sum is 0 and each share 0/0",
+                "every value of a row is -inf, so its sum of exp is 0 and softmax is 0/0",
             )
         if name in _POWERS or name in _PRODUCTS:
-            return "0 * inf", "a zero meets an infinity in a product"
-        return "inf - inf", "infinities of opposite sign are added, or one is subtracted from another"
+            return "0 * inf", "a product of zero and infinity"
+        return "inf - inf", "infinities of opposite sign are added, or infinities of equal sign subtracted"
     if first is None:
         return "unknown", "the operator has no floating input"
     if name in _EXPONENTIALS:
@@ -234,7 +235,7 @@ def _kind(
             return "log of a negative value", f"the smallest argument is {first.low:.4g}"
         return "log of zero", f"{first.zeros} of {math.prod(first.shape):,} arguments are 0"
     if name in _DOMAINS:
-        return "outside of the domain", f"arguments reach from {first.low:.4g} to {first.high:.4g}"
+        return "outside the operator's domain", f"arguments range from {first.low:.4g} to {first.high:.4g}"
     return "unknown", "it is not finite in fp64 either"
 
 
@@ -251,7 +252,8 @@ def _overflow(
     if needed <= format.max:
         return (
             "overflow",
-            f"the result fits ({needed:.4g}), but a step on the way leaves {format.name}, which ends at {format.max:.4g}",
+            f"the result fits ({needed:.4g}), but an intermediate value overflows {format.name}, which ends at "
+            f"{format.max:.4g}",
         )
     what = "the result"
     if name in _CASTS:

@@ -142,7 +142,7 @@ class _Comparing:
         if not math.isfinite(ran_a.loss) or not ran_a.finite:
             raise NonFiniteError(
                 f"compare: the loss or a gradient is not finite under {self._first}, so nothing can be compared with it; "
-                "castwise.first_nonfinite says where that begins"
+                "castwise.first_nonfinite finds the operator where that begins"
             )
         b.reference = a.kept
         ran_b = self._runs.run_finite(_with_room(self._second, a, ran_a), b.begin)
@@ -181,8 +181,8 @@ class _Comparing:
         if plan.compile == "as_given":
             return ran
         self._notes.append(
-            f"Calls of {plan} were compiled one by one: what the compiler fuses across their borders shows in the loss and the "
-            "gradients at the end alone."
+            f"Under {plan} calls were compiled one by one: what the compiler fuses across calls shows only in the final loss "
+            f"and gradients."
         )
         return self._runs.run(plan, scale=ran.scale, whole=True)
 
@@ -292,21 +292,22 @@ def _notes(a: Look, b: Look, ran_a: Run, ran_b: Run) -> list[str]:
         if alone:
             names = ", ".join(f"{call.path or 'the model'} (call {call.number})" for call in alone[:3])
             out.append(
-                f"{len(alone)} call{'s' * (len(alone) > 1)} ran under the {which} plan alone: {names}{', ...' * (len(alone) > 3)}."
+                f"{len(alone)} call{'s' * (len(alone) > 1)} ran only under the {which} plan: "
+                f"{names}{', ...' * (len(alone) > 3)}."
             )
     changed = [key for key, error in b.errors.items() if error is None and key in a.kept]
     shapes = sorted({key.point.call.path for key in changed if b.shapes.get(key) != a.kept[key].shape})
     if shapes:
         out.append(
-            f"Tensors have other shapes under the second plan, and are not compared, at {', '.join(shapes[:3])}."
+            f"Tensors whose shapes differ under the second plan are not compared, at {', '.join(shapes[:3])}."
         )
     unseen = sorted({path for ran in (ran_a, ran_b) for path in ran.unseen})
     if unseen:
         out.append(
-            f"Sparse and nested tensors, and those of classes of their own, are not compared, at {', '.join(unseen[:3])}."
+            f"Sparse and nested tensors and tensor subclasses are not compared, at {', '.join(unseen[:3])}."
         )
     if ran_b.strayed:
         out.append(
-            f"{ran_b.strayed} random draws could not be replayed, so the second plan saw other noise than the first."
+            f"{ran_b.strayed} random draws could not be replayed, so the second plan saw different noise from the first."
         )
     return out

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from castwise.core.plans.plan import Plan
+from castwise.core.plans.words import in_words
 from castwise.core.ranks.text import named
 from castwise.lab.result import Result
 
@@ -161,8 +162,10 @@ class Comparison(Result):
             }
             for call in self.calls
         ]
+        a, b = in_words(self.plan_a), in_words(self.plan_b)
         said: dict[str, Any] = {"plan_a": str(self.plan_a), "plan_b": str(self.plan_b), "calls": calls}
-        said["description"] = f"{self.plan_b} against {self.plan_a}"
+        said |= {"words_a": a, "words_b": b, "description": f"{b} against {a}"}
+        said["tried"] = [dataclasses.asdict(one) | {"words": in_words(one.plan)} for one in self.tried]
         births = [[call.path, call.call] for call in self.birthplaces]
         return dataclasses.asdict(self) | said | {"loss_error": self.loss_error, "birthplaces": births}
 

@@ -94,7 +94,7 @@ def try_cures(
             ),
             loss_scale=None,
         )
-        run("bf16 in the place of fp16", swapped)
+        run("bf16 instead of fp16", swapped)
     return trials
 
 

@@ -119,8 +119,8 @@ def _check_steps(optimizer: torch.optim.Optimizer) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         kind = type(optimizer).__name__
         raise WorkloadError(
-            f"forecast: {kind}.step() needs a closure, so that updates are not its alone; leave optimizer= out, or give one that "
-            "steps without, such as AdamW"
+            f"forecast: {kind}.step() needs a closure, so its updates cannot be computed from one gradient; leave optimizer= "
+            f"out, or give an optimizer that steps without a closure, such as AdamW"
         )
 
 

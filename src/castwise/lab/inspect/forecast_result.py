@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from castwise.core.plans.formats import FORMATS, Format
 from castwise.core.plans.plan import Plan
+from castwise.core.plans.words import in_words
 from castwise.errors import PlanError
 from castwise.lab.inspect.watch import Kind
 from castwise.lab.parity.casts import Cast
@@ -153,13 +154,13 @@ class Forecast(Result):
                 return region
         known = ", ".join(repr(region.path) for region in self.regions[:12])
         raise PlanError(
-            f"Forecast.region({path!r}): no module of that path computed anything; there are {known}, ..."
+            f"Forecast.region({path!r}): no module of that path computed anything; modules that did are {known}, ..."
         )
 
     def _fields(self) -> dict[str, Any]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         regions = [dataclasses.asdict(region) for region in self.regions]
-        return {**fields, "plan": str(self.plan), "regions": regions, "scales": _asdict(self.scales),
+        return {**fields, "plan": str(self.plan), "words": in_words(self.plan), "regions": regions, "scales": _asdict(self.scales),
                 "environment": _asdict(self.environment), "workload": self.model, "description": "",
                 "spreads": {name: _asdict(spread) for name, spread in self.spreads.items()},
                 "ranges": {name: _ends(FORMATS[name]) for name in self.formats}}  # fmt: skip

@@ -342,23 +342,24 @@ class Run:
         if self._ranks.compiled:
             compiled = compiled or [""]
             notes.append(
-                f"Compiled code ran as it is written ({_some(compiled)}): what a compiler fuses keeps more in fp32."
+                f"Compiled code ran as it is written ({_some(compiled)}): fused by a compiler, it keeps more in fp32."
             )
         if self.seen.low:
             what = _some(sorted(self.seen.low))
             notes.append(
-                f"The model casts to a low format by itself ({what}), so that its rounding is in what was seen."
+                f"The model casts to a low format by itself ({what}), so the measurements include its rounding."
             )
         small = [
             region.path for region in regions if "fp16" not in region.troubles and _loses_gradients(region)
         ]
         if small:
             notes.append(
-                f"At a loss scale of {amounts.number(self.loss_scale)} fp16 loses a tenth of the gradients or more where they are too small "
-                f"beside others to count ({_some(small)}); to Adam's steps they count, so ask castwise.parity."
+                f"At a loss scale of {amounts.number(self.loss_scale)} fp16 loses a tenth or more of the gradients, though "
+                f"only gradients that are small beside the others ({_some(small)}); Adam scales them up, so test the plan "
+                f"with castwise.parity."
             )
         notes += [
-            f"How an overflow spreads in {name} is not known, since the model could not be run in it here: {why}"
+            f"It is not known how an overflow spreads in {name}, since the model could not be run in it here: {why}"
             for name, why in self._unspread.items()
         ]
         return tuple(notes)

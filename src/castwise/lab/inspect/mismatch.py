@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from castwise.core.casting.trees import to_device
 from castwise.core.plans.plan import Plan, as_plan
 from castwise.core.plans.text import shown
+from castwise.core.plans.words import in_words
 from castwise.core.session.process import find_device
 from castwise.errors import PlanError, WorkloadError
 from castwise.lab.inspect.ratios import ServeMismatch, Sums
@@ -67,10 +68,15 @@ class Mismatch(Result):
     ranks: int = 1
 
     def _fields(self) -> dict[str, Any]:
-        serve = [dataclasses.asdict(row) | {"plan": str(row.plan)} for row in self.serve]
-        said = f"log-probabilities under {self.plan_train} and where it is served"
+        serve = [
+            dataclasses.asdict(row) | {"plan": str(row.plan), "words": in_words(row.plan)}
+            for row in self.serve
+        ]
+        words = in_words(self.plan_train)
+        said = f"log-probabilities in training ({words}) and in serving"
         return dataclasses.asdict(self) | {
             "plan_train": str(self.plan_train),
+            "words_train": words,
             "serve": serve,
             "description": said,
         }

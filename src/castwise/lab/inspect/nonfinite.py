@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.plans.words import in_words
 from castwise.errors import PlanError
 from castwise.lab.inspect.causes import ADVICE
 from castwise.lab.inspect.cures import TriedCure, try_cures
@@ -137,6 +138,7 @@ class FirstNonfinite(Result):
         cure = self.cure
         return own | {
             "plan": str(self.plan),
+            "words": in_words(self.plan),
             "found": bool(self),
             "cure": None if cure is None else str(cure),
             **{key: [dataclasses.asdict(values) for values in own[key]] for key in ("inputs", "outputs")},
@@ -259,7 +261,7 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
         "harmless": len({origin.place for origin in seen.origins if origin.kind == "operator"}),
     }
     if not seen.reached:
-        note = "What is compiled ran as it is written: where the compiled run alone is not finite, the compiler's code makes it."
+        note = "Compiled code ran in eager mode: if only the compiled run is not finite, the compiler's code causes it."
         return FirstNonfinite(**common, note=note if passes.compiled else "")
     culprit, confirmed, others = _culprit(passes, plan, seen)
     if culprit is None:
@@ -267,7 +269,7 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
             **common,
             origin="unseen",
             cause="unseen",
-            why="no operator that was seen made it",
+            why="none of the recorded operators made it",
             advice=ADVICE["unseen"],
         )
     reaching = {origin.place for origins in seen.reached.values() for origin in origins}
@@ -366,8 +368,8 @@ def _cause(origin: Origin) -> tuple[str, str]:
         return origin.kind, f"{origin.name} holds {what} before the pass"
     return origin.kind if origin.kind in ADVICE else "unknown", {
         "constant": "the program sets the value itself, as a number or a tensor made in Python",
-        "memory": "memory is read that was never written",
-        "unseen": "it was there when an operator was first given it",
+        "memory": "uninitialised memory is read",
+        "unseen": "it was in an operator's input before any recorded operator returned it",
     }.get(origin.kind, "")
 
 

@@ -20,6 +20,7 @@ from castwise.core import _torch
 from castwise.core.casting.trees import tensors_in
 from castwise.core.plans.formats import get_format
 from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.plans.words import in_words
 from castwise.core.ranks.text import named
 from castwise.errors import UnknownNameError, check_count
 from castwise.lab.inspect.passes import Passes
@@ -165,7 +166,9 @@ class OperatorTable(Result):
         uses = {
             key: [dataclasses.asdict(use) for use in own[key]] for key in ("operators", "regions", "casts")
         }
-        return own | uses | {"plan": str(self.plan), "time_s": self.time_s, "cast_bytes": self.cast_bytes}
+        return own | uses | {
+            "plan": str(self.plan), "words": in_words(self.plan), "time_s": self.time_s, "cast_bytes": self.cast_bytes,
+        }  # fmt: skip
 
     def _fields(self) -> dict[str, Any]:
         return self._said() | {
@@ -342,7 +345,7 @@ def _slowest(tables: Sequence[OperatorTable]) -> OperatorTable:
         )
         notes = (
             *notes,
-            f"{named(others).capitalize()} ran other operators: {', '.join(sorted(differing)[:6])}.",
+            f"{named(others).capitalize()} ran different operators: {', '.join(sorted(differing)[:6])}.",
         )
     return dataclasses.replace(tables[rank], notes=notes, rank=rank, ranks_time_s=times)
 
@@ -415,9 +418,9 @@ def _casts(calls: Iterable[_Call]) -> list[CastUse]:
 
 def _notes(passes: Passes, plan: Plan) -> Iterator[str]:
     if passes.device.type == "cpu" and "fp16" in plan.formats:
-        yield "fp16 matrix products were emulated, as on every CPU here, and so are their times."
+        yield "fp16 matrix products were emulated, as on every CPU here, so their times are those of the emulation."
     if plan.compile != "as_given" or passes.compiled:
-        yield "A compiler fuses operators and casts; this table is of the code as it is written."
+        yield "A compiler fuses operators and casts; this table shows the eager code."
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:

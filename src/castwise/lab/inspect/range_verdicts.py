@@ -75,7 +75,7 @@ def spreading(name: str, spread: Spread) -> str:
     """What becomes of an overflow, in a sentence."""
     count = len(spread.reached)
     where = f"{count} other region{'s' if count > 1 else ''}" if count else "no other region"
-    end = "makes gradients that are not finite" if spread.gradients else "does nothing to the gradients"
+    end = "makes gradients non-finite" if spread.gradients else "does not change the gradients"
     return f"What overflows in {name} reaches {where} and {end}."
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from castwise.core.casting import default_device_type
 from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.plans.words import in_words
 from castwise.core.session.process import find_device
 from castwise.errors import WorkloadError, check_count
 from castwise.lab.parity.batches import endless, period
@@ -159,7 +160,7 @@ class ParityResult:
 
         said = {
             "kind": "parity",
-            "plan": str(self.plan),
+            "words": in_words(self.plan),
             "verdict": self.verdict,
             "reason": self.reason,
             "note": self.note,
@@ -329,7 +330,7 @@ class ParityTest:
             return result
         name, what = next(iter(stopped.items()))
         others = f"; so do {len(stopped) - 1} others" if len(stopped) > 1 else ""
-        reason = f"gradients are sound, but the model's state does not follow: {name} {what}{others}"
+        reason = f"gradients are sound, but the model's state differs from fp32's: {name} {what}{others}"
         if result.verdict == "undecided":
             reason = reason.replace("gradients are sound, but the", "the")
         return dataclasses.replace(
@@ -369,16 +370,16 @@ class ParityTest:
         if probe.strayed:
             return (
                 "undecided",
-                f"{probe.strayed} random draws of the model could not be replayed, so the plan saw other noise than fp32; "
+                f"{probe.strayed} random draws of the model could not be replayed, so the plan saw different noise from fp32; "
                 f"{reason}",
                 likely,
             )
         own = max(self.floor, self.repeat)
         if own > min(COMPARABLE * damage.value, FAIL):  # above FAIL fp32 is no reference at all
             what = (
-                "the loss is not deterministic: computed twice, it differs"
+                "the loss is not deterministic: computed twice from the same inputs, it differs"
                 if self.repeat >= self.floor
-                else "fp32 itself, rounding differently, differs from itself"
+                else "two fp32 runs that round differently differ"
             )
             return (
                 "undecided",

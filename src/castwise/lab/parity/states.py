@@ -211,7 +211,7 @@ def _stands(fp32: _Path, ours: _Path) -> str:
     stands = ours.middle == ours.end
     if 2 * int((moves & stands).sum()) <= int(moves.sum()):
         return ""
-    return f"does not move any more at {float(fp32.start.abs().max()):g}, and in fp32 it does"
+    return f"does not change any more at {float(fp32.start.abs().max()):g}, but in fp32 it does"
 
 
 def _differs(fp32: _Path, ours: _Path, which: Tensor | None = None) -> str:
@@ -225,7 +225,7 @@ def _differs(fp32: _Path, ours: _Path, which: Tensor | None = None) -> str:
     if not bool(torch.isfinite(fp32.end).all()) or torch.equal(fp32.end.double(), ours.end.double()):
         return ""
     if not bool(torch.isfinite(ours.end).all()):
-        return "is not finite after a few steps, and in fp32 it is"
+        return "is not finite after a few steps, but in fp32 it is"
     for begin, ours_begin in ((fp32.start, ours.start), (fp32.middle, ours.middle))[
         : 1 if which is None else 2
     ]:
@@ -234,8 +234,8 @@ def _differs(fp32: _Path, ours: _Path, which: Tensor | None = None) -> str:
         if square == 0.0:
             continue
         if not ours_moved.any():
-            return "does not move in a few steps, and in fp32 it does"
+            return "does not change in a few steps, but in fp32 it does"
         share = float((ours_moved * moved).sum()) / square
         if abs(share - 1.0) > ALIKE:
-            return f"moves {max(share, 0.0):.2g} times as far in a few steps as it does in fp32"
+            return f"moves {max(share, 0.0):.2g} times as far in a few steps as in fp32"
     return ""

@@ -67,7 +67,8 @@ def compare(
         if seen < least:
             return (
                 "undecided",
-                f"{value} is below {below:g} on {seen} microbatches; it takes {least} to see damage in a few of them",
+                f"{value} is below {below:g} on {seen} microbatches; at least {least} are needed to see damage in a few of "
+                f"them",
                 True,
             )
         return (

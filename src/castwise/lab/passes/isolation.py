@@ -45,8 +45,8 @@ def _refuse_pieces(model: torch.nn.Module, call: str) -> None:
     ]
     if pieces:
         raise WorkloadError(
-            f"{call}: {pieces[0]} is a piece of a DTensor that DistributedDataParallel(device_mesh=...) holds, which cannot be made "
-            "whole; give the model as it was before it was wrapped"
+            f"{call}: {pieces[0]} is a piece of a DTensor that DistributedDataParallel(device_mesh=...) holds, which cannot "
+            f"be gathered; give the model as it was before it was wrapped"
         )
 
 
@@ -143,7 +143,8 @@ def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
 def not_given(model: torch.nn.Module, call: str, what: str) -> WorkloadError:
     """The error of a loss that takes the model itself in the place of the copy that it is given."""
     return WorkloadError(
-        f"{call}: {what} the {type(model).__name__} itself, and experiments run on copies; the loss must call the model that it is "
+        f"{call}: {what} the original {type(model).__name__}, but experiments run on copies; the loss must call the model "
+        f"that it is "
         "given, and leave backward and the optimizer's step to castwise"
     )
 

@@ -39,13 +39,13 @@ class Line:
         if not all(
             isinstance(n, (int, float)) and not isinstance(n, bool) and math.isfinite(n) for n in numbers
         ):
-            raise PlanError(f"{self!r}: raise_at and clear_at are finite numbers")
+            raise PlanError(f"{self!r}: raise_at and clear_at must be finite numbers")
         if self.raise_at == self.clear_at:
             raise PlanError(
                 f"{self!r}: raise_at and clear_at are equal, so it is unclear which side is good; put clear_at on the good side"
             )
         if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
-            raise PlanError(f"{self!r}: patience is a whole number >= 1")
+            raise PlanError(f"{self!r}: patience must be a whole number >= 1")
 
     def is_bad(self, value: float) -> bool:
         """Whether a value is beyond the line; one that is not a number is."""
@@ -103,7 +103,8 @@ _SAYS = {
         "compute='fp32'), or use a bf16 plan"
     ),
     "underflow": (
-        "rounding loses {value:.2g} of the squared norm of the gradients behind {where}. Use a larger loss scale, or keep it in "
+        "rounding loses {value:.2g} of the squared norm of the gradients of the outputs of {where}. Use a larger loss scale, "
+        "or keep it in "
         "fp32, Region({region!r}, compute='fp32')"
     ),
     "update_ratio": "{where} moves by {value:.2g} of its own size in one step. Lower the learning rate, clip, or warm up",

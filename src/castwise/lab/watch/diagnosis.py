@@ -67,7 +67,7 @@ def diagnose(
     holders = ranks.gather(parts[:3])
     if any(holders):
         return [
-            Verdict("batch" if found else "transient", f"not finite in the data: {'; '.join(found)}")
+            Verdict("batch" if found else "transient", f"non-finite values in the data: {'; '.join(found)}")
             for found in holders
         ]
     with unspoilt(model, "Recovery"), undisturbed():
@@ -105,11 +105,12 @@ class _Trials:
         ran, said = self._try(self._plan)
         if self._is_sound(ran):
             return Verdict(
-                "transient", f"from the good state the same batch is sound under {self._plan}: {said}"
+                "transient",
+                f"from the last good state the same batch gives sound gradients under {self._plan}: {said}",
             )
         reference, also = self._try(REFERENCE)
         if not self._is_sound(reference):
-            return Verdict("batch", f"in fp32 it is no better: {also} (under {self._plan}: {said})")
+            return Verdict("batch", f"in fp32 the result is no better: {also} (under {self._plan}: {said})")
         told = f"{said} under {self._plan}, {also} in fp32"
         for cause, what, plan in self._cures():
             cured, how = self._try(plan)
@@ -139,13 +140,13 @@ class _Trials:
                     plan = dataclasses.replace(trial.plan, loss_scale=scale)
                     yield (
                         cause,
-                        f"{found.operator} in {where} is the first that is not finite ({found.why})",
+                        f"{found.operator} in {where} returns the first non-finite value ({found.why})",
                         plan,
                     )
                 elif cause == "loss scale" and not (scale is not None and scale.dynamic):
                     yield cause, f"the backward of {where} overflows", trial.plan
         whole = dataclasses.replace(self._plan, regions=(*self._plan.regions, Region("**", compute="fp32")))
-        yield "format", "no single region was found to do it", whole
+        yield "format", "no single region could be identified", whole
 
     def _try(self, plan: Plan) -> tuple[Ran | None, str]:
         """A run of the step, and what became of it in a clause."""

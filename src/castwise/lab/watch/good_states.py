@@ -135,9 +135,7 @@ class GoodStates:
                 try:
                     thing.load_state_dict(_as_held(extra["also"][name], before[name]))
                 except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                    raise CheckpointError(
-                        f"{name} of also= does not take its state: {sentence(error)}"
-                    ) from error
+                    raise CheckpointError(f"{name} of also= rejected its state: {sentence(error)}") from error
 
         try:
             checkpoint.load(

@@ -76,4 +76,4 @@ def set_generators(states: Mapping[str, Any]) -> None:
             if kind == "cpu" or torch.get_device_module(kind).is_available()
         })
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-        raise ValueError(f"a random generator does not take its state: {error}") from None
+        raise ValueError(f"a random generator rejected its state: {error}") from None

@@ -217,7 +217,7 @@ class Monitor(OfThisProcess):
             skipped = state.get("skipped_steps", 0)
             counts = [skipped, *(count for turn in turns for count in (turn.number, turn.steps, turn.streak))]
             if not all(type(count) is int and count >= 0 for count in counts):
-                raise ValueError("a count that is none")
+                raise ValueError("a count that is not an integer >= 0")
             self._crossed.load(state["open_alarms"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -323,7 +323,9 @@ class Monitor(OfThisProcess):
         assert auditor is not None
         if len(members.models) != 1:
             raise PlanError(
-                f"Monitor(loss=...): an audit takes one model, and the session has {len(members.models)}; leave loss= and batches= out"
+                f"Monitor(loss=...): an audit needs a session with one model, and this one has {len(members.models)}; leave "
+                f"loss= and "
+                f"batches= out"
             )
         (model,) = members.models
         optimizer = next(iter(members.optimizers), None)
@@ -365,7 +367,7 @@ class Monitor(OfThisProcess):
 
     def __enter__(self) -> Self:
         if self._closed:
-            raise StateError("Monitor: this monitor was closed, and watches no longer; make a new one")
+            raise StateError("Monitor: this monitor was closed; make a new one")
         return self
 
     def __exit__(self, *_: object) -> None:

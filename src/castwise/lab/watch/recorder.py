@@ -149,9 +149,7 @@ class Recorder(OfThisProcess):
             StateError: This recorder was closed, or its session was.
         """
         if self._closed:
-            raise StateError(
-                "Recorder.batches: this recorder was closed, and watches no longer; make a new one"
-            )
+            raise StateError("Recorder.batches: this recorder was closed; make a new one")
         check_prepared("Recorder.batches", self._amp, self._model)
         for batch in loader:
             if not self._closed:
@@ -206,8 +204,9 @@ class Recorder(OfThisProcess):
         if not self._heard:
             self._heard = True
             warnings.warn(
-                "Recorder: a step was made, and no loss was seen: one that is not finite is not noticed, and no replay can be held against "
-                "it. Call amp.backward(loss), or amp.scale(loss).backward(), in the place of loss.backward()",
+                "Recorder: a step was made without a recorded loss: a non-finite loss would not be noticed, and a replay "
+                "cannot be checked against it. Call amp.backward(loss), or amp.scale(loss).backward(), instead of "
+                "loss.backward()",
                 stacklevel=3,
             )
         if not step.done:
@@ -243,8 +242,8 @@ class Recorder(OfThisProcess):
         step.why = kind, f"{type(error).__name__}: {error}"
         if step.begun and step.weights is None:
             warnings.warn(
-                f"Recorder: the step that ended in an error ({type(error).__name__}) was not written: its optimizer had begun to update "
-                "the weights that the step started from; Recorder(..., copies=True) keeps them",
+                f"Recorder: the step that ended in an error ({type(error).__name__}) was not written: its optimizer had begun "
+                f"to overwrite the weights that the step started from; Recorder(..., copies=True) keeps a copy",
                 stacklevel=3,
             )
         elif self._is_cut and self._session.ranks.size > 1:
@@ -292,7 +291,7 @@ class Recorder(OfThisProcess):
             path = self._record(step, about, norm, ranks)
         except (CheckpointError, OSError) as error:
             warnings.warn(
-                f"Recorder: the step was not written, and the training goes on: {error}", stacklevel=3
+                f"Recorder: the step could not be written; training continues: {error}", stacklevel=3
             )
         else:
             self.records += (path,)
@@ -374,7 +373,7 @@ def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
         )
     if any(map(SessionView(amp).agreement.pieces.is_part, inner.parameters())):
         raise StateError(
-            f"{call}: each rank holds a part of this {type(inner).__name__}, a stage of a pipeline or weights that were sharded by hand, and "
-            "no process can assemble the whole; save checkpoints, and go back to those"
+            f"{call}: each rank holds a part of this {type(inner).__name__}, a stage of a pipeline or weights that were "
+            f"sharded by hand, and no process can assemble the whole; save checkpoints instead and go back to them"
         )
     return inner

@@ -25,6 +25,7 @@ from castwise.core.checkpoint.storage import local_of
 from castwise.core.files import write_whole
 from castwise.core.masters import OfThisProcess
 from castwise.core.plans.plan import Plan
+from castwise.core.plans.words import in_words
 from castwise.core.session.amp import Amp, SessionView
 from castwise.errors import CheckpointError, DivergedError, PlanError, StateError, check_count, sentence
 from castwise.lab.result import Result
@@ -156,9 +157,7 @@ class Recovery(OfThisProcess, Result):
             StateError: This recovery was closed, or its session was; or steps are made, and no loss was seen.
         """
         if self._closed:
-            raise StateError(
-                "Recovery.batches: this recovery was closed, and watches no longer; make a new one"
-            )
+            raise StateError("Recovery.batches: this recovery was closed; make a new one")
         check_prepared("Recovery.batches", self._amp, self._inner)
         self._begins = True
         source = iter(loader)
@@ -200,7 +199,7 @@ class Recovery(OfThisProcess, Result):
         if (
             self._suspect is not None
         ):  # in the last steps before the loop left that loader, or before its step came again
-            verdict = Verdict("unknown", "the loop had left the data before that step came again")
+            verdict = Verdict("unknown", "the loop left the data loader before it reached that step again")
             self._log(
                 self._suspect, verdict, "the epoch ends at its last good state, and the next one begins there"
             )
@@ -232,7 +231,7 @@ class Recovery(OfThisProcess, Result):
         if any(summed(self._amp, self._ranks, float(not sound))):
             if not self._states.all:
                 raise StateError(
-                    "Recovery: weights are not finite at the start, so that there is no good state to go back to"
+                    "Recovery: weights are not finite at the start, so there is no good state to go back to"
                 )
             self._go_back("weights are not finite", self.step)
             return
@@ -242,7 +241,10 @@ class Recovery(OfThisProcess, Result):
         except CheckpointError as error:
             if not self._states.all:
                 raise
-            warnings.warn(f"Recovery: no new good state, and the last one stays: {error}", stacklevel=3)
+            warnings.warn(
+                f"Recovery: the new good state could not be kept, and the last one remains: {error}",
+                stacklevel=3,
+            )
             self._tried = step
             return
         if step > self._furthest + 1:
@@ -283,7 +285,8 @@ class Recovery(OfThisProcess, Result):
         moments, spoilt = self._data.moments_of(suspect.step), self._data.spoilt
         if suspect.step in spoilt:
             verdict = Verdict(
-                "batch", "its batch was written to since it was handed out, and cannot be tried again"
+                "batch",
+                "its batch has been overwritten since the loader returned it, so the step cannot be repeated",
             )
         else:
             verdict = self._agree(suspect, moments)
@@ -305,18 +308,14 @@ class Recovery(OfThisProcess, Result):
                 )
         if verdict.cause == "batch":
             self._data.passed.add(suspect.step)
-            action = (
-                "the step's batch is passed over"
-                if len(moments) < 2
-                else "the step's batches are passed over"
-            )
+            action = "the step's batch is skipped" if len(moments) < 2 else "the step's batches are skipped"
         elif verdict.cause == "transient":
             self._accidents[suspect.step] = self._accidents.get(suspect.step, 0) + 1
         lost = sum(step >= suspect.to_step for step in spoilt - {suspect.step})
         if lost:
             action += (
-                f"; {lost} other step{'s' * (lost > 1)} since the good state {'are' if lost > 1 else 'is'} not made again, since "
-                "the loop has written to the batches"
+                f"; {lost} other step{'s' * (lost > 1)} since the good state {'are' if lost > 1 else 'is'} not repeated, "
+                f"since the loop has overwritten the batches"
             )
         self._suspect = None
         self._log(suspect, verdict, action)
@@ -355,6 +354,7 @@ class Recovery(OfThisProcess, Result):
             "steps": self.step + 1,
             "first_plan": str(self._first_plan),
             "plan": str(self._amp.plan),
+            "words": in_words(self._amp.plan),
             "returns": [one.to_dict() for one in self.returns],
             "passed_over": sorted(self._data.passed),
             "restored_buffers": self._amp.restored_buffers,

@@ -23,6 +23,7 @@ from castwise.core.parallel.wrappers import unwrap
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import Plan, as_plan
 from castwise.core.plans.text import shown, some
+from castwise.core.plans.words import in_words
 from castwise.core.ranks import ALONE
 from castwise.core.scaler.gradients import values
 from castwise.core.session.process import find_device
@@ -84,7 +85,9 @@ class Record:
                 _check(content)
             plans = [Plan.from_json(content["plan"]) for content in contents]
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"replay({str(path)!r}): it is damaged, or no record: {error}") from None
+            raise CheckpointError(
+                f"replay({str(path)!r}): it is damaged or is not a record: {error}"
+            ) from None
         parts = []
         for content, plan in zip(contents, plans, strict=True):
             if content["shared_buffers"]:
@@ -106,7 +109,7 @@ class Record:
         if wanted != saved:
             other = sorted(key for key in wanted.keys() | saved.keys() if wanted.get(key) != saved.get(key))
             raise CheckpointError(
-                f"replay({str(self.path)!r}): the {type(model).__name__} is another model than the recorded one: {len(other)} "
+                f"replay({str(self.path)!r}): the {type(model).__name__} differs from the recorded model: {len(other)} "
                 f"weights differ in name or shape, such as {other[0]!r} ({saved.get(other[0])} recorded, {wanted.get(other[0])} "
                 "here). Give the model that was trained, or the workload that makes it."
             )
@@ -162,19 +165,25 @@ def _check(content: Mapping[str, Any]) -> None:
         "shared_buffers": bool,
     }  # fmt: skip
     for name, kind in kinds.items():
-        need(isinstance(content.get(name), kind), f"{name} is not of its kind")
+        need(isinstance(content.get(name), kind), f"{name} has the wrong type")
     for moment in content["moments"]:
         good = isinstance(moment, dict) and moment.keys() == {"batch", "random", "changed"}
-        need(good and isinstance(moment["random"], dict), "a moment is none")
+        need(
+            good and isinstance(moment["random"], dict),
+            "an entry for the random state and buffers is not valid",
+        )
     for loss in content["losses"]:
         good = isinstance(loss, dict) and loss.keys() == {"moment", "name", "value"}
-        need(good and isinstance(loss["value"], Tensor) and loss["value"].numel() == 1, "a loss is none")
+        need(
+            good and isinstance(loss["value"], Tensor) and loss["value"].numel() == 1,
+            "a loss is not a number",
+        )
     need(
         all(isinstance(scale, Tensor) and scale.numel() == 1 for scale in content["scales"].values()),
-        "a loss scale is none",
+        "a loss scale is not a number",
     )
     for name in ("training", "frozen", "nonfinite"):
-        need(all(isinstance(text, str) for text in content[name]), f"{name} are not names")
+        need(all(isinstance(text, str) for text in content[name]), f"{name} are not strings")
 
 
 @dataclass(frozen=True)
@@ -230,7 +239,9 @@ class Replay(Result):
         return own | {
             "path": str(self.path),
             "recorded_plan": str(self.recorded_plan),
+            "recorded_words": in_words(self.recorded_plan),
             "plan": str(self.plan),
+            "words": in_words(self.plan),
             "recorded_losses": [_plain(value) for value in self.recorded_losses],
             "losses": [_plain(value) for value in self.losses],
             "finite": self.finite,
@@ -333,7 +344,7 @@ def replay(
                 if find and first is None and not ran.finite:
                     first = _first(one, copied(inner, "replay"), loss, chosen, where)
                     if first is not None and record.world_size > 1:
-                        notes.append(f"the first operator that is not finite is that of rank {one.rank}")
+                        notes.append(f"the first non-finite operator ran on rank {one.rank}")
         gradients = {name: gradient.to(formats[name]) for name, gradient in gradients.items()}
         nonfinite = [name for name, grad in gradients.items() if not bool(torch.isfinite(values(grad)).all())]
     recorded = [[item["value"] for item in one.losses] for one in records]
@@ -389,15 +400,17 @@ def _notes(records: Sequence[Record]) -> list[str]:
     was = manifest["torch"] if isinstance(manifest, dict) else torch.__version__
     notes = []
     if was != torch.__version__:
-        notes.append(f"recorded by torch {was}, and this is {torch.__version__}")
+        notes.append(f"recorded with torch {was}, and this is {torch.__version__}")
     if any(moment["changed"] for one in records for moment in one.moments):
-        notes.append("a batch was written to in place after the loader had handed it out")
+        notes.append("a batch was changed in place after the loader had returned it")
     if any(one.content.get("moved") is True for one in records):
         notes.append(
-            "another optimizer had stepped on the batch, so that weights had moved since it was handed out"
+            "another optimizer had stepped on the batch, so weights had changed since the loader returned it"
         )
     if len(records) < record.world_size:
-        notes.append("of one of several ranks: its gradients were averaged with those of the others")
+        notes.append(
+            "one rank of several recorded it, and its gradients were averaged with those of the others"
+        )
     return notes
 
 

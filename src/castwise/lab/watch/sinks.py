@@ -194,8 +194,8 @@ class Sinks:
             if name not in self._failed:
                 self._failed.add(name)
                 warnings.warn(
-                    f"Monitor: {_WHAT[name]} failed ({type(error).__name__}: {error}); training and the monitor go on, but "
-                    "without what was to be written there",
+                    f"Monitor: {_WHAT[name]} failed ({type(error).__name__}: {error}); training and the monitor continue "
+                    f"without that output",
                     stacklevel=2,
                 )
 

@@ -98,7 +98,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, An
         found = read_values(path, manifest)
         need(
             isinstance(found, dict) and found.keys() == {"ranks", "weights", "tensors"},
-            "not of a record's parts",
+            "it does not have a record's parts",
         )
         sizes = {name: about["size"] for name, about in manifest["files"].items() if name != VALUES}
         index = storage.read_index(found["tensors"], sizes)
@@ -113,8 +113,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, An
             and len(contents) == manifest["world_size"]
             and isinstance(weights, dict)
             and all(isinstance(own, dict) for own in contents),
-            "not of content and weights",
+            "it does not consist of content and weights",
         )
     except (ValueError, OSError) as error:  # CheckpointError among them
-        raise CheckpointError(f"replay({str(path)!r}): it is damaged, or no record: {error}") from None
+        raise CheckpointError(f"replay({str(path)!r}): it is damaged or is not a record: {error}") from None
     return dict(manifest), contents, weights

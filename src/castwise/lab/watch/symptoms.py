@@ -95,8 +95,8 @@ class Symptoms:
         value, skipped, known = total / self._ranks.size, skips > 0, not silent
         if not known and not self._heard:
             raise StateError(
-                "Recovery: a step was made, and no loss was seen, so whether it has diverged is unknown. Call "
-                "amp.backward(loss), or amp.scale(loss).backward(), in the place of loss.backward()"
+                "Recovery: a step was made without a recorded loss, so it is unknown whether training has diverged. Call "
+                "amp.backward(loss), or amp.scale(loss).backward(), instead of loss.backward()"
             )
         self._heard, self._made = True, not skipped
         self._skips = (

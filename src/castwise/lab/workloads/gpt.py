@@ -31,7 +31,7 @@ def corpus() -> tuple[Tensor, str]:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise WorkloadError(
-            "workload 'gpt': this Python lacks the module pydoc_data.topics, whose text is the data; use a complete "
+            "workload 'gpt': this Python lacks the module pydoc_data.topics, whose text is the training data; use a complete "
             "CPython, or another workload"
         ) from error
     text = "\n\n".join(topics[key] for key in sorted(topics))

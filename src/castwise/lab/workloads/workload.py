@@ -163,7 +163,8 @@ def find_workload(spec: str) -> Workload:
     is_file = where.endswith(".py") or "/" in where or "\\" in where
     if not is_file and not all(part.isidentifier() for part in where.split(".")):
         raise WorkloadError(
-            f"workload {spec!r}: {where!r} is no name of a module; your own is named file.py:attribute or package.module:attribute"
+            f"workload {spec!r}: {where!r} is not a module name; name your own workload file.py:attribute or "
+            f"package.module:attribute"
         )
     module = _import_file(spec, Path(where).expanduser()) if is_file else _import_module(spec, where)
     return _workload_in(spec, module, attribute)
@@ -179,8 +180,8 @@ def _not_found(spec: str, name: str) -> str:
             f"workload {spec!r}: a file needs the attribute that holds the workload: {name}:attribute{names}"
         )
     return (
-        f"workload {spec!r} not found{close_matches(name.lower(), BUILT_IN)}; built in are {', '.join(BUILT_IN)}; your own is "
-        "named file.py:attribute or package.module:attribute"
+        f"workload {spec!r} not found{close_matches(name.lower(), BUILT_IN)}; built in are {', '.join(BUILT_IN)}; name your "
+        f"own file.py:attribute or package.module:attribute"
     )
 
 

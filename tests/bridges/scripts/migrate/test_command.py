@@ -12,7 +12,7 @@ from castwise.commands.cli import app
 
 BEFORE = "from apex import amp\nfrom apex.RNN import LSTM\n\namp.init()\n"
 KEPT = (
-    "castwise.compat.apex runs this script as it is written; docs/compat.md#apex says of each name whether it works, "
+    "castwise.compat.apex runs this script as it is written; docs/compat.md#apex lists for each name whether it works, "
     "differs or is absent"
 )
 

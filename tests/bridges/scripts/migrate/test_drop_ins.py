@@ -155,8 +155,8 @@ def test_a_name_that_is_missing_is_said_once_where_it_is_first_named() -> None:
     ("script", "kind", "text"),
     [
         ("import amp_C", "left", "amp_C is Apex's compiled code"),
-        ("from importlib import import_module\nimport_module('apex.amp')", "left", "apex.amp is named as text"),
-        ("import importlib.util\nimportlib.util.find_spec('apex')", "left", "apex is named as text"),
+        ("from importlib import import_module\nimport_module('apex.amp')", "left", "apex.amp is named in a string"),
+        ("import importlib.util\nimportlib.util.find_spec('apex')", "left", "apex is named in a string"),
         ("from apex import amp\namp.initialize(m, verbosity=0)", "differs", "apex.amp.initialize(verbosity): 2 prints"),
         ("import colossalai as c\nc.initialize(m, ophooks=[])", "left", "colossalai.initialize(ophooks): use torch's module hooks"),
         ("from apex import amp\namp._amp_state.loss_scalers", "kept", "castwise.compat.apex runs this script as it is"),
@@ -233,7 +233,7 @@ def test_imports_of_a_library_that_others_import_too_stay() -> None:
     [
         (Stay("install", "a library scales"), "put castwise.compat.install('apex') before all other imports"),
         (Stay("installed"), "castwise.compat.install() serves apex"),
-        (Stay("lacks", "apex.contrib"), "the program needs apex.contrib, which the drop-in has not"),
+        (Stay("lacks", "apex.contrib"), "the program needs apex.contrib, which the drop-in lacks"),
     ],
 )
 def test_imports_stay_and_it_is_said_once(stay: Stay, text: str) -> None:

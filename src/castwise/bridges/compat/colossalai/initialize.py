@@ -194,7 +194,9 @@ def initialize(
         PlanError: A configuration that cannot be.
     """
     if ophooks:
-        raise StateError("initialize(ophooks=...): not taken; use torch's module hooks on the model instead")
+        raise StateError(
+            "initialize(ophooks=...): not supported; use torch's module hooks on the model instead"
+        )
     if gpc.device_mesh is None:
         raise StateError("initialize: call colossalai.launch or launch_from_torch first")
     config, log = gpc.config, get_dist_logger()

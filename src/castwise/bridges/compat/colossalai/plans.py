@@ -204,8 +204,8 @@ def _apex_plan(level: str, chosen: dict[str, Any], scale: LossScale | None, outp
                 )
         if level != "O1" or low == "fp16":
             raise PlanError(
-                f"AMP_TYPE.APEX: opt_level={level!r}, cast_model_type={cast!r} with patch_torch_functions=True: casts are "
-                "either put around functions (O1) or made on the model (O0, O2, O3). Use opt_level='O1' without "
+                f"AMP_TYPE.APEX: opt_level={level!r}, cast_model_type={cast!r} with patch_torch_functions=True: functions are "
+                f"cast (O1) or the model is cast (O0, O2, O3), not both. Use opt_level='O1' without "
                 "cast_model_type, or leave patch_torch_functions out."
             )
         return Plan(compute="fp16" if low == "fp32" else low, rules="apex", output="as_is", loss_scale=scale)

@@ -47,7 +47,7 @@ class Registry:
         if module_name not in self._held:
             raise UnknownNameError(
                 f"colossalai.registry: {self.name} has no {module_name!r}; it has {', '.join(self._held) or 'nothing'}. "
-                "Register it with register_module, or hand the object itself over instead of its name."
+                "Register it with register_module, or pass the object itself instead of its name."
             )
         return self._held[module_name]
 

@@ -51,13 +51,14 @@ def shard(amp: Amp, model: nn.Module, optimizer: Optimizer, zero: dict[str, Any]
     """
     if optimizer.state:
         raise StateError(
-            f"initialize with zero: this {type(optimizer).__name__} has stepped already, and its state is of whole "
-            "parameters; make a new one"
+            f"initialize with zero: this {type(optimizer).__name__} has already stepped, so its state is that of unsharded "
+            f"parameters; make a new one"
         )
     ignored = sorted(set(zero) - set(_READ))
     if ignored:
         get_dist_logger().warning(
-            f"zero: {', '.join(ignored)} mean nothing to FSDP2, which shards here; read are {', '.join(_READ)}",
+            f"zero: {', '.join(ignored)} have no meaning for FSDP2, which does the sharding here; the options used are "
+            f"{', '.join(_READ)}",
             ranks=[0],
         )
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}

@@ -52,7 +52,7 @@ def fp16_on_a_cpu(script: Script) -> Iterator[Fault]:
                 call.node,
                 "fp16-on-cpu",
                 "CPUs compute fp16 by converting to fp32 and back, and its small range remains: gradients below 6e-8 become zero",
-                'torch.autocast("cpu", dtype=torch.bfloat16); castwise doctor measures what this CPU makes of each format',
+                'torch.autocast("cpu", dtype=torch.bfloat16); castwise doctor measures how fast this CPU is in each format',
             )
 
 
@@ -74,7 +74,8 @@ def device_that_is_not_there(script: Script) -> Iterator[Fault]:
             yield script.fault(
                 call.node,
                 "cuda-hard-coded",
-                f"where the script falls back to the CPU this {what} is for another device and does nothing: all runs in fp32",
+                f"where the script falls back to the CPU this {what} is for another device and has no effect: everything runs "
+                f"in fp32",
                 f"torch.amp.{what}(device_type, ...) with the type of the device that was chosen: device_type = torch.device(device).type",
             )
 
@@ -113,8 +114,8 @@ def clipping_before_unscale(script: Script) -> Iterator[Fault]:
                 yield script.fault(
                     clip,
                     "clip-before-unscale",
-                    f"gradients still hold the loss scale (65536 at first) here, so that nearly all are clipped, to {name}'s scale "
-                    "times less than was meant",
+                    f"gradients still hold the loss scale (65536 at first) here, so nearly all are clipped, and to a norm "
+                    f"that is too small by the factor of {name}'s scale",
                     f"{name}.unscale_(optimizer) before it; with castwise: amp.step(optimizer, max_norm=...)",
                 )
 
@@ -152,8 +153,8 @@ def step_on_scaled_gradients(script: Script) -> Iterator[Fault]:
                 yield script.fault(
                     step,
                     "step-on-scaled-gradients",
-                    f"the gradients come from {name}.scale(loss), so this update is too large by the scale, and infinities reach the "
-                    "weights",
+                    f"the gradients come from {name}.scale(loss), so this update is too large by the factor of the scale, and "
+                    f"infinities reach the weights",
                     f"{name}.step({optimizer}); {name}.update()",
                 )
 
@@ -172,7 +173,7 @@ def scaler_made_in_the_loop(script: Script) -> Iterator[Fault]:
                 yield script.fault(
                     made.node,
                     "scaler-in-the-loop",
-                    "it is made anew in every step and begins at 65536 each time: what it learns of the scale is thrown away",
+                    "a new one is made in every step and begins at 65536 each time, so it never finds the right scale",
                     f"{name} = torch.amp.GradScaler(...) once, before the loop",
                 )
                 break

@@ -262,7 +262,9 @@ class _DropIns:
                     self._say_text(node, name)
 
     def _say_text(self, node: cst.CSTNode, name: str) -> None:
-        said = f"{name} is named as text, which stays: castwise.compat.install() serves it by that name"
+        said = (
+            f"{name} is named in a string, which stays: castwise.compat.install() provides it under that name"
+        )
         self.edits.say(node, "left", said)
 
     def _dotted(self, node: cst.CSTNode) -> str:
@@ -285,7 +287,7 @@ class _DropIns:
         """Whether imports of a library are to name the drop-in; says what runs the script, or why they stay."""
         stay = self.stays.get(library)
         runs = f"castwise.compat.{library} runs this script as it is written"
-        kept = f"{_PAGES[library]} says of each name whether it works, differs or is absent"
+        kept = f"{_PAGES[library]} lists for each name whether it works, differs or is absent"
         if library not in self.said:
             self.said.add(library)
             if stay is None:
@@ -293,18 +295,18 @@ class _DropIns:
             elif stay.kind == "installed":
                 self.edits.say(node, "kept", f"castwise.compat.install() serves {library}: {runs}; {kept}")
             elif stay.kind == "lacks":
-                said = f"imports of {library} stay: the program needs {stay.why}, which the drop-in has not, and the two share nothing"
+                said = f"imports of {library} stay: the program needs {stay.why}, which the drop-in lacks"
                 self.edits.say(node, "left", said)
             elif stay.starts:
                 self.stayed.add(library)
-                said = f"{stay.why}, so imports of {library} stay, and castwise.compat.install() lets all of them find the drop-in"
+                said = f"{stay.why}, so imports of {library} stay, and castwise.compat.install() imports the drop-in instead"
                 self.edits.say(node, "kept", f"{said}: {runs}; {kept}")
             else:
                 said = f"{stay.why}, so imports of {library} stay: put castwise.compat.install({library!r}) before all other imports"
                 self.edits.say(
                     node,
                     "left",
-                    f"{said} of the script that is started, and all find castwise.compat.{library}",
+                    f"{said} of the script that is started; then all of them import castwise.compat.{library}",
                 )
         return stay is None
 

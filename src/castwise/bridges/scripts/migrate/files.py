@@ -108,7 +108,7 @@ def _one(file: Path, text: str, exported: frozenset[str], stays: Mapping[str, St
     try:
         after, findings = rewrite(text, exported=exported, stays=stays)
     except RecursionError:
-        return FileResult(file, text, text, problem="is nested too deep to be looked at")
+        return FileResult(file, text, text, problem="is nested too deeply to be analysed")
     except SyntaxError as error:
         return FileResult(file, text, text, problem=f"is not Python that can be parsed: {reason(error)}")
     return FileResult(file, text, after, tuple(findings))
@@ -165,7 +165,7 @@ def _put(texts: Mapping[Path, bytes], raws: Mapping[Path, bytes]) -> dict[Path, 
         if not isinstance(error, OSError):
             raise
         others = {
-            other: f"was written, and could not be put back, while {path} could not be written"
+            other: f"was written and could not be restored after {path} could not be written"
             if other in kept
             else f"was not written, since {path} cannot be"
             for other in texts

@@ -122,4 +122,4 @@ def lacking(part: str, dotted: str) -> str:
     absent = [each.name for each in covered(library_of(part)) if each.status == "absent"]
     listed = [each for each in absent if f"{dotted}.".startswith(f"{each}.")]
     part = max([part, *listed], key=len)
-    return f"castwise.compat has no {part}: {note or 'docs/compat.md lists what there is'}"
+    return f"castwise.compat has no {part}: {note or 'docs/compat.md lists what is available'}"

@@ -75,7 +75,7 @@ def _check_update(view: View, update: Event, stepped: list[Event]) -> None:
     if not stepped:
         raise Undecided(update.node, "update() follows no step() in the same function")
     if suite is None or any(view.suite(event.node) is not suite for event in stepped):
-        raise Undecided(update.node, "step() and update() stand in different blocks")
+        raise Undecided(update.node, "step() and update() are in different blocks")
     for statement in suite.body[view.index(stepped[0].node) : view.index(update.node)]:
         if any(isinstance(node, _JUMPS) for node in inside(statement)):
             raise Undecided(statement, "the loop may be left between step() and update()")

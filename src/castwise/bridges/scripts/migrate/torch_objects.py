@@ -61,7 +61,7 @@ def thing(view: View, name: cst.Name) -> Thing:
         item for item in found if isinstance(item, meta.Assignment) and view.assigned_value(item) is not None
     ]
     if not found or len(plain) < len(found) or len({id(item.scope) for item in plain}) != 1:
-        raise Undecided(name, f"where {name.value!r} comes from cannot be seen in one place")
+        raise Undecided(name, f"it is not known where {name.value!r} comes from")
     return Thing(name.value, plain[0].scope, tuple(plain))
 
 
@@ -80,7 +80,7 @@ def models_of(view: View, optimizer: Thing) -> list[cst.Name]:
     item = optimizer.assignments[0]
     value = view.assigned_value(item)
     if len(optimizer.assignments) > 1 or not isinstance(value, cst.Call) or not value.args:
-        raise Undecided(item.node, f"how {optimizer.name!r} is made cannot be seen")
+        raise Undecided(item.node, f"it is not known how {optimizer.name!r} is made")
     first = value.args[0].value
     if any(
         isinstance(node, cst.Call) and is_optimizer(view.origin(node.func) or "") for node in inside(first)
@@ -90,7 +90,7 @@ def models_of(view: View, optimizer: Thing) -> list[cst.Name]:
     for name in filter(None, map(root, asked_for_parameters(first))):
         names.setdefault(name.value, name)
     if not names:
-        raise Undecided(item.node, f"which model {optimizer.name!r} updates cannot be seen")
+        raise Undecided(item.node, f"it is not known which model {optimizer.name!r} updates")
     return list(names.values())
 
 

@@ -73,12 +73,12 @@ class Session:
             self._look_at_use(use)
         for kind, what in (("step", "no optimizer is stepped"), ("backward", "no loss is scaled")):
             if not any(event.kind == kind for event in self.events):
-                raise Undecided(self.made, f"{what} by it here")
+                raise Undecided(self.made, f"{what} with it here")
         for event in self.events:
             function = self.view.function(event.node)
             if isinstance(function, cst.FunctionDef) and function.decorators:
                 raise Undecided(
-                    event.node, "it stands in a function with a decorator, as torch.compile may be one"
+                    event.node, "it is in a function with a decorator, which may be torch.compile"
                 )
         check_windows(self.view, self.events)
         check_gradients(self.view, self.events)
@@ -135,7 +135,7 @@ class Session:
             raise Undecided(self.made, self.arguments.unseen)
         where = self.arguments.device
         if isinstance(where, cst.BaseExpression) and not view.is_fixed(where):
-            raise Undecided(where, "the device may be another one later")
+            raise Undecided(where, "the device may change later")
         self.device = _device(self.arguments)
         self.enabled = _condition(self.arguments)
         items = []
@@ -144,7 +144,7 @@ class Session:
                 continue
             number = view.number(value)
             if number is None:
-                raise Undecided(value, f"{name} is not a number written out")
+                raise Undecided(value, f"{name} is not a literal number")
             if name == "init_scale" and number < _FLOOR:
                 raise Undecided(value, "the scale begins below 2**-14, the smallest of a session")
             items.append(
@@ -157,7 +157,7 @@ class Session:
         attribute = view.parent(name)
         call = None if attribute is None else view.parent(attribute)
         if not isinstance(attribute, cst.Attribute) or attribute.value is not name:
-            raise Undecided(name, f"{name.value!r} is handed on here")
+            raise Undecided(name, f"{name.value!r} is passed on here")
         what = attribute.attr.value
         if not isinstance(call, cst.Call) or call.func is not attribute:
             raise Undecided(name, f"{name.value}.{what} is not called here")
@@ -178,7 +178,8 @@ class Session:
             ):
                 raise Undecided(
                     call,
-                    f"{name.value}.scale(...) is used for something other than .backward(); amp.scale and amp.grad do that",
+                    f"{name.value}.scale(...) is used for something other than .backward(); use amp.scale and amp.grad for "
+                    f"that",
                 )
             self._note(Event("backward", backward))
         elif what in ("step", "unscale_"):
@@ -238,7 +239,7 @@ class Session:
                 and self._is_own(each)
             ):
                 if not self._is_after(call, frozenset()):
-                    raise Undecided(call, "this autocast may be entered before the session would be there")
+                    raise Undecided(call, "this autocast may be entered before the session exists")
                 self.regions.append(call)
         if not self.regions:
             raise Undecided(
@@ -301,7 +302,7 @@ class Session:
             early = view.scope(name) is model.scope and view.position(name) < at
             if not (early and self._passes(small, model)):
                 raise Undecided(
-                    name, f"{name.value!r} is handed on here, to code that may run it outside of autocast"
+                    name, f"{name.value!r} is passed on here, to code that may run it outside of autocast"
                 )
         for region, calls in runs.items():
             run_once(view, model.name, region, calls, self._losses())

@@ -91,7 +91,7 @@ def _read(view: View, node: cst.Call, origin: str) -> AmpCall:
     unseen = ""
     for place, each in enumerate(node.args):
         if each.star or (each.keyword is None and place >= len(order)):
-            unseen = "its arguments cannot be seen"
+            unseen = "its arguments are not known"
             break
         given[each.keyword.value if each.keyword else order[place]] = each.value
     if not unseen and set(given) - set(order):

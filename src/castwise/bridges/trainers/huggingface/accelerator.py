@@ -32,7 +32,7 @@ _made: weakref.WeakSet[Amp] = weakref.WeakSet()
 
 
 class CastwiseAccelerator(Accelerator):
-    """An ``accelerate.Accelerator`` that prepares models and optimizers by a plan.
+    """An ``accelerate.Accelerator`` that prepares models and optimizers with a plan.
 
     A script that uses Accelerate changes in the line that makes the accelerator and nowhere else. fp16 plans scale the
     loss on every device, a CPU too; ``optimizer.step_was_skipped`` and so the schedulers are right for every optimizer;
@@ -73,7 +73,7 @@ class CastwiseAccelerator(Accelerator):
         plan: Amp | Plan | str | os.PathLike[str],
         prepare_options: Mapping[str, Any] | None = None,
     ) -> CastwiseAccelerator:
-        """Give a plan to an accelerator that has prepared nothing yet; it becomes one of this class, in place.
+        """Give a plan to an accelerator that has prepared nothing yet; its class changes in place.
 
         Args:
             accelerator: Made without ``mixed_precision``; one of a derived class keeps what that adds.
@@ -114,8 +114,9 @@ class CastwiseAccelerator(Accelerator):
         _refuse_two(plan, settings)
         if self.distributed_type.name in _WITHOUT:
             raise StateError(
-                f"CastwiseAccelerator(plan={_shown(plan)}): Accelerate runs {self.distributed_type.name} here, which sets precisions "
-                "of its own. Allowed: one process, or DistributedDataParallel on several. To shard by FSDP2 under a plan, use "
+                f"CastwiseAccelerator(plan={_shown(plan)}): Accelerate runs {self.distributed_type.name} here, which sets its "
+                f"own precision. Allowed: one process, or DistributedDataParallel on several. To shard by FSDP2 under a plan, "
+                f"use "
                 "castwise.Amp in a loop of your own: amp.fully_shard(model), then amp.prepare(model, optimizer)"
             )
         if isinstance(plan, Amp):
@@ -139,7 +140,7 @@ class CastwiseAccelerator(Accelerator):
         self._taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A pickle is of Accelerate's own class, without a session."""
+        """Pickle as Accelerate's own class, without the session."""
         _, _, state, *_ = super().__reduce_ex__(protocol)
         kept = {name: value for name, value in state.items() if name not in ("amp", "_options", "_taken")}
         return as_plain(vars(type(self)).get("_plain", type(self)), kept | {"scaler": None})
@@ -147,7 +148,7 @@ class CastwiseAccelerator(Accelerator):
     # --- preparing --------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepare models with the optimizers that update them by the plan, then all else as Accelerate does.
+        """Prepare models and their optimizers with the plan, then everything else as Accelerate does.
 
         Args:
             args: As in Accelerate. Under a plan with fp32 masters, a model and its optimizers come in one call.
@@ -170,7 +171,7 @@ class CastwiseAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model by the plan, then as Accelerate does.
+        """Prepare one model with the plan, then as Accelerate does.
 
         Args:
             model: As for :meth:`castwise.Amp.prepare`.
@@ -184,7 +185,7 @@ class CastwiseAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> CastwiseOptimizer:
-        """Prepare one optimizer of models that were prepared before it.
+        """Prepare an optimizer of models that are already prepared.
 
         Args:
             optimizer: Any optimizer of torch's kind.
@@ -215,7 +216,7 @@ class CastwiseAccelerator(Accelerator):
         return wrapped
 
     def take_in(self, model: nn.Module, *optimizers: Optimizer) -> None:
-        """Prepare a model and its optimizers by the plan, and leave wrapping to whoever calls.
+        """Prepare a model and its optimizers with the plan, without Accelerate's wrappers.
 
         Args:
             model: In a wrapper or not; moved to the accelerator's device.
@@ -234,8 +235,8 @@ class CastwiseAccelerator(Accelerator):
         if owner is not None and owner is not amp:
             if owner not in _made:
                 raise StateError(
-                    f"prepare({type(model).__name__}): {owner!r} has prepared it already, and this accelerator would by {amp!r}. Give "
-                    "the accelerator that session in the place of a plan, or close() it first"
+                    f"prepare({type(model).__name__}): {owner!r} has prepared it already, and this accelerator would by "
+                    f"{amp!r}. Give the accelerator that session instead of a plan, or close() it first"
                 )
             owner.close()
         self._taken.add(model)
@@ -249,11 +250,11 @@ class CastwiseAccelerator(Accelerator):
                 amp.prepare(model, *late)
 
     def _begin_again(self, late: Optimizer, optimizers: Sequence[Optimizer]) -> None:
-        """Take the plan off models that were prepared to be evaluated, and prepare them with what trains them."""
+        """Close the session of models that were prepared for evaluation, and prepare them again with their optimizers."""
         if self._optimizers or self.amp not in _made:
             raise StateError(
-                f"prepare({type(late).__name__}): the plan {self.amp.plan} has stored parameters of its model low already, which the "
-                "optimizer has to know when that is done; give a model and all of its optimizers to one call: "
+                f"prepare({type(late).__name__}): the plan {self.amp.plan} has already stored parameters of its model low, "
+                f"and the optimizer has to be prepared at the same time; give a model and all of its optimizers to one call: "
                 "accelerator.prepare(model, optimizer)"
             )
         self.amp.close()
@@ -269,7 +270,7 @@ class CastwiseAccelerator(Accelerator):
         Args:
             loss: Scalar of any floating dtype.
             kwargs: As for :meth:`castwise.Amp.backward`; ``name`` gives a loss a scale of its own. ``learning_rate`` is for LOMO,
-                which updates weights inside of the backward.
+                which updates weights inside the backward.
 
         Raises:
             StateError: A ``learning_rate`` without such an optimizer.
@@ -285,12 +286,13 @@ class CastwiseAccelerator(Accelerator):
                     optimizer.fused_backward(loss, learning_rate)
         else:
             raise StateError(
-                f"backward(learning_rate={learning_rate!r}): none of the optimizers that were prepared updates weights inside of the "
-                "backward, as LOMO does, so that nothing would take it. Leave it out: the optimizer's groups hold the rate"
+                f"backward(learning_rate={learning_rate!r}): none of the optimizers that were prepared updates weights inside "
+                f"the backward, as LOMO does, so this argument has no effect. Leave it out: the optimizer's groups hold the "
+                f"rate"
             )
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by their loss scale, in place; nothing where that was done, or there is none.
+        """Divide gradients by their loss scale in place, unless that is already done or there is none.
 
         Args:
             optimizer: Whose; by default all that were prepared.
@@ -339,7 +341,7 @@ class CastwiseAccelerator(Accelerator):
             yield
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Let go of all that was prepared, as Accelerate does, and take the plan off models; what is prepared next begins anew.
+        """Release everything that was prepared, as Accelerate does, and close the sessions of the models.
 
         Args:
             objects: As in Accelerate.
@@ -357,7 +359,7 @@ class CastwiseAccelerator(Accelerator):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped, those before a checkpoint that was loaded included."""
+        """Number of skipped steps, including those before a loaded checkpoint."""
         return self.scaler.skipped_steps
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -380,7 +382,7 @@ def _updates(optimizer: Optimizer, model: nn.Module) -> bool:
 
 
 def _is_placed(model: nn.Module) -> bool:
-    """Whether a model lies where it is by the choice of whoever loaded it: on several devices, sharded or quantised."""
+    """Whether the loading code placed the model: on several devices, sharded or quantised."""
     chosen = ("hf_device_map", "is_loaded_in_8bit", "is_loaded_in_4bit")
     return any(getattr(model, name, None) for name in chosen) or any(
         hasattr(parameter, "device_mesh") for parameter in model.parameters()
@@ -392,7 +394,7 @@ def _shown(plan: Amp | Plan | str | os.PathLike[str]) -> str:
 
 
 def _refuse_two(plan: Amp | Plan | str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
-    """See that nothing but the plan says in which precision to train.
+    """Raise if anything besides the plan sets a precision for training.
 
     Raises:
         PlanError: Something does.
@@ -401,6 +403,6 @@ def _refuse_two(plan: Amp | Plan | str | os.PathLike[str], settings: Mapping[str
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise PlanError(
             f"CastwiseAccelerator(plan={_shown(plan)}) together with {given}: two settings of precision at once. Allowed: the plan "
-            "alone, with loss_scale= in it where the scale is to begin elsewhere. Leave the other out, also of "
+            "alone, with loss_scale= in it to start from another scale. Leave the other out, also of "
             "`accelerate launch --mixed_precision`, of its configuration file and of ACCELERATE_MIXED_PRECISION"
         )

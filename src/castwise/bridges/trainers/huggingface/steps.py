@@ -1,4 +1,4 @@
-"""Steps and the loss scale of a session, in the forms that Accelerate has for them."""
+"""Steps and the loss scale of a session, with the interfaces that Accelerate expects."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def inner(optimizer: Optimizer) -> Optimizer:
 
 
 def updates_in_backward(optimizer: Optimizer) -> bool:
-    """Whether an optimizer updates weights inside of the backward, as LOMO and AdaLomo do."""
+    """Whether an optimizer updates weights inside the backward, as LOMO and AdaLomo do."""
     return hasattr(optimizer, "fused_backward")
 
 
 def as_plain(kind: type, state: dict[str, Any]) -> tuple[Any, ...]:
-    """For ``__reduce_ex__``: an object of another class with these attributes."""
+    """Return for ``__reduce_ex__``: an object of another class with these attributes."""
     return copyreg._reconstructor, (kind, object, None), state  # type: ignore[attr-defined]
 
 
 class CastwiseOptimizer(AcceleratedOptimizer):
-    """An optimizer that steps by the session.
+    """An optimizer whose steps go through the session.
 
     Args:
         optimizer: As it was prepared by the session.
@@ -47,13 +47,13 @@ class CastwiseOptimizer(AcceleratedOptimizer):
         self.amp = amp
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copy and a pickle are Accelerate's own, which step without a session."""
+        """Copy and pickle as Accelerate's own class, which steps without a session."""
         _, _, state, *_ = super().__reduce_ex__(protocol)
         kept = {name: value for name, value in state.items() if name not in ("amp", "result")}
         return as_plain(AcceleratedOptimizer, kept)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Unscale where that was not done, then step, or skip where a gradient is not finite.
+        """Unscale if needed, then step, or skip if a gradient is not finite.
 
         Args:
             closure: As for :meth:`castwise.Amp.step`, with ``accelerator.backward`` inside.
@@ -66,12 +66,12 @@ class CastwiseOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, of a fused optimizer too; reading it waits for the device that decided."""
+        """Whether the last step was skipped, also for fused optimizers; reading it synchronises with the device."""
         return self.result is not None and self.result.skipped
 
 
 class SessionScaler:
-    """A session's loss scale in the form in which Accelerate and the Trainer save, load and log a scaler.
+    """A session's loss scale with the interface that Accelerate and the Trainer use to save, load and log a scaler.
 
     Args:
         amp: The session.
@@ -82,17 +82,17 @@ class SessionScaler:
         self._before = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """None in a copy and in a pickle, as Accelerate has it where nothing scales the loss."""
+        """Copy and pickle as None, which Accelerate uses where the loss is not scaled."""
         return type(None), ()
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped, those before a checkpoint that was loaded included."""
+        """Number of skipped steps, including those before a loaded checkpoint."""
         return self._before + self._amp.skipped_steps
 
     @property
     def restored_buffers(self) -> dict[str, int]:
-        """How often each buffer was put back after a skipped step; see :attr:`castwise.Amp.restored_buffers`."""
+        """How often each buffer was restored after a skipped step; see :attr:`castwise.Amp.restored_buffers`."""
         return self._amp.restored_buffers
 
     def is_enabled(self) -> bool:
@@ -100,7 +100,7 @@ class SessionScaler:
         return self._amp.scaler.is_enabled()
 
     def get_scale(self) -> float:
-        """The scale of the next loss, 1.0 without one; waits for the device."""
+        """The scale of the next loss, 1.0 without a loss scale; synchronises with the device."""
         return self._amp.get_scale()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -112,13 +112,13 @@ class SessionScaler:
         self._amp.unscale_(inner(optimizer))
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state, how many steps it has skipped, and what a torch ``GradScaler`` reads of a state."""
+        """The session's state, the number of skipped steps, and the fields that a torch ``GradScaler`` reads."""
         return {
             **self._amp.scaler.state_dict(), **self._amp.state_dict(), "skipped_steps": self.skipped_steps
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, of a session or of the torch ``GradScaler`` of a run without castwise.
+        """Resume from the state of a session, or of the torch ``GradScaler`` of a run without castwise.
 
         Raises:
             CheckpointError: Neither of the two.

@@ -23,7 +23,7 @@ STATE = "castwise.json"
 
 
 class CastwiseMixin:
-    """Gives a plan to any trainer that is derived from ``transformers.Trainer``: ``class Mine(CastwiseMixin, SFTTrainer)``.
+    """Adds a plan to any subclass of ``transformers.Trainer``: ``class Mine(CastwiseMixin, SFTTrainer)``.
 
     Everything that such a trainer does stays its own: accumulation, clipping, schedulers, evaluation, callbacks, an
     overridden ``compute_loss``. The model runs, and losses are scaled, unscaled, clipped and stepped, by the plan.
@@ -74,15 +74,16 @@ class CastwiseMixin:
             plan = self._plan.plan if isinstance(self._plan, Amp) else self._plan
             raise PlanError(
                 f"{type(self).__name__}(plan={str(plan)!r}) together with {', '.join(given)}: two settings of precision at once. "
-                "Allowed: the plan alone. Leave the other out of TrainingArguments and of the environment, or train by "
+                "Allowed: the plan alone. Leave the other out of TrainingArguments and of the environment, or train with "
                 "transformers.Trainer without a plan"
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         plan = CastwiseAccelerator.adopt(self.accelerator, self._plan, self._options).amp.plan
         if self.args.tf32 is not None and (plan.fp32_matmul, plan.fp32_conv) != ("as_is", "as_is"):
             raise PlanError(
-                f"{type(self).__name__}(plan={str(plan)!r}) together with tf32={self.args.tf32}: both say what fp32 products may use "
-                "inside. Leave tf32 out of TrainingArguments, or use a plan with fp32_matmul='as_is' and fp32_conv='as_is'"
+                f"{type(self).__name__}(plan={str(plan)!r}) together with tf32={self.args.tf32}: both set what fp32 matrix "
+                f"products may use internally. Leave tf32 out of TrainingArguments, or use a plan with fp32_matmul='as_is' "
+                f"and fp32_conv='as_is'"
             )
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
@@ -126,7 +127,7 @@ class CastwiseMixin:
 
     @contextlib.contextmanager
     def _adapters_widened(self) -> Iterator[None]:
-        """Take the plan off while PEFT loads adapters, whose parameters it casts to fp32 itself, past their masters."""
+        """Close the session while PEFT loads adapters, since PEFT casts their parameters to fp32 behind their masters."""
         if not (self._keeps_masters() and _has_adapters(self.model)):
             yield
             return
@@ -150,7 +151,7 @@ class CastwiseMixin:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the trainer does; beside a training loss also ``skipped_steps``, and ``loss_scale`` where there is one.
+        """Log as the trainer does; a training loss also gets ``skipped_steps``, and ``loss_scale`` if there is one.
 
         ``restored_buffers`` says how many buffers these steps had made non-finite and were put back, if there were any.
 
@@ -170,7 +171,7 @@ class CastwiseMixin:
 
 
 def _has_adapters(model: Any) -> bool:
-    """Whether a model is PEFT's, or holds adapters of it."""
+    """Whether a model is a PEFT model or contains PEFT adapters."""
     return bool(getattr(model, "peft_config", None))
 
 

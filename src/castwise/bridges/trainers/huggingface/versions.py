@@ -12,7 +12,7 @@ TESTED = {"accelerate": "1.15", "transformers": "5.23"}
 
 @functools.cache
 def check_version(library: str) -> None:
-    """Warn, once a process, of a release that the tests have not passed on.
+    """Warn once per process about a release that the tests do not cover.
 
     Args:
         library: ``accelerate`` or ``transformers``.

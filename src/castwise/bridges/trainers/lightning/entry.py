@@ -1,4 +1,4 @@
-"""What Lightning does not tell its plug-ins: Fabric's optimizers, and the strategies that take none but their own."""
+"""Extensions of Lightning where plug-ins get no call: Fabric's optimizers, and strategies that accept only their own plug-ins."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from castwise.errors import CastwiseError
 
 
 class StrategyError(CastwiseError, TypeError):
-    """A strategy that takes no precision plug-in but its own."""
+    """The strategy accepts only its own precision plug-in."""
 
 
 def install() -> None:
-    """Extend Fabric's calls and the setters of both ``FSDPStrategy``; done once, when the integration is imported."""
+    """Extend Fabric's methods and the precision setters of both ``FSDPStrategy`` classes; done once, on import."""
     for name in ("setup", "setup_module", "setup_optimizers"):
         _tell_of_setup(name)
     _say_what_to_use(fsdp.FSDPStrategy, "precision")

@@ -1,4 +1,4 @@
-"""The plug-in."""
+"""The precision plug-in for Lightning."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class CastwisePrecision(Precision):
         self._watched = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy and a pickle, as a Trainer's hold one, have the plan and no session."""
+        """Copy and pickle the plan without the session, since a Trainer's hyperparameters may hold the plug-in."""
         return vars(self) | {
             "last_step": None, "_amp": None, "_roots": [], "_own_steps": frozenset(), "_undo": [], "_module": None, "_fabric": None,
             "_waiting": [], "_watched": False,
@@ -128,7 +128,7 @@ class CastwisePrecision(Precision):
 
     @property
     def amp(self) -> Amp:
-        """The session; made when it is first asked for, of the device that the model is set up on."""
+        """The session; created on first use, for the device of the model."""
         return self._open(None)
 
     @property
@@ -148,7 +148,7 @@ class CastwisePrecision(Precision):
     def fully_shard(
         self, model: nn.Module, *, mesh: Any, blocks: Iterable[nn.Module] = (), **options: Any
     ) -> nn.Module:
-        """FSDP2's ``fully_shard`` by the plan, for ``configure_model`` of a Trainer or ``parallelize_fn`` of a Fabric.
+        """FSDP2's ``fully_shard`` with the plan's policy, for a Trainer's ``configure_model`` or a Fabric's ``parallelize_fn``.
 
         Args:
             model: What to shard: the whole module, or a part of it.
@@ -179,7 +179,7 @@ class CastwisePrecision(Precision):
             except AttributeError:
                 raise PlanError(
                     f"CastwisePrecision(model={path!r}): {type(module).__name__} has no submodule of that path. "
-                    f"Allowed: {', '.join(map(repr, known)) or 'none, for it has none'}, and those below."
+                    f"Allowed: {', '.join(map(repr, known)) or 'none, since it has none'}, and those below."
                 ) from None
         return roots
 
@@ -208,7 +208,7 @@ class CastwisePrecision(Precision):
                 self._undo.append(root.register_state_dict_post_hook(save_masters).remove)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare the module where it is wrapped next; else that waits for the optimizers. Returns the same module."""
+        """Prepare the module if it is wrapped next; otherwise wait for the optimizers. Returns the same module."""
         if self._fabric is not None:
             fabric, optimizers, moves = self._fabric
             if isinstance(fabric.strategy, _SHARDED):
@@ -233,7 +233,7 @@ class CastwisePrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Prepare a Trainer's module, and let its schedulers rest at steps that are skipped.
+        """Prepare a Trainer's module, and pause its schedulers at skipped steps.
 
         Warns:
             UserWarning: A callback averages weights that the plan stores low.
@@ -248,14 +248,15 @@ class CastwisePrecision(Precision):
         if self.plan.stores_low and averaging:
             warnings.warn(
                 f"The average that Lightning's {averaging[0]} keeps is of weights rounded to {self.plan.compute}, and is itself rounded "
-                f"when the model takes it, since the plan {self.plan} stores parameters low. Average by castwise.AveragedModel(model), "
+                f"when the model takes it, since the plan {self.plan} stores parameters low. Average with "
+                f"castwise.AveragedModel(model), "
                 "or use a plan that stores them in fp32.",
                 stacklevel=2,
             )
         return model, optimizers, [Resting(config, self) for config in lr_schedulers]
 
     def teardown(self) -> None:
-        """Take the plan off: the model holds fp32 weights, and what :meth:`state_dict` gives stays."""
+        """Close the session: the model holds fp32 weights, and :meth:`state_dict` keeps returning the last state."""
         while self._undo:
             self._undo.pop()()
         self._roots.clear()
@@ -267,7 +268,7 @@ class CastwisePrecision(Precision):
     # --- Fabric -------------------------------------------------------------------------------------------
 
     def _set_up(self, fabric: Fabric, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One of Fabric's calls that set modules and optimizers up."""
+        """Wrap one of Fabric's methods that set up modules and optimizers."""
         given = inspect.signature(call).bind(fabric, *args, **kwargs)
         given.apply_defaults()
         optimizers = [unwrapped(optimizer) for optimizer in given.arguments.get("optimizers", ())]
@@ -308,7 +309,7 @@ class CastwisePrecision(Precision):
                 self.amp.prepare(root, *optimizers)
 
     def convert_input(self, data: Any) -> Any:
-        """The inputs as they are, since the module casts them. Modules of Fabric that got no optimizer are prepared now.
+        """Return the inputs unchanged, since the module casts them. Modules of Fabric that got no optimizer are prepared now.
 
         Raises:
             StateError: Fabric's module is called in an autocast block to a format that the plan has not.
@@ -327,7 +328,7 @@ class CastwisePrecision(Precision):
 
     @contextmanager
     def train_step_context(self) -> Generator[None]:
-        """Around a ``training_step``, which runs by the plan.
+        """Context of a ``training_step``, which runs under the plan.
 
         Raises:
             StateError: The first one autocasts to a format that the plan has not.
@@ -348,31 +349,31 @@ class CastwisePrecision(Precision):
 
     @contextmanager
     def val_step_context(self) -> Generator[None]:
-        """Around a ``validation_step``, which runs by the plan."""
+        """Context of a ``validation_step``, which runs under the plan."""
         with self._around("validation_step"):
             yield
 
     @contextmanager
     def test_step_context(self) -> Generator[None]:
-        """Around a ``test_step``, which runs by the plan."""
+        """Context of a ``test_step``, which runs under the plan."""
         with self._around("test_step"):
             yield
 
     @contextmanager
     def predict_step_context(self) -> Generator[None]:
-        """Around a ``predict_step``, which runs by the plan."""
+        """Context of a ``predict_step``, which runs under the plan."""
         with self._around("predict_step"):
             yield
 
     def _around(self, step: str) -> AbstractContextManager[Any]:
-        """A block for a step that was put on the instance; others have a border of their own."""
+        """A context for a step that was set on the instance; other steps are cast by hooks."""
         return self.amp.autocast() if step in self._own_steps else nullcontext()
 
     def _look(self, found: list[str], module: nn.Module, args: Any) -> None:
         found += self._foreign(f"training_step: {type(module).__name__}")
 
     def _foreign(self, who: str) -> list[str]:
-        """A sentence where ``who`` is called in an autocast block to a format that the plan has not."""
+        """An error text if ``who`` is called in an autocast block with a format other than the plan's."""
         kind = self.amp.device_type
         if not torch.is_autocast_enabled(kind):
             return []
@@ -382,17 +383,17 @@ class CastwisePrecision(Precision):
             return []
         return [
             f"{who} is called in torch.autocast({kind!r}, dtype={dtype}) under the plan {self.plan}, which are two precision settings "
-            "at once. Remove the autocast block, or have a region of the plan say so"
+            "at once. Remove the autocast block, or put its format into a region of the plan"
         ]
 
     # --- backward -----------------------------------------------------------------------------------------
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Lightning's callbacks before backward; they are given the loss without its scale."""
+        """Run Lightning's callbacks before backward with the unscaled loss."""
         return tensor if self._module is None else super().pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Compute scaled gradients, by the module's own ``backward`` under a Trainer."""
+        """Compute scaled gradients, with the module's own ``backward`` under a Trainer."""
         # in manual optimization this is within the training_step, whose casts are not for backward: regions have their own
         with torch.autocast(self.amp.device_type, enabled=False):
             if self._module is not None:
@@ -403,7 +404,7 @@ class CastwisePrecision(Precision):
                 self.amp.backward(tensor, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Lightning's callbacks after backward. Gradients hold the loss scale until they are clipped or stepped on."""
+        """Run Lightning's callbacks after backward. Gradients hold the loss scale until they are clipped or stepped on."""
         return tensor if self._module is None else super().post_backward(tensor, module)
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -411,7 +412,7 @@ class CastwisePrecision(Precision):
     def optimizer_step(
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Unscale, agree, then step, or skip where a gradient is not finite.
+        """Unscale, agree across ranks, then step, or skip if a gradient is not finite.
 
         Returns:
             What the closure returned first; where that is nothing, the :class:`castwise.StepResult`.
@@ -421,9 +422,11 @@ class CastwisePrecision(Precision):
         if not self.amp.holds(optimizer):
             if self.plan.loss_scale is not None:
                 raise StateError(
-                    f"{type(optimizer).__name__}.step(): {self} has not prepared this optimizer, which updates nothing that the plan is "
-                    "for or was made in the middle of a fit, and gradients hold the loss scale. Have one optimizer update all, in "
-                    "groups; name each part that is trained, model=['net', 'other']; keep the optimizers that configure_optimizers "
+                    f"{type(optimizer).__name__}.step(): {self} has not prepared this optimizer, which updates no parameter "
+                    f"under the plan or was made in the middle of a fit, and the gradients still hold the loss scale. Use one "
+                    f"optimizer with parameter groups; name each part that is trained, model=['net', 'other']; keep the "
+                    f"optimizers that "
+                    "configure_optimizers "
                     "made; or use a plan without a loss scale, such as 'bf16-mixed'"
                 )
             return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
@@ -452,7 +455,7 @@ class CastwisePrecision(Precision):
         self.amp.unscale_(unwrapped(optimizer))
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the global norm of the unscaled gradients, that of all shards where there are any."""
+        """Clip by the global norm of the unscaled gradients, over all shards."""
         optimizer = unwrapped(optimizer)
         if self.amp.holds(optimizer):
             self.amp.clip_grad_norm_(optimizer, clip_val)
@@ -470,15 +473,15 @@ class CastwisePrecision(Precision):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state, its loss scales; weights are saved in fp32 by the module's own ``state_dict``."""
+        """The session's loss scales; weights are saved in fp32 by the module's own ``state_dict``."""
         return {} if self._amp is None else self._amp.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with saved loss scales, of this plan or another."""
+        """Continue with saved loss scales, of the same or another plan."""
         self.amp.load_state_dict(state_dict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the loss scale over from a checkpoint that was saved under Lightning's own precision ``"16-mixed"``."""
+        """Read the loss scale from a checkpoint of Lightning's own precision ``"16-mixed"``."""
         theirs = checkpoint.get(MixedPrecision.__qualname__)
         if theirs and type(self).__qualname__ not in checkpoint:
             self.load_state_dict({"version": 1, "scaler": theirs})
@@ -495,7 +498,7 @@ def _check_release() -> None:
     release = lightning.__version__
     if release.split(".")[:2] != _TESTED.split("."):
         warnings.warn(
-            f"CastwisePrecision was tested with Lightning {_TESTED}, and this is {release}, whose precision hooks may be others; "
+            f"CastwisePrecision was tested with Lightning {_TESTED}, and this is {release}, whose precision hooks may differ; "
             f"install 'lightning=={_TESTED}.*' where something fails.",
             stacklevel=3,
         )

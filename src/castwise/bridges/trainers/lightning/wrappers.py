@@ -1,4 +1,4 @@
-"""What the plug-in puts around schedulers, optimizers and modules of Lightning."""
+"""Wrappers that the plug-in puts around Lightning's schedulers, optimizers and modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from castwise.errors import StateError
 
 
 class Resting(LRSchedulerConfig):
-    """The configuration of a scheduler that does not move at a step that was skipped."""
+    """Configuration of a scheduler that pauses at skipped steps."""
 
     def __init__(self, config: LRSchedulerConfig, precision: Any) -> None:
         vars(self).update(vars(config))
@@ -27,7 +27,7 @@ class Resting(LRSchedulerConfig):
 
     @property
     def frequency(self) -> int:
-        """How many steps or epochs there are to a move; more than there can be where the last step was skipped."""
+        """Steps or epochs between scheduler steps; larger than any count if the last step was skipped."""
         last = self._precision.last_step
         rests = self.interval == "step" and last is not None and last.skipped
         return sys.maxsize if rests else vars(self)["frequency"]
@@ -38,7 +38,7 @@ class Resting(LRSchedulerConfig):
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a ``LightningOptimizer`` or one of Fabric's; any other itself."""
+    """The optimizer inside a ``LightningOptimizer`` or a Fabric optimizer; any other is returned unchanged."""
     wrapped = is_wrapped(optimizer) or isinstance(optimizer, LightningOptimizer)
     return optimizer.optimizer if wrapped else optimizer
 
@@ -49,13 +49,13 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def evaluates(optimizer: Optimizer) -> bool:
-    """Whether an optimizer evaluates the loss itself, as LBFGS: its ``step`` needs a closure."""
+    """Whether an optimizer evaluates the loss itself, as LBFGS does: its ``step`` needs a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def noting(closure: Callable[[], Any], values: list[Any]) -> Callable[[], Any]:
-    """The closure; what it returns is noted each time."""
+    """Wrap a closure so that each return value is recorded."""
 
     def note() -> Any:
         values.append(closure())
@@ -68,7 +68,7 @@ _saving: set[int] = set()
 
 
 def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Hook of a module's ``state_dict``: parameters with masters are saved as these. Holds nothing, so modules still pickle."""
+    """Hook of a module's ``state_dict``: save fp32 masters in place of their parameters. Holds nothing, so modules still pickle."""
     amp = Amp.of(module)
     if amp is None or id(module) in _saving:
         return
@@ -83,7 +83,7 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 
 def check_alone(module: nn.Module, amp: Amp) -> None:
-    """See that nothing else sets the precision of a module.
+    """Raise if anything else sets the precision of a module.
 
     Raises:
         StateError: An autocast block around, or a GradScaler inside.

@@ -1,4 +1,4 @@
-"""Complaints of operators about dtypes: which module and line they came from, and what cures them, tried before it is said."""
+"""Explain dtype errors of operators: the module and line that caused them, and cures that were tried."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Site", "explain_backward", "explain_mismatch"]
 def explain_mismatch(
     error: BaseException | None, model: nn.Module, site: Site, *, outside: bool = False
 ) -> None:
-    """Add to an operator's complaint about dtypes where it came from and what cures it.
+    """Add to an operator's dtype error where it came from and what cures it.
 
     The call that failed is made again on copies of its arguments, under other rules and with its arguments in other dtypes; what is
     advised has worked there. Nothing else is run, and the error stays what it is, with a longer message. The hook that calls
@@ -36,13 +36,13 @@ def explain_mismatch(
 
 
 def explain_backward(error: BaseException, model: nn.Module, site: Site, loss: Tensor) -> None:
-    """The same of an error that came from the backward of a loss."""
+    """Add the same to an error from the backward of a loss."""
     if _is_new(error) and met_in(str(error)):
         _add(error, lambda: Complaint(error, model, site, True).said_of_backward(loss))
 
 
 def _is_new(error: BaseException) -> bool:
-    """Whether an error may be one about dtypes, of which nothing has been said yet."""
+    """Whether an error may be a dtype error that has not been explained yet."""
     return (
         isinstance(error, RuntimeError | TypeError | ValueError | AssertionError)
         and not isinstance(error, CastwiseError | torch.OutOfMemoryError | torch.AcceleratorError)

@@ -1,4 +1,4 @@
-"""The call of an operator that an error came from: found in the traceback, with its arguments, and made again on copies.
+"""The operator call that raised an error: found in the traceback with its arguments, and repeated on copies.
 
 Python forgets the arguments of a call that raised, so they are read once more from what the line of code says.
 """
@@ -27,7 +27,7 @@ _CODE = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Modul
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator, or of a function of torch.
+    """A call of an operator or of a torch function.
 
     Attributes:
         name: The operator as plans name it: ``mm``, ``index_add_``, ``mylib::op``; :data:`OF_MODULE` for a module of torch's own.
@@ -47,11 +47,11 @@ class Call:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its tensors, each once."""
+        """The tensors among its arguments, each once."""
         return list({id(t): t for t in tensors_in((self.args, self.kwargs))}.values())
 
     def again(self, cast: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-        """Make the call on copies of its tensors, each of which ``cast`` has had in hand."""
+        """Repeat the call on copies of its tensors, each passed through ``cast``."""
 
         def copy(tensor: Tensor) -> Tensor:
             made = cast(tensor)
@@ -74,7 +74,7 @@ def _follows(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def failed_calls(trace: TracebackType | None) -> tuple[list[Call], Spot]:
-    """Find in a traceback which call failed. Nothing is run for it but functions of torch in its arguments.
+    """Find the failed call in a traceback. Nothing is run for it but functions of torch in its arguments.
 
     Returns:
         The calls that may be made again, the innermost first: of an operator, then those of custom operators whose kernels in
@@ -108,7 +108,7 @@ def failed_calls(trace: TracebackType | None) -> tuple[list[Call], Spot]:
 
 
 def _direct(steps: list[TracebackType], index: int) -> Call | None:
-    """A call through ``torch.ops``, whose arguments its frame has."""
+    """A call through ``torch.ops``, with the arguments in its frame."""
     given = steps[index].tb_frame.f_locals
     name, args, kwargs = (
         _torch.operators.operator_name(given.get("self")),
@@ -121,7 +121,7 @@ def _direct(steps: list[TracebackType], index: int) -> Call | None:
 
 
 def _written(steps: list[TracebackType], index: int) -> Call | None:
-    """The call that a frame was making, by its line of code."""
+    """The call that a frame was executing, from its source line."""
     node = node_of(steps[index])
     if node is None:
         return None
@@ -135,7 +135,7 @@ def _written(steps: list[TracebackType], index: int) -> Call | None:
 
 
 def _spot(steps: list[TracebackType], index: int, texts: Mapping[int, str]) -> Spot:
-    """Where a frame was called from, or itself where it is a user's; with what its own code says for tensors."""
+    """The user's frame that called a frame, or the frame itself; with the source expressions of its tensors."""
     own = index
     while own >= 0 and not is_shown(steps[own].tb_frame.f_code.co_filename):
         own -= 1
@@ -154,7 +154,7 @@ def _module(step: TracebackType) -> str:
 
 
 def _below_kernel(steps: list[TracebackType]) -> bool:
-    """Whether the last frames belong to an override kernel and to the operator that it calls with tensors that are cast."""
+    """Whether the last frames are those of an override kernel and of the operator that it calls with cast tensors."""
     for step in reversed(steps):
         if _module(step) == "castwise.core.casting.kernels":
             return True
@@ -164,7 +164,7 @@ def _below_kernel(steps: list[TracebackType]) -> bool:
 
 
 def _known(call: Call) -> Call | None:
-    """A call whose tensors hold values of their own: what ran inside of ``vmap`` maps over them by itself; None where none do."""
+    """A call whose tensors hold plain values: inside ``vmap`` its unwrapped tensors; None if there are none."""
     given = (*call.args, *call.kwargs.values())
     if not call.name or _torch.dispatcher.in_transform() or any(isinstance(each, _CODE) for each in given):
         return None
@@ -186,7 +186,7 @@ def _known(call: Call) -> Call | None:
 
 
 def _mapped(function: Callable[..., Any], levels: list[list[int | None]], *args: Any, **kwargs: Any) -> Any:
-    """A call inside of ``vmap``; ``levels`` has of each, from the outside in, the dimensions that it maps over."""
+    """A call inside ``vmap``; ``levels`` lists, from the outermost in, the dimensions that each level maps over."""
     tensors = list({id(t): t for t in tensors_in((args, kwargs))}.values())
 
     def inner(*given: Tensor) -> Any:
@@ -200,7 +200,7 @@ def _mapped(function: Callable[..., Any], levels: list[list[int | None]], *args:
 
 
 def failed_in_backward(loss: Tensor, error: BaseException, seconds: float) -> list[Call]:
-    """The calls whose backward an error came from, with forward and backward made again.
+    """The calls whose backward raised an error, with forward and backward repeated.
 
     None where they cannot be told in so many ``seconds``.
     """

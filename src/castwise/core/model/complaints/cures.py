@@ -1,4 +1,4 @@
-"""What cures a call that fails for its dtypes: each cure is tried on the call before it is printed."""
+"""Cures of a call that fails because of its dtypes: each is tried on the call before it is suggested."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from castwise.core.plans.formats import FORMATS, LOW_DTYPES
 from castwise.core.plans.plan import Plan, Region, with_rule
 from castwise.errors import CastwiseError
 
-_NOT_AGAIN: Final = "The call could not be made again, so nothing was tried"
+_NOT_AGAIN: Final = "The call could not be repeated, so no cure was tried"
 
 
 MOST_BYTES: Final = 2**30
@@ -51,7 +51,7 @@ MOST_S: Final = 3.0
 
 @dataclass(frozen=True)
 class Site:
-    """What a border's frame is made from, so that it can be made for another plan.
+    """The settings of a border's frame, from which frames for other plans can be made.
 
     Attributes:
         plan: The plan.
@@ -68,7 +68,7 @@ class Site:
     meets: bool = False
 
     def frame(self, plan: Plan) -> Frame:
-        """The frame under a plan, for a short time: no compiler knows it, and it keeps no copies of weights."""
+        """A temporary frame under a plan: unknown to compilers, and without cached weights."""
         dtype = FORMATS[self.compute].dtype
         if self.meets:
             rows = dict(rules.meetings(self.device_type))
@@ -83,7 +83,7 @@ class Site:
 
 @contextlib.contextmanager
 def _in_force(frame: Frame) -> Iterator[None]:
-    """A frame in force, with random states as they were afterwards and without warnings."""
+    """Context with an active frame, without warnings, that restores random states."""
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         if frame.device_type != "cpu":
@@ -107,7 +107,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Complaint:
-    """One complaint, and what is tried about it."""
+    """A dtype error and the cures tried on it."""
 
     def __init__(self, error: BaseException, model: nn.Module, site: Site, outside: bool) -> None:
         self._error, self._model, self._text = error, model, str(error.args[0])
@@ -120,7 +120,7 @@ class Complaint:
         self._frame = self._off if self._outside else self._inside
 
     def _innermost(self, site: Site) -> tuple[nn.Module | None, Site]:
-        """The module that ran, and what was in force in it."""
+        """The module that was running, and its active frame."""
         found, trace = None, self._error.__traceback__
         while trace is not None:
             owner = trace.tb_frame.f_locals.get("self")
@@ -132,7 +132,7 @@ class Complaint:
         return found, site
 
     def said(self) -> str:
-        """What to add to the message; empty where the error is none about dtypes."""
+        """Text to add to the message; empty if it is not a dtype error."""
         if self._module is None and not self._outside:
             return ""  # an error that was on its way before the model ran
         spot = Spot()
@@ -149,7 +149,7 @@ class Complaint:
         return self._untried(spot)
 
     def said_of_backward(self, loss: Tensor) -> str:
-        """The same of an error that came from the backward of a loss."""
+        """The same for an error from the backward of a loss."""
         self._outside = False
         with _in_force(self._off):
             calls, _ = failed_calls(self._error.__traceback__)
@@ -160,7 +160,7 @@ class Complaint:
         return said.replace(" outside of the model, in ", " in the backward of ", 1)
 
     def _tried(self, calls: list[Call], where: Frame) -> str:
-        """What cures the first call that fails again as it did; empty where none does."""
+        """Cures of the first call that fails again in the same way; empty if there is none."""
         failing = [call for call in filter(self._worth, calls) if self._fails(call, where)]
         if not failing:
             return ""
@@ -174,7 +174,7 @@ class Complaint:
             return f"{head} {sentence(list(dict.fromkeys(cures)), line, self._late)}"
         if self._late or not is_mismatch(self._text):
             return ""
-        return f"{head} No rule for it and no other dtype of its inputs makes this call run."
+        return f"{head} This call runs under no other rule for it and with no other dtype of its inputs."
 
     def _has_weights(self, calls: list[Call]) -> bool:
         mine = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
@@ -183,7 +183,7 @@ class Complaint:
     # --- trying ---------------------------------------------------------------------------------------------
 
     def _worth(self, call: Call) -> bool:
-        """Whether dtypes may be what a call fails for, and it may be made again."""
+        """Whether a call may have failed because of dtypes, and may be repeated."""
         tensors = call.tensors
         if sum(tensor.numel() * tensor.element_size() for tensor in tensors) > MOST_BYTES:
             return False
@@ -195,7 +195,7 @@ class Complaint:
         return len(dtypes) > 1 or not dtypes.isdisjoint((*LOW_DTYPES, torch.complex32))
 
     def _fails(self, call: Call, frame: Frame) -> bool:
-        """Whether a call fails in a frame as it did."""
+        """Whether a call fails again in the same way in a frame."""
         try:
             with _in_force(frame):
                 call.again()
@@ -204,7 +204,7 @@ class Complaint:
         return False
 
     def _runs(self, call: Call, frame: Frame, casts: Mapping[int, torch.dtype] | None = None) -> bool:
-        """Whether a call runs in a frame, with some of its tensors, by ``id``, in other dtypes."""
+        """Whether a call runs in a frame with some of its tensors, by ``id``, in other dtypes."""
         casts = casts or {}
         if time.thread_time() > self._until:
             self._late = True
@@ -219,7 +219,7 @@ class Complaint:
     # --- what a plan can do ---------------------------------------------------------------------------------
 
     def _cures(self, call: Call, where: Frame) -> list[str]:
-        """What to change of the plan, or of how the model is prepared."""
+        """Changes of the plan, or of the arguments of prepare, that cure the call."""
         if self._outside:
             return ["make this call inside `with amp.autocast():`"] if self._runs(call, self._inside) else []
         found = self._rules(call, where)
@@ -231,7 +231,7 @@ class Complaint:
         return [*found, *self._tables(call, where), *self._regions(call)]
 
     def _regions(self, call: Call) -> list[str]:
-        """A region in fp32 for a module of torch's own, all of whose operators get what comes of its inputs and parameters."""
+        """An fp32 region for a torch module whose operators all depend on its inputs and parameters."""
         module = self._module
         if (
             module is None
@@ -280,7 +280,7 @@ class Complaint:
         return [f"add {names} to the plan{whole}"]
 
     def _with_rule(self, site: Site, name: str, rule: str) -> Plan | None:
-        """The plan with a rule more; None where it takes none, or changes more than this operator by it."""
+        """The plan with one more rule; None if the rule is invalid or affects other operators too."""
         try:
             plan = with_rule(site.plan, name, rule)
             override_rows(plan, site.device_type)
@@ -295,7 +295,7 @@ class Complaint:
         return plan
 
     def _tables(self, call: Call, where: Frame) -> list[str]:
-        """Buffers that are kept in fp32 and that the call takes in the low format."""
+        """Buffers kept in fp32 with which the call runs in the low format."""
         site = self._site
         low = next((t.dtype for t in call.tensors if t.dtype in LOW_DTYPES), None)
         found: list[str] = []
@@ -321,7 +321,7 @@ class Complaint:
     # --- what to write --------------------------------------------------------------------------------------
 
     def _line(self, call: Call, where: Frame) -> tuple[Mapping[int, torch.dtype], str]:
-        """Which tensors to cast, so that the call runs there, and what to write for it; empty where nothing is known."""
+        """The tensors to cast so that the call runs, with the code to write; empty if unknown."""
         floating = [t for t in call.tensors if is_real(t)]
         written = (
             list(tensors_in(call.kwargs["out"] if "out" in call.kwargs else call.args[:1]))
@@ -347,7 +347,7 @@ class Complaint:
         return {}, ""
 
     def _wanted(self, tensors: Iterable[Tensor]) -> list[torch.dtype]:
-        """Dtypes to bring tensors to, the one that loses nothing first; fp64, which no plan casts, last."""
+        """Target dtypes for tensors, lossless first; fp64, which no plan casts, last."""
         found = [
             torch.empty((), dtype=t.dtype, device="cpu").real.dtype if t.is_complex() else t.dtype
             for t in tensors
@@ -361,7 +361,7 @@ class Complaint:
     def _castings(
         self, call: Call, floating: list[Tensor], receiver: Tensor | None
     ) -> Iterator[dict[int, torch.dtype]]:
-        """Which tensors to cast to what, the best first."""
+        """Possible casts of tensors, the best first."""
         if receiver is not None and (receiver.is_floating_point() or receiver.is_complex()):
             others = [t for t in floating if t is not receiver]
             for dtype in self._wanted(others) if others else (torch.float32,):
@@ -388,7 +388,7 @@ class Complaint:
     # --- saying ---------------------------------------------------------------------------------------------
 
     def _head(self, call: Call | None, spot: Spot, cast: Iterable[int] = ()) -> str:
-        """What met where."""
+        """The first sentence: which dtypes met, and where."""
         if call is not None:
             shown = [t for t in call.tensors if is_real(t) or id(t) in cast]
             met = list(dict.fromkeys(named(t.dtype) for t in shown))
@@ -405,7 +405,7 @@ class Complaint:
         return f"{what}{where}{name}{line}{code}."
 
     def _untried(self, spot: Spot) -> str:
-        """Where a complaint came from whose call could not be made again."""
+        """The text for a call that could not be repeated."""
         if not is_mismatch(self._text) or raised_by_hand(self._error.__traceback__):
             return ""  # whose words may be about anything
         there = f"in line {spot.line.number}" if spot.line is not None else "there"

@@ -1,4 +1,4 @@
-"""Values of expressions in a frame that has raised, and the operators that they call, without running user code.
+"""Evaluate expressions in a frame that raised, without running user code, and find the operators that they call.
 
 Names, attributes, items, arithmetic and functions of torch are read; where anything else would have to run, nothing is known.
 """
@@ -80,11 +80,11 @@ _NOT_AGAIN: Final = ("backward", "register_hook", "register_post_accumulate_grad
 
 
 class NotKnown(Exception):
-    """An expression whose value cannot be known without running user code."""
+    """The value of an expression is unknown without running user code."""
 
 
 class Values:
-    """Values of expressions in a frame that has raised."""
+    """Evaluates expressions in a frame that raised."""
 
     def __init__(self, frame: FrameType) -> None:
         self._frame, self._locals = frame, dict(frame.f_locals)
@@ -92,7 +92,7 @@ class Values:
         self._kept: list[Any] = []
 
     def call(self, node: ast.AST) -> tuple[str, Callable[..., Any], list[Any], dict[str, Any]]:
-        """Name, function and arguments of what calls an operator."""
+        """Name, function and arguments of an expression that calls an operator."""
         if isinstance(node, ast.Call):
             return self._call(node)
         if isinstance(node, ast.BinOp):
@@ -148,7 +148,7 @@ class Values:
         return list(items)
 
     def written(self, node: ast.expr) -> list[ast.expr]:
-        """An argument as it is written, or each item of one that is unpacked."""
+        """The source of an argument, or of each item of an unpacked one."""
         if not isinstance(node, ast.Starred):
             return [node]
         return [item_of(node.value, index) for index in range(len(self.of(node.value)))]
@@ -262,12 +262,12 @@ class Values:
 
 
 def item_of(node: ast.expr, key: object) -> ast.expr:
-    """What is written for an item of what is written."""
+    """The source of an item of a sequence expression."""
     return ast.Subscript(node, ast.Constant(key), ast.Load())  # type: ignore[arg-type]
 
 
 def handed_on(node: ast.AST | None, outer: FrameType, callee: FrameType) -> dict[int, str]:
-    """What is written for the tensors that a frame was called with, by ``id``."""
+    """The source of the tensors that a frame was called with, by ``id``."""
     if not isinstance(node, ast.Call):
         return {}
     code, given, values = callee.f_code, callee.f_locals, Values(outer)
@@ -312,7 +312,7 @@ def writes(name: str) -> bool:
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """An attribute, unless user code would have to run for it."""
+    """An attribute, unless reading it would run user code."""
     kind = type(value)
     if isinstance(value, Tensor):
         if _torch.operators.plain_tensors([value]):
@@ -347,7 +347,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _operator(called: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
-    """Name, function and first arguments of what is torch's own or an operator; an empty name for anything else."""
+    """Name, function and first arguments of a torch function or operator; the name is empty for anything else."""
     name = _torch.operators.operator_name(called)
     if name:
         return name, called, ()
@@ -380,7 +380,7 @@ def _operator(called: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """What a module of torch's own computes, without hooks and on copies of its buffers."""
+    """The computation of a torch module, without hooks and on copies of its buffers."""
     if type(module) is nn.Sequential:
         parts = list(map(_forward_of, module))
         return lambda given: functools.reduce(lambda value, part: part(value), parts, given)
@@ -400,7 +400,7 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _atens(name: str) -> str:
-    """ATen's spelling of a method of Python's: ``__rmatmul__`` is ``matmul``."""
+    """ATen's name of a Python method: ``__rmatmul__`` is ``matmul``."""
     if not (name.startswith("__") and name.endswith("__")):
         return name
     bare = name.strip("_")

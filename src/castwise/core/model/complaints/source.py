@@ -1,4 +1,4 @@
-"""Lines of code: which of them a user looks for, and what was running there when an error came."""
+"""Source lines: the user's line for an error, and the expression that was running there."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Line:
 
     @property
     def text(self) -> str:
-        """What is written there; empty where the file cannot be read."""
+        """The source text; empty if the file cannot be read."""
         return linecache.getline(self.file, self.number).strip()
 
 
 def is_shown(file: str) -> bool:
-    """Whether a file is neither torch's, nor castwise's, nor Python's own: where a user looks for a line."""
+    """Whether a file is user code: not torch's, castwise's or Python's own."""
     if file.startswith((_WORKLOADS, _TESTING)):
         return True
     if file.startswith((_TORCH, _CASTWISE, "<frozen")):
@@ -92,7 +92,7 @@ def _position(code: CodeType, index: int) -> tuple[int, int, int, int] | None:
 
 
 def node_of(step: TracebackType) -> ast.AST | None:
-    """The expression that was running, or the statement where that writes: ``a += b``, ``a[i] = b``."""
+    """The expression that was running, or the whole statement if it writes in place: ``a += b``, ``a[i] = b``."""
     at, tree = _position(step.tb_frame.f_code, step.tb_lasti), _tree_of(step.tb_frame)
     if at is None or tree is None:
         return None
@@ -122,7 +122,7 @@ def raised_by_hand(trace: TracebackType | None) -> bool:
 
 
 def short(node: ast.AST | None) -> str:
-    """What is written, on one line of at most 100 letters."""
+    """The source text, on one line of at most 100 characters."""
     text = ast.unparse(node) if node is not None else ""
     return text if len(text) <= 100 else f"{text[:97]}..."
 

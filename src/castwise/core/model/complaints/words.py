@@ -1,4 +1,4 @@
-"""What is said of a complaint: names of dtypes, and what to write in a line of code."""
+"""Texts for dtype errors: names of dtypes, and suggested code."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ COMPLEX: Final = {
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Whether a tensor is floating or complex, so that it has a precision."""
+    """Whether a tensor is floating or complex."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_mismatch(text: str) -> bool:
-    """Whether a message reads like one about dtypes."""
+    """Whether a message looks like a dtype error."""
     return bool(_MISMATCH.search(text) and met_in(text))
 
 
 def asks_for_whole(text: str) -> bool:
-    """Whether a message says that an operator wants whole numbers."""
+    """Whether a message says that an operator needs integers."""
     return bool(_WHOLE.search(text))
 
 
@@ -58,7 +58,7 @@ def met_in(text: str) -> list[str]:
 
 
 def named(dtype: torch.dtype) -> str:
-    """A dtype as castwise calls it."""
+    """Castwise's name of a dtype."""
     return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -75,7 +75,7 @@ def writing(call: Call, casts: Mapping[int, torch.dtype]) -> str:
                 unknown.add(str(dtype))
     parts = [f"write {' and '.join(dict.fromkeys(written))}"] if written else []
     if unknown:
-        also = "what else it is given" if written else "what it is given"
+        also = "its other arguments" if written else "its arguments"
         parts.append(f"cast {also} to {' or '.join(sorted(unknown))}")
     return " and ".join(parts)
 
@@ -88,7 +88,7 @@ def _receiver(text: str) -> str:
 
 
 def factory(receiver: Tensor, dtype: torch.dtype, floating: list[Tensor], spot: Spot) -> str:
-    """What to write where a tensor is made that is written to: its factory with a dtype; empty where that is not known."""
+    """Suggested code for creating a tensor that is written to: its factory with a dtype; empty if unknown."""
     node: ast.expr = ast.parse(spot.texts.get(id(receiver), "0"), mode="eval").body
     number, column = (spot.line.number if spot.line is not None else 0), 0
     if isinstance(node, ast.Name) and (made := spot.maker(node.id)) is not None:
@@ -111,11 +111,11 @@ def factory(receiver: Tensor, dtype: torch.dtype, floating: list[Tensor], spot: 
 
 
 def sentence(cures: list[str], line: str, late: bool) -> str:
-    """What cures: changes of the plan, and what to write; ``late`` where not all of the former could be tried in time."""
+    """The suggested cures: changes of the plan, and code; ``late`` if time ran out before all plan changes were tried."""
     options = [*cures, *([line] if line else [])]
     tried = "which was tried on this call" if len(options) == 1 else "each of which was tried on this call"
     none = (
-        "None of the changes of the plan that were tried in time cures it:"
+        "None of the changes to the plan that were tried within the time limit cures it:"
         if late
         else "No rule of a plan cures it:"
     )

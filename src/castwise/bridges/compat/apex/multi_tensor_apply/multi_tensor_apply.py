@@ -23,6 +23,6 @@ class MultiTensorApply:
             RuntimeError: Always: there is no ``op`` to call.
         """
         raise RuntimeError(
-            "multi_tensor_applier: Apex's kernels are not there; use torch.nn.utils.get_total_norm for norms and "
+            "multi_tensor_applier: castwise does not include Apex's kernels; use torch.nn.utils.get_total_norm for norms and "
             "optimizers of torch.optim for updates"
         )

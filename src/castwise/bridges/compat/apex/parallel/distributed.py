@@ -61,7 +61,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ):
             if value:
                 raise ValueError(
-                    f"DistributedDataParallel({name}=...): torch's has nothing of the kind; leave it out"
+                    f"DistributedDataParallel({name}=...): torch's DistributedDataParallel has no such option; leave it out"
                 )
         kwargs.setdefault("find_unused_parameters", delay_allreduce)
         kwargs.setdefault("bucket_cap_mb", max(1, round(4 * message_size / _MEBI)))

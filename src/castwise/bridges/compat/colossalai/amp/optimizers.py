@@ -63,8 +63,8 @@ class AmpOptimizer(ColossalaiOptimizer):
         """Unscale, agree with the other ranks, clip, and step or skip."""
         if closure is not None:
             raise StateError(
-                f"{type(self).__name__}.step(closure): not taken, as in Colossal-AI; use "
-                "engine.optimizer.amp.step(optimizer, closure=...) of castwise"
+                f"{type(self).__name__}.step(closure): closures are not supported, as in Colossal-AI; use "
+                f"engine.optimizer.amp.step(optimizer, closure=...) of castwise"
             )
         return self._outcome(self.amp.step(self.optim, max_norm=self.max_norm or None))
 

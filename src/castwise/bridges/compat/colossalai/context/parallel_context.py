@@ -115,7 +115,7 @@ class ParallelContext:
         if mode not in self._groups:
             raise StateError(
                 f"gpc.get_group({mode}): there is no such group; call colossalai.launch first, with a configuration whose "
-                "parallel asks for it"
+                f"`parallel` defines it"
             )
         return self._groups[mode]
 
