@@ -45,7 +45,8 @@ from castwise.lab.passes.passes import gradients_of, run_backward
 from castwise.lab.timing.processes import received
 from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.served import belong_to
-from castwise.lab.timing.timing import race
+from castwise.lab.timing.stats import Ratio
+from castwise.lab.timing.timing import race, speedup
 from castwise.lab.workloads.workload import Workload
 
 BATCHES = 3
@@ -78,7 +79,8 @@ class CompileTrial:
     Attributes:
         reason: Why the plan is not compiled; empty where it can be.
         compile_s: Seconds that compiling took, with nothing of it on disk.
-        eager_s: Seconds per step as it is, and ``step_s`` compiled.
+        eager_s: Seconds per step as it is.
+        gain: How many times as fast it is compiled; None where it was not timed.
         difference: The largest difference of a gradient, over what it may be.
         late: Whether it is not compiled since the time was too short.
     """
@@ -86,9 +88,14 @@ class CompileTrial:
     reason: str = ""
     compile_s: float = 0.0
     eager_s: float = math.nan
-    step_s: float = math.nan
+    gain: Ratio | None = None
     difference: float = 0.0
     late: bool = False
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step compiled."""
+        return self.eager_s / self.gain.value if self.gain is not None else math.nan
 
 
 def run_trial(_pipe: Connection, workload: bytes, line: str, device: str, seed: int) -> CompileTrial:
@@ -138,7 +145,7 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
             return CompileTrial(
                 "not compiled: it is compiled anew at every step", compiled.compile_s, difference=worst
             )
-        eager_s, step_s = _times(eager, compiled, device)
+        eager_s, gain = _timed(eager, compiled, device)
     except Exception as error:
         if _torch.dynamo.gave_up(error):
             return CompileTrial(
@@ -147,7 +154,7 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
         return CompileTrial(
             f"does not compile: {sentence(getattr(error, 'inner_exception', error), whole=False)}"
         )
-    return CompileTrial("", compiled.compile_s, eager_s, step_s, worst)
+    return CompileTrial("", compiled.compile_s, eager_s, gain, worst)
 
 
 @contextlib.contextmanager
@@ -312,10 +319,12 @@ def _moved(model: torch.nn.Module, eps: float, seed: int) -> Iterator[None]:
             p.data.copy_(weight)
 
 
-def _times(eager: TrainingRun, compiled: TrainingRun, device: torch.device) -> list[float]:
-    """Median seconds per step of the two."""
+def _timed(eager: TrainingRun, compiled: TrainingRun, device: torch.device) -> tuple[float, Ratio | None]:
+    """Median seconds per step of the one, and how many times as fast the other is."""
     laps = race(
         [("eager", eager), ("compiled", compiled)], rounds=TIMED, device=device, hopeless=math.inf,
         steps=lambda step_s: dict.fromkeys(step_s, max(1, min(64, round(BLOCK_S / min(step_s.values()))))),
     )  # fmt: skip
-    return [statistics.median(lap.checked()) for lap in laps.values()]
+    for lap in laps.values():
+        lap.checked()
+    return statistics.median(laps["eager"].seconds), speedup(laps["eager"], laps["compiled"])

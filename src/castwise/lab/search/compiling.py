@@ -106,12 +106,13 @@ def compile_finalists(
         if trial.reason:
             journal.decide(made, Fate("late" if trial.late else "failed", trial.reason))
             continue
-        if trial.step_s >= trial.eager_s and context.settings.compile == "auto":
-            slower = f"not faster compiled: takes {trial.step_s / trial.eager_s:.2f} times as long"
+        assert trial.gain is not None
+        if trial.gain.high <= 1.0 and context.settings.compile == "auto":
+            slower = f"not faster compiled: takes {1.0 / trial.gain.value:.2f} times as long"
             journal.decide(made, Fate("worse", slower))
             continue
         ratio = contest.ratio(raced)
-        speeds[made] = (ratio.value if ratio is not None else 1.0) * trial.eager_s / trial.step_s
+        speeds[made] = (ratio.value if ratio is not None else 1.0) * trial.gain.value
     best = _fastest(speeds)
     for made in speeds.keys() - set(best):
         journal.decide(made, Fate("spared", f"not in the final: {MOST} others were faster when compiled"))
