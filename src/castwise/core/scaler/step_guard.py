@@ -194,7 +194,7 @@ class StepGuard(GradScaler):
         cause = (
             "nonfinite='raise' allows no such step"
             if self._refuse
-            else f"{times} steps in a row were skipped for that reason, the limit set by patience={self._patience} allows"
+            else f"{times} steps in a row were skipped for that reason, the limit set by patience={self._patience}"
         )
         raise NonFiniteError(
             f"step({type(optimizer).__name__}): gradients are not finite: {whose}; {cause}. Weights and optimizer are as they "
