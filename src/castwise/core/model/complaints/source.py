@@ -84,6 +84,19 @@ def _tree_of(frame: FrameType) -> ast.Module | None:
     return _tree("".join(lines)) if lines else None
 
 
+@lru_cache(maxsize=16)
+def _ending(
+    tree: ast.Module,
+) -> dict[tuple[int | None, int | None], list[tuple[ast.AST, ast.expr | ast.AugAssign]]]:
+    """Expressions and augmented assignments, outer before inner, each with its parent, by the line and column of its end."""
+    found: dict[tuple[int | None, int | None], list[tuple[ast.AST, ast.expr | ast.AugAssign]]] = {}
+    for parent in ast.walk(tree):
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, ast.expr | ast.AugAssign):
+                found.setdefault((node.end_lineno, node.end_col_offset), []).append((parent, node))
+    return found
+
+
 def _position(code: CodeType, index: int) -> tuple[int, int, int, int] | None:
     line, last, start, end = next(itertools.islice(code.co_positions(), index // 2, None), (None,) * 4)
     if line is None or last is None or start is None or end is None:
@@ -97,18 +110,12 @@ def node_of(step: TracebackType) -> ast.AST | None:
     if at is None or tree is None:
         return None
     near = None
-    for parent in ast.walk(tree):
-        for node in ast.iter_child_nodes(parent):
-            if (
-                not isinstance(node, ast.expr | ast.AugAssign)
-                or (node.end_lineno, node.end_col_offset) != at[2:]
-            ):
-                continue
-            if (node.lineno, node.col_offset) == at[:2]:
-                stored = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
-                return parent if stored and isinstance(parent, ast.Assign) else node
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                near = near or node  # from Python 3.12 on a method's call begins at the method's name
+    for parent, node in _ending(tree).get(at[2:], ()):
+        if (node.lineno, node.col_offset) == at[:2]:
+            stored = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+            return parent if stored and isinstance(parent, ast.Assign) else node
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            near = near or node  # from Python 3.12 on a method's call begins at the method's name
     return near
 
 
