@@ -70,6 +70,7 @@ class Follower:
         self.sessions: dict[str, Amp] = {}
         self.say = say
         self._said: set[str] = set()
+        self._left_alone: dict[str, None] = {}
         self._numbers = itertools.count()
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         """The script's optimizers in the order in which they were made, which is the same on all ranks."""
@@ -132,6 +133,8 @@ class Follower:
             restored = {name for amp in self.sessions.values() for name in amp.restored_buffers}
             if restored:
                 self.say(f"buffers that they had made non-finite were restored: {some(sorted(restored))}")
+        elif not self.sessions and self._left_alone:
+            self._once(f"nothing ran under the plan, since {' and '.join(self._left_alone)}")
         elif not self.sessions:
             by = " by one of torch's optimizers" if self._needs_optimizers else ""
             self._once(f"no model was seen in training{by}, so nothing ran under the plan")
@@ -148,7 +151,9 @@ class Follower:
 
     def _leave_alone(self, model: nn.Module, why: str) -> None:
         self._known.update(model.modules())
-        self._once(f"{type(model).__name__} runs as it would without castwise: {why}")
+        name = type(model).__name__
+        self._left_alone[f"{name} was left as it is ({why})"] = None
+        self._once(f"{name} runs as it would without castwise: {why}")
 
     # --- what is met ----------------------------------------------------------------------------------------
 

@@ -54,6 +54,8 @@ def compiled_code_sees(change: Callable[[], None]) -> bool:
 
 
 _skipped: set[str] = set()
+_newest: dict[tuple[str, ...], tuple[int, str]] = {}
+"""By prefixes how many modules there were, and the one loaded last, when all of them were looked through."""
 
 
 def skip_modules(prefixes: tuple[str, ...]) -> None:
@@ -82,10 +84,14 @@ def skip_modules(prefixes: tuple[str, ...]) -> None:
             elif isinstance(value, type) and value is not owner:
                 visit(value, module)
 
+    newest = len(sys.modules), next(reversed(sys.modules))
+    if _newest.get(prefixes) == newest:
+        return
     for name in [name for name in sys.modules if name.startswith(prefixes) and name not in _skipped]:
         if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes):
-            _skipped.add(name)
             visit(sys.modules[name], name)
+            _skipped.add(name)
+    _newest[prefixes] = newest
 
 
 def graph_function(function: _F) -> _F:
