@@ -407,7 +407,10 @@ def verification_sentence(record: Record) -> str:
         "worse": "The plan is worse than fp32",
         "not shown": "The runs do not show that the plan is not worse than fp32",
     }.get(found["verdict"], found["verdict"])
-    numbers = {key: "not finite" if found[key] is None else f"{found[key]:.3g}" for key in
+    if found["difference"] is None:
+        whose = "its" if found["verdict"] == "worse" else "fp32's own"
+        return f"{said}: within {found['steps']} steps {whose} loss is no longer finite."
+    numbers = {key: f"{found[key]:.3g}" for key in
                ("difference", "upper", "margin", "detectable")}  # fmt: skip
     return (
         f"{said}: over {found['seeds']} pairs of {found['steps']} steps its final loss minus fp32's is "

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -480,6 +481,43 @@ def test_losses_are_judged_as_students_t_says() -> None:
     assert in_training(found).startswith(
         "over 4 pairs of 50 steps its loss differs from fp32's by 0.002 (95 % below 0.003; allowed"
     )
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_training_that_diverges_under_a_plan_is_worse_and_under_fp32_shows_nothing(raises: bool) -> None:
+    """It ended the search. A diverged run may end in castwise's error, in one of the loss's own, or in none."""
+
+    def explodes(model: nn.Module, batch: Any, low: bool) -> Tensor:
+        weight = next(model.parameters())
+        value = loss(model, batch)
+        if (weight.dtype == torch.bfloat16) != low:
+            return value
+        if raises and not weight.isfinite().all():
+            raise ValueError("a loss that checks its numbers")
+        return value + weight.float().square().sum() * 1e30
+
+    def of(low: bool) -> Workload:
+        return dataclasses.replace(
+            workload(), loss=lambda model, batch: explodes(model, batch, low), optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+        )  # fmt: skip
+
+    plan = Plan.preset("bf16-true")
+    found = train_pairs(of(low=True), plan, CPU, steps=20, seeds=2)
+    assert (found.verdict, found.difference) == ("worse", math.inf)
+    assert in_training(found) == "within 20 steps its loss is no longer finite"
+    other = train_pairs(of(low=False), plan, CPU, steps=20, seeds=2)
+    assert other.verdict == "not shown"
+    assert in_training(other) == "within 20 steps fp32's own loss is no longer finite"
+
+
+def test_a_fault_of_the_loss_while_all_is_finite_is_no_divergence() -> None:
+    def faulty(model: nn.Module, batch: Any) -> Tensor:
+        raise ZeroDivisionError("here")
+
+    with pytest.raises(ZeroDivisionError, match="here"):
+        train_pairs(
+            dataclasses.replace(workload(), loss=faulty), Plan.preset("bf16-mixed"), CPU, steps=5, seeds=2
+        )
 
 
 def test_the_margin_is_what_the_committed_calibration_says() -> None:

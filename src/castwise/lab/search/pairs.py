@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from castwise.core.plans.plan import PRESETS, Plan
-from castwise.errors import PlanError
+from castwise.errors import LossScaleError, NonFiniteError, PlanError
 from castwise.lab.parity.parity import COMPARABLE, ParityResult
 from castwise.lab.search.evidence import Verification
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
@@ -78,10 +78,9 @@ def train_pairs(
         on_progress(number, seeds)
         for one, ends in ((PRESETS["fp32"], reference), (plan, candidate)):
             with contextlib.closing(TrainingRun(workload, one, device, first_seed + number)) as run:
-                run.block(steps)
-                ends.append(statistics.fmean(run.losses[-last:]))
+                ends.append(_end(run, steps, last))
                 if ends is reference:
-                    starts.append(run.losses[0])
+                    starts.append(run.losses[0] if run.losses else math.nan)
         if until_hopeless and seeds > number + 1 >= max(2, seeds / 2):
             hopeless = ranks.at("losses so far").worst(
                 lambda: is_hopeless(reference, candidate, seeds, margin()), bool
@@ -94,6 +93,17 @@ def train_pairs(
         lambda: judge_losses(reference, candidate, steps, margin()),
         lambda found: (verdicts.index(found.verdict), found.upper),
     )  # fmt: skip
+
+
+def _end(run: TrainingRun, steps: int, last: int) -> float:
+    """The mean of a run's last losses; NaN where it diverges, whatever that raises."""
+    try:
+        run.block(steps)
+    except Exception as error:
+        if not isinstance(error, (NonFiniteError, LossScaleError)) and all(map(math.isfinite, run.losses)):
+            raise
+        return math.nan
+    return statistics.fmean(run.losses[-last:])
 
 
 def is_doubtful(found: ParityResult) -> bool:
@@ -129,15 +139,15 @@ def judge_losses(
 ) -> Verification:
     """Judge pairs of final losses, fp32's and the plan's by seed, after runs of so many steps.
 
-    ``not worse`` if the upper bound of the mean difference is not above the margin, ``worse`` if its lower bound is, else
-    ``not shown``.
+    ``not worse`` if the upper bound of the mean difference is not above the margin, ``worse`` if its lower bound is or a loss
+    of the plan is not finite, else ``not shown``: also where fp32's is not finite, which no plan can be compared with.
     """
     differences = [c - r for c, r in zip(candidate, reference, strict=True)]
     n = len(differences)
     t = _T95[n - 2] if n - 2 < len(_T95) else 1.645
-    if not all(math.isfinite(d) for d in differences):
-        big = 1.7e308
-        return Verification(steps, n, big, big, 0.0, 0.0, "worse")
+    if not all(map(math.isfinite, differences)):
+        verdict = "worse" if all(map(math.isfinite, reference)) else "not shown"
+        return Verification(steps, n, math.inf, math.inf, 0.0, 0.0, verdict)
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(n)
     upper, lower = mean + t * error, mean - t * error
     verdict = "not worse" if upper <= margin else "worse" if lower > margin else "not shown"
@@ -146,6 +156,9 @@ def judge_losses(
 
 def in_training(trained: Verification) -> str:
     """What training runs found, in a clause."""
+    if not math.isfinite(trained.difference):
+        whose = "its" if trained.verdict == "worse" else "fp32's own"
+        return f"within {trained.steps} steps {whose} loss is no longer finite"
     return (
         f"over {trained.seeds} pairs of {trained.steps} steps its loss differs from fp32's by {trained.difference:.2g} (95 % below "
         f"{trained.upper:.2g}; allowed {trained.margin:.2g}, {100 * MARGIN:.2g} % of what it fell in fp32)"

@@ -36,7 +36,7 @@ from castwise.lab.search.compiling import own_cache
 from castwise.lab.search.contest import Entry
 from castwise.lab.search.exemptions import find_exemptions
 from castwise.lab.search.fastest import find_fastest, formats_not_reached
-from castwise.lab.search.pairs import is_doubtful, train_pairs
+from castwise.lab.search.pairs import in_training, is_doubtful, train_pairs
 from castwise.lab.search.peaks import LEAST_S as PEAKS_S
 from castwise.lab.search.peaks import measure_peaks
 from castwise.lab.search.reference import MICROBATCHES, refer
@@ -157,10 +157,7 @@ def _train(search: Search) -> None:
     )  # fmt: skip
     search.choice = dataclasses.replace(search.choice, verification=trained)
     if trained.verdict == "worse":
-        loses = (
-            f"its loss after {settings.verify_steps} steps is worse than fp32's by {trained.difference:.2g}"
-        )
-        journal.refuse(plan, loses)
+        journal.refuse(plan, f"in training {in_training(trained)}")
         journal.notes.append(
             f"{in_words(plan)} passed the gradient test and failed in training; the plan is fp32."
         )
