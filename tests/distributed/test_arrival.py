@@ -58,7 +58,7 @@ def ran(rank: int, size: int) -> None:
     with pytest.raises(StateError, match=r"FSDP2 has gathered .* call reshard\(\)"):
         amp.prepare(net, torch.optim.SGD(net.parameters(), 0.1), widen=True)
     out.sum().backward()
-    with pytest.raises(StateError, match=r"0.weight .* was bfloat16 when FSDP2 ran .* stored in float32"):
+    with pytest.raises(StateError, match=r"0.weight .* was bfloat16 when FSDP2 ran .* stores it in float32"):
         amp.prepare(net, torch.optim.SGD(net.parameters(), 0.1), widen=True)
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
 
