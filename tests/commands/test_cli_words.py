@@ -134,6 +134,6 @@ def test_what_is_no_optimizer_and_no_loss() -> None:
             with pytest.raises(PlanError, match=r"is not an optimizer\. .*max_norm=1\.0"):
                 amp.step(optimizer, wrong)  # type: ignore[arg-type]
         with pytest.raises(
-            CastwiseError, match=r"the loss is a dict; .*Add its losses up, or give each by itself"
+            CastwiseError, match=r"the loss is a dict; .*Add its losses, or pass each separately"
         ):
             amp.backward({"one": model(torch.ones(1, 2)).sum()})  # type: ignore[arg-type]

@@ -261,7 +261,7 @@ def buffers_differ(rank: int, size: int, folder: Path) -> None:
 def newest_quietly(folder: Path) -> checkpoint.Found:
     if dist.get_rank():
         return checkpoint.newest(folder)
-    with pytest.warns(UserWarning, match="passed over step-00000002"):
+    with pytest.warns(UserWarning, match="skipped step-00000002"):
         return checkpoint.newest(folder)
 
 

@@ -518,7 +518,7 @@ def saved(tmp_path: Path) -> Run:
 
 
 def passes_over(folder: Path, name: str, reason: str, **options: Any) -> checkpoint.Found:
-    with pytest.warns(UserWarning, match=f"passed over {name}: .*{reason}"):
+    with pytest.warns(UserWarning, match=f"skipped {name}: .*{reason}"):
         found = checkpoint.newest(folder, **options)
     assert (found.step, [skipped.path.name for skipped in found.skipped]) == (1, [name])
     with pytest.raises(CheckpointError, match=reason):
@@ -562,7 +562,7 @@ def test_another_programs_folder_is_neither_loaded_nor_replaced_nor_deleted(
     (foreign / "model.bin").touch()
     (tmp_path / "step-00000009").touch()
     (tmp_path / "step-latest").mkdir()
-    with pytest.warns(UserWarning, match="passed over step-00000003"):
+    with pytest.warns(UserWarning, match="skipped step-00000003"):
         assert checkpoint.newest(tmp_path).step == 2
     with pytest.raises(CheckpointError, match="no castwise manifest, so it is not replaced; move it away"):
         saved.save(tmp_path, 3)
@@ -604,7 +604,7 @@ def test_a_save_that_is_killed_leaves_the_older_one(
 ) -> None:
     killed_at(monkeypatch, 1, lambda: saved.save(tmp_path, 3))
     assert names(tmp_path) == [".step-00000003.partial", "step-00000001", "step-00000002"]
-    with pytest.warns(UserWarning, match=r"passed over \.step-00000003\.partial: was never finished"):
+    with pytest.warns(UserWarning, match=r"skipped \.step-00000003\.partial: was never finished"):
         assert checkpoint.newest(tmp_path).step == 2
     saved.save(tmp_path, 3)
     assert names(tmp_path) == ["step-00000002", "step-00000003"]

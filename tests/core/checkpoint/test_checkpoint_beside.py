@@ -120,6 +120,6 @@ def test_a_save_that_goes_on_is_not_called_interrupted_and_one_that_was_killed_i
     saver.kill()
     saver.join(60)
     with pytest.warns(
-        UserWarning, match=r"passed over \.step-00000002\.partial: was never finished: the save was"
+        UserWarning, match=r"skipped \.step-00000002\.partial: was never finished: the save was"
     ):
         assert checkpoint.newest(tmp_path).step == 1

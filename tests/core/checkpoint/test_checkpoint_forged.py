@@ -74,7 +74,7 @@ def passed_over(folder: Path, run: Run) -> str:
         found = checkpoint.newest(folder)
     assert found.step == 1
     (warning,) = caught
-    assert "passed over step-00000002" in str(warning.message)
+    assert "skipped step-00000002" in str(warning.message)
     return refused(run, folder / "step-00000002")
 
 

@@ -467,14 +467,14 @@ def sentence(error: pytest.ExceptionInfo[PlanError]) -> str:
         ({"ops": [("exp", 1)]}, "Plan: ops has ('exp', 1)"),
         ({"ops": [("exp", "fp32"), ("aten::exp", "lower")]}, "gives 'exp' two rules, 'fp32' and 'lower'"),
         ({"ops": {"exp": "fp31"}}, "ops=('exp', 'fp31'): no such rule 'fp31'"),
-        ({"ops": {"exp_": "fp32"}}, "Give the rule to 'exp' and call that instead"),
+        ({"ops": {"exp_": "fp32"}}, "Set the rule for 'exp' and call that instead"),
         ({"ops": {"torch.exp": "fp32"}}, "'torch.exp' is not an operator name"),
         ({"loss_scale": 128.0}, "Plan: loss_scale 128.0 is not a mapping"),
         ({"loss_scale": {"initial": 1}}, "Plan: loss_scale has no field 'initial' (did you mean 'init'"),
         ({"provenance": "me"}, "Plan: provenance='me' is not allowed"),
         ({"provenance": {"t": float("nan")}}, "Plan: provenance.t=nan cannot be written as JSON"),
         ({"provenance": {"t": [1, {2}]}}, "Plan: provenance.t[1]={2} cannot be written as JSON"),
-        ({"provenance": {"a": {1: 2}}}, "Plan: provenance.a has the key 1, which JSON cannot hold"),
+        ({"provenance": {"a": {1: 2}}}, "Plan: provenance.a has the key 1, which cannot be a key in JSON"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value_and_the_choice(fields: dict[str, Any], said: str) -> None:

@@ -643,7 +643,7 @@ def test_records_that_are_passed_over_are_named(tmp_path: Path) -> None:
             optimizer.zero_grad()
     _ = (recorder.records[1] / "checkpoint.json").write_text("{")
     with pytest.warns(
-        UserWarning, match=r"passed over step-00000002, which its checkpoint\.json cannot be read"
+        UserWarning, match=r"skipped step-00000002, which its checkpoint\.json cannot be read"
     ):
         assert replay(tmp_path, Net(), loss, find=False).step == 1
     _ = (recorder.records[0] / "checkpoint.json").write_text("{")

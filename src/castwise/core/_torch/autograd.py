@@ -20,7 +20,7 @@ def graph_task_id() -> int:
 
 
 def sequence_number() -> int:
-    """The number that the next autograd node made on this thread will get."""
+    """The number that the next autograd node created on this thread will get."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
@@ -33,21 +33,21 @@ def running_node_number() -> int | None:
 def running_node() -> tuple[str, int] | None:
     """Name and number of the autograd node that this thread is executing, or None outside of backward.
 
-    Nodes that add up gradients of leaves have the largest number there is.
+    Nodes that accumulate gradients of leaves have the largest possible number.
     """
     node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
     return None if node is None else (node.name(), int(node._sequence_nr()))
 
 
 def failed_node(loss: torch.Tensor, error: BaseException, seconds: float) -> Any:
-    """Find the node whose backward raised an error, by running each remaining node again by itself, on zeros.
+    """Find the node whose backward raised an error, by running each remaining node again separately, on zeros.
 
-    Called by itself a node computes its formula and nothing else: no hook runs and no ``.grad`` is written. Nodes that would run
-    user code are left out: those in Python, and those whose tensors a hook brings back, as checkpointing does. The
-    engine takes the newest node first, and so does this.
+    Called separately, a node only computes its formula: no hook runs and no ``.grad`` is written. Nodes that would run
+    user code are left out: those in Python, and those whose saved tensors a hook restores, as in checkpointing. Like
+    the engine, the search takes the newest node first.
 
     Returns:
-        The node; None where none raises the error that is reached in so many seconds of this thread's work.
+        The node; None if none reached within the time limit (this thread's seconds) raises the error.
     """
     from torch.autograd.function import BackwardCFunction
 
@@ -125,7 +125,7 @@ ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 def backward_of_scalar(loss: torch.Tensor) -> None:
     """``loss.backward()`` for a scalar loss, called on the engine directly.
 
-    ``torch.autograd.backward`` spends some microseconds on asking what kinds of outputs and gradients it was given.
+    ``torch.autograd.backward`` spends some microseconds on checking its arguments.
     """
     if type(loss) is not torch.Tensor or torch.compiler.is_compiling():
         torch.autograd.backward(loss)
@@ -139,7 +139,8 @@ def leaves_below(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], b
     """The tensors that accumulate gradients in a backward from some outputs.
 
     Returns:
-        They, and whether there may be others that the graph does not show, since it is made again in backward.
+        The tensors, and whether there may be others that the graph does not show, since part of it is rebuilt in
+        backward.
     """
     found = [output for output in outputs if output.grad_fn is None and output.requires_grad]
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -171,8 +172,9 @@ def uses_of_leaves(
     """The leaves that a backward from some outputs reaches.
 
     Returns:
-        Each with the autograd nodes that it went into, and the products among them of it, or of a view of it, with anything but
-        itself, as weights have in penalties. And whether user code in Python is there, which may run what the graph does not show.
+        Each with the autograd nodes that take it as input, and those products among them of it, or of a view of it,
+        with another tensor (a penalty multiplies a weight by itself). And whether the graph contains user code in
+        Python, which may run operators that the graph does not show.
     """
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     above: dict[Any, list[Any]] = {node: [] for node in waiting}
@@ -234,13 +236,13 @@ _ENGINE: Any = torch.autograd.Variable._execution_engine
 def around_backward(run: Callable[..., Any]) -> Callable[[], None]:
     """Run every backward pass inside ``run``: ``backward``, ``autograd.grad`` and torch.func's, which share one engine.
 
-    torch hands the state of the calling thread on to the engine, that of autocast too, and looks the engine up each time.
+    torch passes the state of the calling thread to the engine, including autocast's, and looks the engine up each time.
 
     Args:
-        run: Called with the engine's function and all that it is to be called with: outputs, gradients of outputs and so on.
+        run: Called with the engine's function and its arguments: outputs, gradients of outputs and so on.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     global _around_backward
     home: Any = torch.autograd.Variable
@@ -269,11 +271,11 @@ class _Engine(type(_ENGINE)):  # type: ignore[misc]
 def around_python_backward(enter: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """Call ``enter`` before the backward of each autograd Function written in Python, and its return value afterwards.
 
-    Functions of torch itself and of castwise are left out: they set up by themselves what they run in. The engine looks
+    Functions of torch and of castwise are left out: they set their precision themselves. The engine looks
     ``apply`` up on the class of the node each time.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     base: Any = torch.autograd.function.BackwardCFunction
     original = base.apply

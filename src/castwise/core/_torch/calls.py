@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils import parametrizations
 
 NORM_PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._SpectralNorm)
-"""torch's own parametrizations that low kernels compute well."""
+"""torch's parametrizations for which low kernels are accurate."""
 
 
 def guard_calls(
@@ -25,17 +25,17 @@ def guard_calls(
 ) -> None:
     """Restore this thread's state after a call of a module that ended with any exception, and compile its calls.
 
-    torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError.
-    The place that ``module.compile()`` puts its code in is called instead of the module's own call, and is left out
-    of copies and pickles; a module that other code has compiled so has no guard. Replicas of DataParallel share the
-    module's attributes, so the module that is called is taken from the frame of the call; they run as they are.
+    torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError. The
+    guard is stored where ``module.compile()`` stores its code: torch calls it instead of the module's call, and leaves
+    it out of copies and pickles; a module that other code has compiled this way gets no guard. Replicas of DataParallel
+    share the module's attributes, so the called module is taken from the frame of the call; they run unchanged.
 
     Args:
-        module: Whose calls to guard.
-        owner: Whose guard it is; :func:`unguard_calls` removes it, and a further call with it takes its place.
-        depth: Gives the state before a call.
-        unwind: Goes back to it.
-        mode: Of ``torch.compile``; None leaves calls as they are.
+        module: The module whose calls to guard.
+        owner: Owner of the guard; :func:`unguard_calls` removes it, and another call with the same owner replaces it.
+        depth: Returns the state before a call.
+        unwind: Restores that state.
+        mode: Of ``torch.compile``; None does not compile.
     """
     alive = weakref.ref(module)
     compiled = None if mode is None else torch.compile(_own_frame(module), mode=mode)
@@ -61,10 +61,10 @@ def guard_calls(
 
 
 def _own_frame(module: torch.nn.Module) -> FunctionType:
-    """A function that calls a module with its hooks, and has a code object of its own.
+    """A function that calls a module with its hooks, with a separate code object.
 
-    Dynamo keeps compiled code by code objects, and gives one up that it has compiled eight times. What ``module.compile()``
-    has it compile is ``Module._call_impl``, which is one for all modules.
+    Dynamo keeps compiled code per code object, and stops compiling one after eight compilations. ``module.compile()``
+    compiles ``Module._call_impl``, which all modules share.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -76,12 +76,12 @@ def _own_frame(module: torch.nn.Module) -> FunctionType:
 
 
 _numbers = itertools.count()
-"""Code objects that are alike in all are one to a dictionary."""
+"""Equal code objects are one key to a dictionary."""
 _own_frames: weakref.WeakKeyDictionary[CodeType, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def unguard_calls(module: torch.nn.Module, owner: object) -> None:
-    """Remove the guard that :func:`guard_calls` put on a module for this owner, or nothing."""
+    """Remove the guard that :func:`guard_calls` put on a module for this owner, if any."""
     if getattr(module._compiled_call_impl, "__castwise_guard__", None) is owner:
         del module._compiled_call_impl
 
@@ -107,7 +107,7 @@ def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
 def autocast_within(function: Any) -> str | None:
     """The device type of an enabled ``torch.autocast`` that decorates a function or one that it wraps.
 
-    Relies on what ``torch.autocast`` decorates with: a function of its own module, with the autocast in its closure.
+    Relies on the decorator of ``torch.autocast``: a function defined in its module, with the autocast in its closure.
     """
     while function is not None:
         function = getattr(function, "__func__", function)

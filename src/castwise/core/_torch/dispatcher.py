@@ -16,18 +16,18 @@ _EXACT: dict[Any, torch.dtype] = {
     complex: torch.complex128,
 }
 NUMBERS: tuple[Any, ...] = tuple(_EXACT)
-"""Types of Python's numbers."""
+"""Python's number types."""
 AUTOCAST_KEYS: dict[str, str] = {
     "cpu": "AutocastCPU",
     "cuda": "AutocastCUDA",
     "xpu": "AutocastXPU",
     "mps": "AutocastMPS",
 }
-"""Dispatch key on which each device type's autocast kernels are registered."""
+"""Dispatch key for each device type's autocast kernels."""
 
 
 def autocast_registrations(device_type: str) -> frozenset[str]:
-    """Operators (``aten::exp.out`` style) that have an autocast kernel of their own on a device type."""
+    """Operators (``aten::exp.out`` style) that have their own autocast kernel on a device type."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(AUTOCAST_KEYS[device_type])
     return frozenset(names)
 
@@ -40,9 +40,9 @@ def is_dispatched(op: torch._ops.OpOverload) -> bool:
 def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
     """Torch's current kernel for ``op`` on the autocast key; call it as ``f(keyset, *args, **kwargs)``.
 
-    For an operator that torch lists this is torch's own casting kernel. For any other the key is a fallthrough,
-    whose kernel object cannot be called, so the call goes on below the key; the thread-local state stays on, as
-    it does in torch, so that operators inside a composite one are still autocast.
+    For an operator that torch lists this is torch's casting kernel. For any other the key is a fallthrough,
+    whose kernel object cannot be called, so the call continues below the key; the thread-local state stays on, as
+    in torch, so that operators inside a composite one are still autocast.
     """
     key = AUTOCAST_KEYS[device_type]
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
@@ -59,9 +59,9 @@ def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable
     key = AUTOCAST_KEYS[device_type]
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
     redispatch = op.redispatch
-    # In `x * 2` the dispatcher carries the 2 as a tensor that is marked as a number and hands it to Python as a
-    # number, which redispatch refuses. Calling such an operator anew with the key off takes it, and is the same:
-    # those that take numbers for tensors are plain arithmetic, without autocast operators inside.
+    # In `x * 2` the dispatcher passes the 2 as a tensor that is marked as a number and passes it to Python as a
+    # number, which redispatch refuses. Calling such an operator again with the key off accepts it, and is equivalent:
+    # the operators that accept numbers for tensors are plain arithmetic, without autocast operators inside.
     tensors = [i for i, arg in enumerate(op._schema.arguments) if i > 0 and str(arg.type) == "Tensor"]
 
     def fallthrough(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable
 def inside_operator() -> bool:
     """Whether the running operator was called by another operator's kernel, below autograd.
 
-    In inference mode, and at the lower levels of a transform, autograd is off everywhere, and the answer is no.
+    In inference mode, and at the lower levels of a transform, autograd is always off, and the answer is no.
     """
     return (
         torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
@@ -99,7 +99,7 @@ def register_autocast_kernel(
 def _register(op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -> Callable[[], None]:
     library = Library(op.namespace, "IMPL")
     with warnings.catch_warnings():
-        # torch says once per process that a kernel of its own is overridden, which is what we are here to do.
+        # torch warns once per process that one of its kernels is overridden, which is intended here
         warnings.simplefilter("ignore", UserWarning)
         library.impl(op, kernel, key, with_keyset=True, allow_override=True)
     return library._destroy
@@ -116,10 +116,10 @@ def _tensors(op: torch._ops.OpOverload) -> list[int]:
 
 
 def number_places(op: torch._ops.OpOverload) -> Sequence[int]:
-    """Positions at which ``op`` accepts a number instead of a tensor that the call cannot be repeated with.
+    """Positions at which ``op`` accepts a number instead of a tensor, so that the call cannot be repeated with it.
 
-    Of several tensors the dispatcher hands one that stands for a number (``x % 2``, ``2 ** x``) to Python as the number.
-    Arithmetic can be called with it, but for the first (``1 - x``); other operators cannot.
+    For a number among several tensors (``x % 2``, ``2 ** x``) the dispatcher passes the number to Python.
+    Arithmetic can be called with it, except as first argument (``1 - x``); other operators cannot.
     """
     places = _tensors(op)
     if len(places) < 2:
@@ -132,8 +132,8 @@ def register_in_front_of_transforms(
 ) -> Callable[[], None]:
     """Register a kernel for ``op`` that runs before any active transform of torch.func.
 
-    ``make`` takes what runs there today and returns the kernel, both called as ``f(keyset, *args, **kwargs)``.
-    While one kernel is there, no other may be put in front of the operator. Returns what undoes it.
+    ``make`` takes the kernel that runs there now and returns the new one, both called as ``f(keyset, *args,
+    **kwargs)``. Only one kernel can be registered in front of an operator. Returns a function that undoes it.
     """
     return _register(op, make(_taking_numbers(op, get_kernel(op, _TRANSFORMS).call_boxed)), _TRANSFORMS)
 
@@ -141,12 +141,10 @@ def register_in_front_of_transforms(
 _TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
 _ARITHMETIC = ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "floor_divide")
 NUMBERS_FOR_TENSORS = (*_ARITHMETIC, *(f"{name}_" for name in _ARITHMETIC))
-"""Arithmetic that takes numbers, and needs a kernel in front of transforms while any kernel in Python is registered.
-
-A transform wraps the tensor that stands for a number, and the tangents of such tensors; the dispatcher then fails to make
-a number of them for Python ("Cannot access data pointer"). In front of all transforms it still is a number. The names are
-those of ``should_allow_numbers_as_tensors`` in torch/csrc/utils/python_arg_parser.cpp.
-"""
+"""Arithmetic that accepts numbers, and needs a kernel in front of transforms while any Python kernel is registered.
+A transform wraps the tensor that stands for a number, and the tangents of such tensors; the dispatcher then fails
+to convert it to a number for Python ("Cannot access data pointer"). In front of all transforms it still is a
+number. The names are those of ``should_allow_numbers_as_tensors`` in torch/csrc/utils/python_arg_parser.cpp."""
 
 
 def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,7 +164,7 @@ def with_tensors(
 ) -> torch.Tensor:
     """Call an elementwise operator with 0-dim tensors instead of the numbers at ``places``, with the same type promotion."""
     other = next(arg for arg in args if isinstance(arg, torch.Tensor))
-    if other.dim() == 0:  # a 0-dim tensor would count as much as this one
+    if other.dim() == 0:  # a 0-dim tensor would take part in type promotion as much as this one
         lifted = other.unsqueeze(0)
         out = with_tensors(call, [lifted if arg is other else arg for arg in args], places)
         return other if out is lifted else out.squeeze(0)
@@ -176,11 +174,11 @@ def with_tensors(
         if not isinstance(value, NUMBERS):
             continue
         dtype = torch.result_type(other, value)
-        if dtype is other.dtype:  # which the number does not decide, so that it may keep all its digits
+        if dtype is other.dtype:  # the number does not decide the dtype, so it may keep all its digits
             dtype = next(exact for kind, exact in _EXACT.items() if isinstance(value, kind))
         given[place] = torch.full((), value, dtype=dtype, device="cpu")
     return call(*given)
 
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether this thread is inside a transform of torch.func, whose tensors belong to it."""
+"""Whether this thread is inside a transform of torch.func, which owns the tensors there."""

@@ -16,9 +16,9 @@ from castwise.core._torch.tensors import _set_data
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor in its own memory; ``to_local()`` would add a node to the graph."""
+    """This rank's shard of a DTensor, sharing its memory; ``to_local()`` would add a node to the graph."""
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    wait = getattr(local, "wait", None)  # the result of a collective that may be on its way
+    wait = getattr(local, "wait", None)  # the result of a collective that may still be running
     return local if wait is None or type(local) is torch.Tensor else wait()
 
 
@@ -32,7 +32,7 @@ def dispatches_itself(tensor: torch.Tensor) -> bool:
 def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes of this rank's part of a tensor: all of it, except for DTensors.
 
-    It is what torch.distributed.checkpoint asks DTensors for.
+    torch.distributed.checkpoint reads the same values from DTensors.
     """
     if not hasattr(tensor, "device_mesh"):
         return (0,) * tensor.dim(), tuple(tensor.shape)
@@ -43,8 +43,8 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def set_dtensor(parameter: torch.Tensor, values: Any) -> None:
     """Make a DTensor use the memory of another, as ``parameter.data = values`` does for a plain tensor.
 
-    That assignment changes what a DTensor says of itself and leaves its memory as it was; ``torch.utils.swap_tensors``
-    refuses what has weak references.
+    For a DTensor that assignment changes its metadata but not its memory; ``torch.utils.swap_tensors``
+    refuses tensors with weak references.
     """
     _set_data(parameter, values)
     parameter._local_tensor = values._local_tensor  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torc
 
 
 def default_store() -> Any:
-    """The store that the processes of the default group used for rendezvous; safe in several threads."""
+    """The rendezvous store of the default group; thread-safe."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -121,7 +121,7 @@ def has_fsdp1(model: torch.nn.Module) -> bool:
 
 def is_fsdp(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard``, or ``replicate``, which is built on it, was called on this very module."""
-    return hasattr(type(module), "_get_fsdp_state")  # a module around it may hand on its attributes
+    return hasattr(type(module), "_get_fsdp_state")  # a wrapper may forward its attributes
 
 
 def fsdp_shards(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
@@ -138,11 +138,11 @@ def fsdp_shards(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
 def copy_without_shards(model: torch.nn.Module, wholes: dict[torch.Tensor, torch.Tensor]) -> torch.nn.Module:
     """A deep copy of a model without the states, hooks and classes that ``fully_shard`` and ``parallelize_module`` add.
 
-    The classes that ``fully_shard`` makes refuse to be copied, and their states hold process groups.
+    The classes that ``fully_shard`` creates cannot be copied, and their states hold process groups.
 
     Args:
-        model: Is as it was afterwards.
-        wholes: What stands in the copy in the place of a parameter or a buffer.
+        model: Unchanged afterwards.
+        wholes: Replacements, in the copy, of parameters and buffers.
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
@@ -170,7 +170,7 @@ def copy_without_shards(model: torch.nn.Module, wholes: dict[torch.Tensor, torch
                 del own[name]
         for name, value in list(
             own.items()
-        ):  # what register_fsdp_forward_method has put before the class's own
+        ):  # methods that register_fsdp_forward_method has set over the class's
             if isinstance(value, MethodType) and _defined_in(value.__func__).startswith(_FSDP):
                 del own[name]
     return out
@@ -213,7 +213,7 @@ def fsdp_units(model: torch.nn.Module) -> list[weakref.ref[Any]]:
 
 
 def is_unfrozen(unit: Any) -> bool:
-    """Whether a group had nothing to train when the model first ran, but has now."""
+    """Whether a group had no trained parameter when the model first ran, but has one now."""
     return getattr(unit, "_orig_dtype", unit) is None and any(
         param.sharded_param.requires_grad for param in unit.fsdp_params
     )
@@ -222,15 +222,15 @@ def is_unfrozen(unit: Any) -> bool:
 def look_again(unit: Any, widen: Callable[[torch.Tensor], bool]) -> None:
     """Make FSDP2 read the gradient dtypes of a group again from the parameters that are trained now.
 
-    Without it gradients of what was frozen when the model first ran come in the format that it is gathered in.
+    Otherwise gradients of parameters that were frozen at the first run would have the dtype in which they are gathered.
 
     Args:
         unit: From :func:`fsdp_units`.
-        widen: Stores a shard otherwise where that is needed, and says whether it did.
+        widen: Stores a shard in another dtype if needed, and returns whether it did.
     """
     trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
     widened = [param for param in trained if widen(param.sharded_param)]
-    if hasattr(unit, "_orig_dtype"):  # else it has not run
+    if hasattr(unit, "_orig_dtype"):  # otherwise it has not run
         if widened and not unit.is_sharded:
             unit._to_sharded()
         for param in widened:

@@ -1,4 +1,4 @@
-"""Dynamo and Inductor: what is compiled, the guards of compiled code, and recompiling."""
+"""Dynamo and Inductor: compiled modules, the guards of compiled code, and recompilation."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _thread = threading.local()
 def set_guard_code(code: int) -> None:
     """Mark this thread with ``code`` (0: none) in a variable that Dynamo guards.
 
-    Dynamo's global guard compares the autocast state of every device type that torch knows, dtypes included where
-    autocast is enabled. Enabled on device types that no one has (maia, hpu, ipu), the dtypes can carry a number
+    Dynamo's global guard compares the autocast state of every device type that torch knows, including dtypes if
+    autocast is enabled. On device types that nobody has (maia, hpu, ipu), enabled autocast dtypes can encode a number
     that makes Dynamo recompile when the precision plan changes, at the cost of a few thread-local writes. No
-    tensor is on such a device, so no operator sees it. There is no public hook for a guard of one's own.
+    tensor is on such a device, so no operator is affected. There is no public hook for custom guards.
     """
     if code == getattr(_thread, "guard_code", 0):
         return
@@ -61,9 +61,9 @@ _newest: dict[tuple[str, ...], tuple[int, str]] = {}
 def skip_modules(prefixes: tuple[str, ...]) -> None:
     """Tell Dynamo never to compile functions of these modules as top-level frames; it may still inline them.
 
-    Where Dynamo gives a frame up (a graph break inside a block), the frame runs in plain Python and Dynamo looks at
-    each function that it calls. Hooks and context managers that change thread state must then run for real. Modules
-    that are not loaded yet are passed over until the next call.
+    If Dynamo gives a frame up (a graph break inside a block), the frame runs in plain Python and Dynamo may compile
+    each function that it calls. Hooks and context managers that change thread state must then run uncompiled. Modules
+    that are not loaded yet are skipped until the next call.
     """
     from torch._dynamo.eval_frame import skip_code
 
@@ -109,7 +109,7 @@ def mark_constant(function: Callable[..., Any]) -> None:
 
 
 TRACES_IDENTITY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether Dynamo traces ``id`` and ``is`` of containers; that of torch 2.11 does not."""
+"""Whether Dynamo traces ``id`` and ``is`` of containers; torch 2.11 does not."""
 
 
 def object_at(address: int) -> Any:
@@ -133,8 +133,8 @@ def custom_backend_name() -> str:
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     """Make Dynamo trace the methods of instances of ``cls`` that were made outside the compiled code.
 
-    It would replace all of them, as instances of a subclass of ``torch.autocast``, by torch's own; now only those
-    of which ``as_torchs`` says that this is right.
+    By default it replaces every instance of a subclass of ``torch.autocast`` by torch's class; now only those
+    for which ``as_torchs`` returns True.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables import ctx_manager
@@ -166,7 +166,7 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
 def before_compiled_calls(callback: Callable[[], object]) -> None:
     """Call ``callback`` before each call of the code that Dynamo is compiling now, outside of its graph.
 
-    Guards are what runs then, so it is called by one that always holds. There is no public hook for it.
+    Only guards run at that point, so a guard that always holds calls it. There is no public hook for it.
     """
     from torch._dynamo.guards import install_guard
     from torch._dynamo.source import GlobalStateSource
@@ -239,7 +239,7 @@ class DynamoTrace:
         """Undo a state change when the trace ends, and refuse graph breaks until :meth:`release`.
 
         A graph break in the middle of a state change would lose the state at run time. With the mark set, Dynamo
-        gives up on this frame instead and runs it in plain Python, where hooks work for real, and compiles the
+        instead gives up on this frame and runs it in plain Python, where hooks run uncompiled, and compiles the
         frames inside it.
         """
         output = self._output
@@ -263,7 +263,7 @@ class DynamoTrace:
 def keep_compile_callbacks(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
     """Make Dynamo call ``start`` and ``end`` around each compilation, on the compiling thread.
 
-    Cheap to call again, which is needed: ``torch._dynamo.reset()`` forgets callbacks.
+    Must be called again after ``torch._dynamo.reset()``, which removes callbacks; calling it again is cheap.
     """
     from torch._dynamo.callback import callback_handler
 
@@ -289,7 +289,7 @@ def _compiling_ended(_: object) -> None:
 def compilations() -> tuple[int, float]:
     """Number of compilations in this process since the first call, and their seconds.
 
-    Forwards and backwards count apart, and so do the pieces between graph breaks.
+    Forwards and backwards count separately, and so do the graphs between graph breaks.
     """
     keep_compile_callbacks(_compiling, _compiling_ended)
     return _compiled, _compiled_s
@@ -317,8 +317,9 @@ def eager_random_numbers() -> contextlib.AbstractContextManager[Any]:
 def ran_compiled(module: torch.nn.Module) -> bool:
     """Whether a module has already run compiled, by ``torch.compile`` or ``module.compile()``, so that it ignores new hooks.
 
-    Dynamo keeps compiled code by code objects, which modules of one class share, and those whose ``forward`` it does not
-    compile, torch's own, all share one; so where there is some, it is asked whether this module has been wrapped at all.
+    Dynamo keeps compiled code per code object, which modules of one class share; torch's modules, whose ``forward`` it
+    does not compile, all share one. So if that one has compiled code, Dynamo is asked whether this module was wrapped
+    at all.
     """
     if not dynamo_loaded():
         return False
@@ -341,7 +342,7 @@ def ran_compiled(module: torch.nn.Module) -> bool:
 def inside_compiled(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
     """The modules of some models that are compiled themselves or are inside a compiled module.
 
-    Hooks put on these are ignored, or have them compiled anew. What was given to ``torch.compile`` in a function is not known.
+    Hooks added to these are ignored, or cause recompilation. Modules compiled as part of a function are not known.
     """
     if not dynamo_loaded():
         return set()
@@ -370,7 +371,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def forget_compiled(model: torch.nn.Module) -> None:
     """Make compiled functions that contain such a model recompile at their next call.
 
-    Dynamo guards the classes of modules and not their hooks, so they would go on without those that were added since.
+    Dynamo guards the classes of modules but not their hooks, so compiled functions would ignore added hooks.
     """
     if not dynamo_loaded():
         return

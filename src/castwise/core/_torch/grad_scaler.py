@@ -20,11 +20,11 @@ def _kind(grads: list[torch.Tensor]) -> tuple[str, torch.dtype]:
 def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply gradients in place by a factor, and set a flag to one if any gradient is not finite.
 
-    Torch's kernel where there is one; CUDA has none for bf16 (seen in torch 2.11). There the largest magnitude of each
-    gradient, which is NaN where one of its elements is, says whether all are finite.
+    Uses torch's kernel if there is one; CUDA has none for bf16 (seen in torch 2.11). There the largest magnitude of
+    each gradient, which is NaN if one of its elements is, shows whether all are finite.
 
     Args:
-        grads: At least one, on one device; of one dtype, but on a CPU of any.
+        grads: At least one, on one device; all of one dtype, except on a CPU.
         flag: 0-dim fp32 on that device.
         factor: The same.
     """
@@ -33,7 +33,9 @@ def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: tor
             _check_and_unscale(grads, flag, factor)
             return
         except NotImplementedError:
-            if grads[0].device.type == "cpu":  # sparse gradients, which it refuses before it writes anything
+            if (
+                grads[0].device.type == "cpu"
+            ):  # sparse gradients, which the kernel refuses before it writes anything
                 raise
             _unscaled_by_hand.add(_kind(grads))
     largest = torch.stack(torch._foreach_norm([grad for grad in grads if grad.numel()] or [flag], math.inf))
@@ -42,7 +44,7 @@ def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: tor
 
 
 update_scale = torch._amp_update_scale_
-"""``(scale, growth_tracker, flag, growth, backoff, interval)``: move a scale in place by its rule."""
+"""``(scale, growth_tracker, flag, growth, backoff, interval)``: update a scale in place by its rule."""
 
 
 def unscale_grads(
@@ -57,9 +59,10 @@ class OpenGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` with public names for its parts, for a subclass that stores them elsewhere."""
 
     works: bool
-    """Whether it was enabled, on a device that is there; otherwise it passes everything through."""
+    """Whether it is enabled, on an available device; otherwise it passes everything through."""
     _losses: Any
-    """Its ``current`` holds ``scale`` and ``growth_tracker``, None before the first use, and has ``allocate(device)`` to make them."""
+    """Its ``current`` holds ``scale`` and ``growth_tracker``, None before the first use, and ``allocate(device)``
+    creates them."""
     _flags: Any
     """Its ``states`` holds, by the optimizers' ``id``, their stage and their flags by device."""
     _unscaling: Any

@@ -14,14 +14,15 @@ import torch
 def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None]:
     """Call ``look`` with each module before its call does anything; not in compiled code.
 
-    torch's own hooks for all modules come when a module's hooks have been read: those that ``look`` adds would not be called.
+    torch's global module hooks run after a module's hooks have been read, so hooks added by ``look`` would not be
+    called.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def see(module: torch.nn.Module) -> None:  # below a graph break it would be compiled
+    def see(module: torch.nn.Module) -> None:  # after a graph break it would be compiled
         look(module)
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +40,7 @@ def around_calls(run: Callable[..., Any]) -> Callable[[], None]:
     """Call ``run(call, module, *args, **kwargs)`` instead of each call of a module; not in compiled code.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
@@ -75,7 +76,7 @@ def around_function(
     """Replace a torch function, in a class or a module, by ``around(function)``.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     original, is_own = getattr(home, name), name in vars(home)
     called = functools.wraps(original)(around(original))
@@ -91,7 +92,7 @@ def around_function(
 class Replacement:
     """A method of a torch class that is replaced by a wrapper while needed.
 
-    An interrupt between any two lines leaves a state that :meth:`end` undoes, and what other code has put there stays.
+    An interrupt between any two lines leaves a state that :meth:`end` undoes; replacements by other code stay.
     """
 
     def __init__(
@@ -112,14 +113,14 @@ class Replacement:
 
 
 def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:
-    """``module.register_forward_pre_hook(hook, prepend=True)``, which torch 2.11 can compile.
+    """``module.register_forward_pre_hook(hook, prepend=True)``, in a form that torch 2.11 can compile.
 
-    There the guards count the keys of an OrderedDict as they came in, not as ``move_to_end`` has put them.
+    Its guards count the keys of an OrderedDict in insertion order, not in the order after ``move_to_end``.
 
     Args:
-        module: Whose forward it precedes, before all hooks that are there.
-        hook: As ``register_forward_pre_hook`` takes it.
-        with_kwargs: Whether it is given keyword arguments too.
+        module: The module whose forward the hook precedes, before all existing hooks.
+        hook: As for ``register_forward_pre_hook``.
+        with_kwargs: Whether it gets keyword arguments too.
     """
     module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
     table = module._forward_pre_hooks
@@ -127,7 +128,7 @@ def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs
         hooks = list(table.items())
         try:
             table.clear()
-        finally:  # whatever interrupts it, the hooks stay
+        finally:  # the hooks stay even after an interrupt
             table.update(hooks)
 
 
@@ -137,11 +138,11 @@ def registered(hook: Any) -> Any:
 
 
 def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
-    """Remove hooks by the hook functions themselves, since an interrupt can lose the handle.
+    """Remove hooks by their functions, since an interrupt can lose the handle.
 
     Args:
         owner: A module or an optimizer; None for the hooks of all optimizers.
-        hooks: Whatever equals one of them goes.
+        hooks: Every hook that equals one of them is removed.
     """
     owner = sys.modules[torch.optim.Optimizer.__module__] if owner is None else owner
     tables = [table for name, table in vars(owner).items() if "_hooks" in name and isinstance(table, dict)]
@@ -151,7 +152,7 @@ def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
         for key, hook in list(table.items())
         if any(own == registered(hook) for own in hooks)
     ]
-    for table in reversed(tables):  # what torch notes of a hook stands behind it
+    for table in reversed(tables):  # torch stores further tables about a hook
         for key in keys:
             table.pop(key, None)
 
@@ -184,10 +185,10 @@ def around_scripting(
 ) -> Callable[[], None]:
     """Make ``torch.jit.script`` compile everything inside ``around(what)``.
 
-    It looks up the names that a class uses in the frame of its caller, so it is told of the one frame in between.
+    It looks up the names that a class uses in its caller's frame, so it is told of the one additional frame.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
 
     def outside(compile_: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +205,7 @@ def buffer_tables(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, torch
     """By path, the dictionaries that hold the buffers of a model's modules, for reading and writing."""
     for path, module in model.named_modules():
         table: Any = module._buffers
-        # what scripted code keeps is handed out by a view, in which no other tensor can be put
+        # scripted code returns a view of its buffers, in which no tensor can be replaced
         yield path, table if isinstance(table, dict) else dict(table.items())
 
 

@@ -13,7 +13,7 @@ OpOverload: TypeAlias = torch._ops.OpOverload
 
 
 def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "out", "other"]:
-    """How an overload uses its arguments.
+    """Classify an overload by how it uses its arguments.
 
     Args:
         overload: Such as ``torch.ops.aten.exp.default``.
@@ -54,7 +54,7 @@ _COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 def operator_name(value: object) -> str:
     """The name in plans of an operator of ``torch.ops`` or a ``torch.library.custom_op``; empty for anything else.
 
-    Operators in which ranks wait for each other have none.
+    It is also empty for operators in which ranks wait for each other.
     """
     from torch._library.custom_ops import CustomOpDef
 
@@ -87,7 +87,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Context whose operators are hidden from modes, and whose saved tensors from hooks."""
+    """Context whose operators are hidden from modes, and whose saved tensors are hidden from hooks."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(_disable_current_modes())

@@ -21,7 +21,7 @@ _MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 def treat_as(made: type, kind: type) -> None:
     """Make optimizers treat parameters of class ``made`` like those of ``kind``, so that GPUs use the foreach kernels by default.
 
-    torch looks up the class itself, so that parameters of a subclass are updated one by one, an operator for each line.
+    torch compares the exact class, so that parameters of a subclass are updated one by one, without foreach kernels.
     """
     if kind in _foreach_supported_types and made not in _foreach_supported_types:
         _foreach_supported_types.append(made)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callabl
     """Call ``look`` with each optimizer that is created, for which torch has no hook.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     home: Any = torch.optim.Optimizer
     original = home.__init__
@@ -104,15 +104,15 @@ def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callabl
 class _Told:
     """Functions that are called before, or ``after``, each call of some torch methods.
 
-    The former are given the object, the latter what the call returned. The methods are torch's own again when the last
-    function has gone.
+    The former get the object, the latter the result of the call. torch's methods are restored when the last
+    function is removed.
     """
 
     def __init__(self, *places: tuple[Any, str], after: bool = False) -> None:
         self._places = places
         self._after = after
         self._looks: tuple[Callable[[Any], object], ...] = ()
-        self._lock = threading.RLock()  # a session that is collected meanwhile takes its own out
+        self._lock = threading.RLock()  # garbage-collecting a session meanwhile removes its function
         self._undo: list[Callable[[], None]] = []
 
     def add(self, look: Callable[[Any], object]) -> None:
@@ -141,9 +141,9 @@ class _Told:
 
 
 clearing = _Told((torch.optim.Optimizer, "zero_grad"), (torch.nn.Module, "zero_grad"))
-"""Listeners to each ``zero_grad``, with the optimizer or module that it was called on."""
+"""Listeners to each ``zero_grad``, called with its optimizer or module."""
 scaling = _Told((torch.amp.GradScaler, "scale"), after=True)
-"""Whom to tell of each loss that a GradScaler has scaled."""
+"""Listeners to each loss that a GradScaler has scaled."""
 
 
 @contextlib.contextmanager

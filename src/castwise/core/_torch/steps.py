@@ -1,7 +1,7 @@
 """The only module that hooks optimizer steps, of all optimizers or of one.
 
-torch calls hooks of all optimizers around those that an optimizer has itself. Of the former castwise registers one before and one after a
-step, which stay: another thread's step may be going through torch's table at any time.
+torch calls hooks of all optimizers around those of one optimizer. Of the former castwise registers one before and one
+after a step, permanently: another thread's step may be iterating over torch's table at any time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from castwise.core._torch.hooks import remove_hooks
 from castwise.core._torch.tensors import never_trace
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a step is called with, the optimizer first."""
+"""The arguments of a step, the optimizer first."""
 Before: TypeAlias = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Call | None]
 After: TypeAlias = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
@@ -33,16 +33,16 @@ def subscribe(
     of: torch.optim.Optimizer | None = None,
     log: Callable[[Callable[[], None]], object] | None = None,
 ) -> Callable[[], None]:
-    """Have functions called around each step, as torch's own hooks are.
+    """Register functions that are called around each step, like torch's hooks.
 
     Args:
-        before: Called with the optimizer and what its step is called with; may return another call to make instead.
-        after: Called with the same when the step has returned.
-        of: Whose steps; None for those of every optimizer.
-        log: Called with what ends it before it begins, since an interrupt may come in between.
+        before: Called with the optimizer and the arguments of its step; may return other arguments to use instead.
+        after: Called with the same arguments when the step has returned.
+        of: The optimizer; None for every optimizer.
+        log: Called with the undo entry before the hooks are registered, since an interrupt may come in between.
 
     Returns:
-        What ends it. It does not keep the optimizer alive, and may be called twice.
+        A function that removes the hooks. It does not keep the optimizer alive, and may be called twice.
     """
     global _subscribers
     end = functools.partial(_end, None if of is None else weakref.ref(of), before, after)
@@ -70,13 +70,13 @@ def _end(of: weakref.ref[torch.optim.Optimizer] | None, before: Before | None, a
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure that a step was called with."""
+    """The closure among the arguments of a step."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     return closure if callable(closure) else None
 
 
 def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Call:
-    """Arguments of a step, with another closure in place of its own."""
+    """The arguments of a step, with another closure."""
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}

@@ -1,8 +1,8 @@
 """Run operators under a plan, at the dispatcher's native speed.
 
-``context``: the :class:`autocast` block. ``ambient``: casts outside of any block. ``functions``: decorators for functions of
-one's own. ``frames``: what is in force on a thread; ``backward``: where a forward is computed again. ``kernels``: operator overrides. ``tracing``: what
-torch.compile has to know of frames. ``trees``: casts through containers.
+``context``: the :class:`autocast` block. ``ambient``: casts outside of any block. ``functions``: decorators for user
+functions. ``frames``: the active precision of a thread; ``backward``: the same while a forward is recomputed.
+``kernels``: operator overrides. ``tracing``: frames under torch.compile. ``trees``: casts through containers.
 """
 
 from __future__ import annotations

@@ -21,18 +21,16 @@ from castwise.errors import PlanError, StateError
 class AmbientAutocast:
     """A plan's casts in all code, from :meth:`enter` to :meth:`leave`: for libraries whose users open no autocast block.
 
-    Beyond what ``castwise.autocast`` does, threads that torch hands the state of autocast on to are cast by the
-    plan as well (DataParallel, a device's thread that recomputes a forward). Backward is not, whoever calls it: its formulas
-    run in the types of the forward. But the backward of autograd Functions written in Python is, and what is computed
-    again. A forked worker of a DataLoader is not cast. Weights are cast at each use, unless
-    torch's cache is switched on for a while (``torch.set_autocast_cache_enabled``) and calls
-    :meth:`clear_cache` after it.
+    Unlike ``castwise.autocast``, it also casts in threads to which torch passes the autocast state (DataParallel, a
+    device's thread that recomputes a forward). It does not cast in backward, whoever calls it: its formulas run in the
+    types of the forward. But it casts in the backward of autograd Functions written in Python, and in recomputed
+    forwards. It does not cast in a forked worker of a DataLoader. Weights are cast at each use, unless the library
+    enables torch's cache for a while (``torch.set_autocast_cache_enabled``) and calls :meth:`clear_cache` after it.
 
     Args:
-        plan: Its compute format, rules and operators count.
-        device_type: Whose tensors are cast.
-        messages: What the error says where the plan bans an operator, in place of castwise's words; by the
-            operator's name.
+        plan: Its compute format, rules and operators are used.
+        device_type: Device type of the tensors that are cast.
+        messages: By operator name, the error message for an operator that the plan bans, instead of castwise's.
 
     Raises:
         PlanError: The plan casts nothing, or there is no such device type.
@@ -65,14 +63,14 @@ class AmbientAutocast:
         return frames.suspended(self.device_type)
 
     def clear_cache(self) -> None:
-        """Forget low-precision copies of weights, as needed after writing weights by hand."""
+        """Drop low-precision copies of weights, as needed after writing weights by hand."""
         frames.clear_weight_cache()
 
     def enter(self) -> None:
         """Activate the casts; allowed again after :meth:`leave`.
 
         Raises:
-            StateError: Such casts are in force on the device type already.
+            StateError: An ambient cast is already active on the device type.
         """
         if self.device_type in frames.ambient:
             raise StateError(
@@ -90,10 +88,10 @@ class AmbientAutocast:
         )
 
     def leave(self) -> None:
-        """End the casts, and undo everything. Nothing happens where they are not in force.
+        """End the casts, and undo everything. Does nothing if they are not active.
 
         Raises:
-            StateError: From another thread than they began on, or inside a block that was entered after them.
+            StateError: Called on another thread than :meth:`enter`, or inside a block that was entered after it.
         """
         if not self.entered:
             return

@@ -1,7 +1,7 @@
 """Attention as separate products and a softmax, for the rule ``unfused``.
 
 torch's fused attention is one kernel for scores, softmax and values. It saves memory, and on GPUs time; on CPUs its
-backward in bf16 can take several times as long as the products it is made of.
+backward in bf16 can take several times as long as the separate products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def unfused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``softmax(query key^T scale + mask) value`` in the inputs' format, sums and softmax in fp32 inside kernels.
+    """Compute ``softmax(query key^T scale + mask) value`` in the inputs' format; kernels compute sums and softmax in fp32.
 
     Args:
         query: ``[..., L, E]``.

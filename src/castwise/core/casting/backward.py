@@ -1,12 +1,12 @@
-"""The active precision where a part of forward is recomputed during backward.
+"""The active precision when a part of forward is recomputed during backward.
 
-Activation checkpointing restores what torch knows (enabled, dtype) and not the frame. :func:`note_backward` has the autograd
-node of what a prepared module returns tell this thread, before it runs, which frame the module ran in;
-:func:`mark_boundary` puts a node of its own where tensors go in, and over the loss. Autograd executes nodes that were made on
-one thread strictly in reverse order, so nested modules are right too.
+Activation checkpointing restores torch's autocast state (enabled, dtype) but not the frame. :func:`note_backward` makes
+the autograd node of a prepared module's output set, on this thread and before it runs, the frame in which the module
+ran; :func:`mark_boundary` adds such a node at the inputs, and at the loss. Autograd executes the nodes of one thread
+strictly in reverse order, so nested modules are handled too.
 
-A block that was entered by hand has no such place to return from. It notes which numbers autograd gave to the nodes made
-inside it, and a recomputation finds its block by the number of the node that asked for it.
+A block that the user opens has no output at which to add a node. It records the range of sequence numbers of the nodes
+created inside it, and a recomputation finds its block by the number of the node that triggered it.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     """Record for backward, with an extra node, that the operator of ``tensor`` ran in ``frame``.
 
     Returns:
-        A view of the tensor, which may be written to in place where the tensor may: what made it is noted too, since autograd
-        then goes there past the view. Tensor hooks on such a view do not outlive that, so what users see is noted, not
-        marked. The tensor itself where no gradient will flow, and inside a transform of torch.func, where nothing is
-        recomputed.
+        A view of the tensor, which may be written in place if the tensor may: the tensor's node is recorded too, since
+        after a write autograd bypasses the view. Tensor hooks on such a view are lost then, so outputs that users see
+        are noted, not marked. The tensor itself if no gradient will flow, and inside a transform of torch.func, where
+        nothing is recomputed.
     """
     if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.dispatcher.in_transform():
         return tensor
@@ -82,8 +82,8 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
 def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     """As :func:`mark_boundary`, without an extra node: ``tensor`` is not replaced.
 
-    What runs backward between the node of ``tensor`` and the next one that is marked or noted counts as made in
-    ``frame``, whether it was or not. What has been noted of a node stays: it was said where it was made.
+    Everything that backward runs between the node of ``tensor`` and the next one that is marked or noted counts as run
+    in ``frame``, even if it was not. The first record of a node is kept, since it was made where the node was created.
     """
     node = tensor.grad_fn if torch.is_grad_enabled() and not _torch.dispatcher.in_transform() else None
     if node is None:
@@ -103,11 +103,11 @@ def left_block() -> Frame | None:
     here = threading.get_ident()
     best, found = -1, None
     for first, last, made_by, frame in reversed(left_blocks):
-        # Numbers are counted per thread. The CPU's nodes run on the thread that calls backward; a device has its own.
+        # Numbers are counted per thread. CPU nodes run on the thread that calls backward; each device has its own thread.
         if made_by != here and frame.device_type == "cpu":
             continue
         if last <= number:
             break
         if best < first <= number:
-            best, found = first, frame  # of blocks inside one another the innermost began last
+            best, found = first, frame  # of nested blocks the innermost began last
     return found

@@ -52,7 +52,7 @@ _Resolved = tuple[str, str, torch.dtype, bool]
 def _resolve(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> tuple[_Resolved, tuple[str, ...]]:
-    """Interpret the arguments of :class:`autocast`: key of its frame, device type, dtype, enabled or not, and the overrides."""
+    """Parse the arguments of :class:`autocast` into the key of its frame, device type, dtype, enabled flag, and overrides."""
     if plan in DEVICE_TYPES:
         if device_type is not None and device_type != plan:
             raise PlanError(
@@ -101,8 +101,8 @@ def _resolve_for_trace(
 ) -> _Resolved:
     """As :func:`_resolve`, for Dynamo, which keeps the result as a constant of the graph.
 
-    Its arguments are constants too. For a plan they are what :func:`_for_trace` says: Dynamo of torch 2.11 takes no plan, and
-    that of 2.13 a plan that is made while it traces, before it has fields.
+    Its arguments are constants too. A plan is passed as the result of :func:`_for_trace`: Dynamo of torch 2.11 accepts
+    no plan, and Dynamo of 2.13 passes a plan created while tracing before its fields are set.
     """
     tracing.get_ready_for_compile()
     if isinstance(plan, tuple):
@@ -148,26 +148,25 @@ def _for_trace(plan: Any) -> Any:
 class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torch names it
     """Run operators under a precision plan inside a block or a function.
 
-    A superset of ``torch.autocast``: every call that is right there is right here and does the same, through the
-    same kernels, at the same speed. Beyond it: a plan with operator rules of its own; a preset or format name in
-    place of a dtype; one instance may be entered again while it is active and shared between threads. It is a
-    ``torch.autocast`` to ``isinstance`` and has its attributes.
+    A superset of ``torch.autocast``: every valid call of it is valid here and does the same, through the same kernels,
+    at the same speed. In addition, it accepts a plan with operator rules, or a preset or format name in place of a
+    dtype, and one instance may be entered again while it is active and shared between threads. It passes ``isinstance``
+    checks for ``torch.autocast`` and has its attributes.
 
     Args:
         plan: A :class:`~castwise.Plan`, a preset (``"O1"``) or format name (``"bf16"``), a ``torch.dtype``, the path
             of a plan file; or, as in torch, the device type.
-        dtype: As in torch, where ``plan`` is a device type or left out: bf16, fp16, or fp32 for no casting.
-        enabled: False makes the block an fp32 island: nothing is cast inside.
-        cache_enabled: Whether fp32 weights keep their low-precision copy until the outermost block ends. Give False
-            where weights are changed by hand inside the block: that cannot be seen from here, and a stale copy
-            would be used.
-        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``; by default the accelerator at hand, else the CPU.
-
-    Operators outside the block are never affected. Overrides stay registered for as long as the instance lives: make
-    one, enter it often, and keep it until backward is done where activation checkpointing recomputes what ran inside.
+        dtype: As in torch, if ``plan`` is a device type or left out: bf16, fp16, or fp32 for no casting.
+        enabled: False makes an fp32 block: nothing is cast inside.
+        cache_enabled: Whether fp32 weights keep their low-precision copy until the outermost block ends. Pass False if
+            weights are changed by hand inside the block: the change is not detected, and a stale copy would be used.
+        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``; by default the available accelerator, else the CPU.
+            Operators outside the block are never affected. Overrides stay registered as long as the instance lives:
+            create one instance, enter it often, and keep it until backward has finished if activation checkpointing
+            recomputes code inside.
 
     Raises:
-        PlanError: For a plan, dtype or device type that is not one of the allowed values.
+        PlanError: The plan, dtype or device type is not allowed.
 
     Source: the operator lists and the cast cache are PyTorch's (``aten/src/ATen/autocast_mode.h``).
     """
@@ -192,7 +191,7 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
                 f"({', '.join(DEVICE_TYPES)}), a Plan, the name of a preset or format, a torch.dtype, or a path"
             )
         if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
-            plan = as_plan(plan)  # read now: the file may change, and _resolve remembers
+            plan = as_plan(plan)  # read now: the file may change, and _resolve caches its result
         if torch.compiler.is_compiling():
             resolved = _resolve_for_trace(_for_trace(plan), dtype, enabled, cache_enabled, device_type)
         else:

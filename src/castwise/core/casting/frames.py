@@ -1,8 +1,8 @@
 """The active precision of each thread during forward.
 
 A :class:`Frame` is a plan resolved for one device type: the state that ``torch.autocast`` would set, plus the
-operator overrides that go beyond torch's own lists. Frames are pushed and popped on a stack that belongs to the
-thread, exactly as autocast's own state does. ``backward`` says what is in force where a forward is computed again.
+operator overrides beyond torch's lists. Frames are pushed and popped on a stack per thread, as autocast's
+state is. ``backward`` handles the active frame while a forward is recomputed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Frame:
 
     Attributes:
         device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
-        dtype: What ``lower`` operators compute in; None where nothing is autocast (fp32, or ``rules="none"``).
-        surrounding: Floating dtype that a region of the plan inside this frame casts its outputs back to.
+        dtype: Compute dtype of ``lower`` operators; None if nothing is autocast (fp32, or ``rules="none"``).
+        surrounding: Floating dtype to which a region inside this frame casts its outputs.
         rows: Operator name -> rule, beyond torch's lists. Empty for native rules.
-        overrides: Operator name -> what to do with it, by ``rows``.
-        cache: Whether fp32 weights keep their low-precision copy; None leaves torch's setting as it is.
+        overrides: Operator name -> action, by ``rows``.
+        cache: Whether fp32 weights keep their low-precision copy; None leaves torch's setting unchanged.
         key: Text that identifies the frame in a traced graph and in compile caches.
-        code: Number that Dynamo guards; 0 for a frame without overrides, which torch's own guards tell apart.
+        code: Number that Dynamo guards; 0 for a frame without overrides, which torch's guards distinguish.
     """
 
     device_type: str
@@ -68,12 +68,12 @@ class BackwardFrame:
 class State:
     """One thread's stack: the active frame, what to restore, copies of weights, the frame of a running backward.
 
-    An entry of ``saved`` is what a :func:`push` found: frame, device type, whether autocast was enabled, its dtype, its
-    cache setting, copies of weights; then who entered, whether leaving clears torch's cache, and where it was entered:
-    the Python frame that called a hook, or for a block the number of its first node.
+    An entry of ``saved`` is the state before a :func:`push`: frame, device type, whether autocast was enabled, its
+    dtype, its cache setting, copies of weights; then the owner, whether leaving clears torch's cache, and where it was
+    entered: the Python frame that called a hook, or for a block the number of its first node.
 
-    Copies of weights are kept between a push of a frame with overrides and its pop; outside of that, in a recomputation
-    during backward for example, nothing would end them.
+    Copies of weights are kept between a push of a frame with overrides and its pop; outside of that, such as in a
+    recomputation during backward, nothing would drop them.
     """
 
     __slots__ = ("backward", "frame", "saved", "weights")
@@ -95,7 +95,7 @@ class _Thread(threading.local):
 thread = _Thread()
 
 watch_compilations: Callable[[], None] | None = None
-"""Called where a frame is put in force that torch.compile must tell from others; set by ``tracing`` once Dynamo is there."""
+"""Called when a frame is activated that torch.compile must distinguish; set by ``tracing`` once Dynamo is loaded."""
 
 _set_enabled = torch.set_autocast_enabled
 _set_dtype = torch.set_autocast_dtype
@@ -112,12 +112,12 @@ def push(frame: Frame, owner: object = None, scope: bool = False, where: int | N
     """Make ``frame`` active on this thread until the matching :func:`pop`; if that fails, nothing has changed.
 
     Args:
-        frame: What to put in force.
-        owner: What entered it, for :func:`leave` and :func:`unwind`. A hook: what called it counts as the forward that
-            is running, see :func:`leave_interrupted`.
-        scope: Whether this is the forward of a whole model. It is a scope of its own for the low-precision copies of
-            weights, which end with it, whatever block lies around.
-        where: The number of the first autograd node inside, for a block; its owner is the frame.
+        frame: The frame to activate.
+        owner: The object that enters it, for :func:`leave` and :func:`unwind`. If it is a hook, its caller counts as
+            the running forward, see :func:`leave_interrupted`.
+        scope: Whether this is the forward of a whole model, which has a separate cache of low-precision
+            weights that ends with it, even inside a block.
+        where: For a block, the number of the first autograd node inside; its owner is the frame.
     """
     state = thread.state
     saved = state.saved
@@ -134,7 +134,7 @@ def push(frame: Frame, owner: object = None, scope: bool = False, where: int | N
         saved.append((before, device, enabled, None, None, state.weights, owner, False, entered))
     else:
         old_dtype = _get_dtype(device)
-        # torch's cast cache is keyed by the weight alone, so a copy in another format would be taken for ours.
+        # torch's cast cache is keyed by the weight alone, so a copy in another format would be used here.
         clear = scope or (enabled and old_dtype is not dtype)
         cache = None if frame.cache is None else _is_cache()
         saved.append((before, device, enabled, old_dtype, cache, state.weights, owner, clear, entered))
@@ -191,19 +191,19 @@ def pop() -> None:
 
 
 _LEFT = object()
-"""Owner of an entry that was left while others lay above it; it goes with them."""
+"""Owner of an entry that was left while others were above it; it is popped with them."""
 left_blocks: deque[tuple[int, int, int, Frame]] = deque(maxlen=4096)
-"""Blocks with overrides that were left: first and last node made inside, thread, frame. The newest matter: a graph
-that is older than this many blocks is not recomputed in practice."""
+"""Blocks with overrides that were left: first and last node created inside, thread, frame. Only the newest are kept:
+a graph older than this many blocks is not recomputed in practice."""
 
 
 def leave(owner: object) -> bool:
     """Restore the frame from before ``owner`` last entered, and drop interrupted forwards above it.
 
     Returns:
-        Whether it was on this thread's stack, put there by the call that ends now: in a call of a model from within itself
-        another hook may raise before ours enters. A frame that was entered after it and is not left yet stays in force, as
-        where a generator ends that entered a block of its own.
+        Whether it was on this thread's stack, put there by the call that ends now: if a model calls itself, another
+        hook may raise before this one enters. A frame that was entered after it and is still active stays so, as when a
+        generator ends that entered a block.
     """
     saved = thread.state.saved
     if saved and saved[-1][6] is not owner:
@@ -217,12 +217,12 @@ def leave(owner: object) -> bool:
             and entry[8] is not (caller := sys._getframe(2))
             and _runs(entry[8], caller)
         ):
-            return False  # of a call around this one; after a graph break Dynamo leaves from another frame, without an exception
+            return False  # of an enclosing call; after a graph break Dynamo leaves from another frame, without an exception
         if index == len(saved) - 1:
             pop()
             return True
         saved[index] = (*entry[:6], _LEFT, *entry[7:])
-        if all(above[1] != entry[1] for above in saved[index + 1 :]):  # nothing above is for its device
+        if all(above[1] != entry[1] for above in saved[index + 1 :]):  # no entry above is for its device
             _set_enabled(entry[1], entry[2])
             if entry[3] is not None:
                 _set_dtype(entry[1], entry[3])
@@ -233,9 +233,9 @@ def leave(owner: object) -> bool:
 def leave_interrupted() -> None:
     """Drop the frames of forwards that were ended by KeyboardInterrupt, SystemExit or a cancelled task.
 
-    torch calls forward hooks after an ``Exception`` and not after those. A forward that runs has what called the hook on
-    the Python stack, below the caller of this function; where it is not there, the forward has ended. Called wherever a
-    block or the forward of a whole model begins or ends, so that what was interrupted lasts no longer than that.
+    torch calls forward hooks after an ``Exception`` but not after those. While a forward runs, the caller of its hook
+    is on the Python stack, below the caller of this function; if it is not, the forward has ended. Called wherever a
+    block or the forward of a whole model begins or ends, so that a stale frame stays active no longer than that.
     """
     saved = thread.state.saved
     while saved:
@@ -263,7 +263,7 @@ def pop_block(frame: Frame | None = None) -> None:
     """:func:`pop` for a block: the one of ``frame``, or the one entered last.
 
     Raises:
-        StateError: The block is not in force on this thread.
+        StateError: The block is not active on this thread.
     """
     saved = thread.state.saved
     if frame is not None and saved and saved[-1][6] is frame:
@@ -280,10 +280,9 @@ def pop_block(frame: Frame | None = None) -> None:
 
 
 ambient: dict[str, Frame] = {}
-"""Frames in force for the whole process, by device type: those of a drop-in whose casting ends when it is told to.
-
-The thread that entered one has it on its stack. Other threads find it here where torch has handed them the state of
-autocast alone: in the replicas of DataParallel, and where a device's thread recomputes a checkpointed forward."""
+"""Frames active in the whole process, by device type: those of a drop-in that casts until it is told to stop. The
+thread that entered one has it on its stack. Other threads find it here if torch has passed them only the autocast
+state: in replicas of DataParallel, and when a device's thread recomputes a checkpointed forward."""
 
 
 def depth() -> int:
@@ -298,11 +297,11 @@ def unwind(to: int = 0) -> None:
 
 
 steps = 0
-"""How often weights were changed by a step, on any thread; a copy that is older than the last one is not used."""
+"""How often steps have changed weights, on any thread; a copy older than the last one is not used."""
 
 
 def clear_weight_cache(*_: object) -> None:
-    """Forget low-precision copies of weights on all threads, torch's too; called when a step changed the weights."""
+    """Drop low-precision copies of weights on all threads, torch's too; called when a step changed the weights."""
     global steps
     steps += 1
     weights = thread.state.weights
@@ -313,7 +312,7 @@ def clear_weight_cache(*_: object) -> None:
 
 @functools.cache
 def watch_steps() -> None:
-    """Call :func:`clear_weight_cache` after each step of any torch optimizer, since fused kernels raise no tensor's version."""
+    """Call :func:`clear_weight_cache` after each step of any torch optimizer, since fused kernels raise no version counter."""
     _torch.steps.subscribe(after=clear_weight_cache)
 
 

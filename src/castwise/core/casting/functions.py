@@ -38,7 +38,7 @@ def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> 
         if device is None:
             return function(*args, **kwargs)
         dtype = choose(device, (args, kwargs))
-        # what Dynamo traces has to be torch's own block
+        # Dynamo must trace torch's own block
         off = (
             torch.autocast(device, enabled=False)
             if torch.compiler.is_compiling()
@@ -55,13 +55,13 @@ def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> 
 def lower_function(function: _F) -> _F:
     """Make ``function`` compute in the plan's format: its floating inputs are cast, nothing inside is autocast.
 
-    Outside autocast it runs as it is. fp64 inputs are left alone, as everywhere in autocast.
+    Outside autocast it runs unchanged. fp64 inputs are left alone, as everywhere in autocast.
     """
     return _casting(function, lambda device, _: torch.get_autocast_dtype(device))
 
 
 def fp32_function(function: _F) -> _F:
-    """Make ``function`` an fp32 island under autocast: its floating inputs are cast to fp32."""
+    """Make ``function`` run in fp32 under autocast: its floating inputs are cast to fp32."""
     return _casting(function, lambda _device, _args: torch.float32)
 
 
@@ -105,8 +105,8 @@ def _classes_with(forward: Callable[..., Any], base: Any) -> Iterator[Any]:
 def _record_in_setup_context(forward: Callable[..., Any], note: Callable[[Any], Frame]) -> None:
     """Wrap ``setup_context`` of the classes that use ``forward``, to store the frame in the context.
 
-    torch calls it right after ``forward``, on the same thread and under the same autocast, so that nothing has to be
-    carried from one to the other.
+    torch calls it right after ``forward``, on the same thread and under the same autocast, so that nothing needs to be
+    passed from one to the other.
     """
     for cls in _classes_with(forward, torch.autograd.Function):
         original = cls.setup_context
@@ -134,7 +134,7 @@ def custom_fwd(
         fwd: The function; left out when used with arguments.
         device_type: As in torch; by default that of the first tensor among the inputs.
         cast_inputs: Under autocast, cast floating inputs to this dtype and run with autocast off. Without it the
-            function's operators are autocast like any others.
+            operators inside are autocast as usual.
 
     Both styles work: ``forward(ctx, ...)``, and ``forward(...)`` with a separate ``setup_context``.
 
@@ -143,7 +143,9 @@ def custom_fwd(
     """
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
-    newest: list[Any] = [None]  # of all autograd functions, when those with this forward were last looked for
+    newest: list[Any] = [
+        None
+    ]  # number of all autograd functions at the last search for those with this forward
 
     def frames_of(inputs: Any, kwargs: Any) -> tuple[Frame, Frame]:
         """The frame around a call, and the frame for its backward."""
@@ -174,7 +176,7 @@ def custom_fwd(
 
 
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
-    """Decorate ``backward`` of a ``torch.autograd.Function``: it runs in the precision its forward ran in.
+    """Decorate ``backward`` of a ``torch.autograd.Function``: it runs in the precision of its forward.
 
     Args:
         bwd: The function; left out when used with arguments.

@@ -1,13 +1,13 @@
 """Operator overrides: kernels in front of torch's own on the autocast dispatch key.
 
 ``torch.autocast`` applies its lists in C++ and offers no way to change a listed operator. An override is a Python
-kernel registered for one operator on the autocast key of one device type. It looks at the frame of the thread: in
-a frame that overrides this operator it casts by the frame's rule, anywhere else it calls the kernel that was there
-before. The kernel is registered while a :class:`Lease` on it is held and only then, so closing the last plan that
+kernel registered for one operator on the autocast key of one device type. It reads the thread's frame: in
+a frame that overrides this operator it casts by the frame's rule, elsewhere it calls the kernel that was registered
+before. The kernel is registered only while a :class:`Lease` on it is held, so closing the last plan that
 needs it leaves no trace.
 
 Cost, one thread: nothing on other operators, nothing outside autocast, a few microseconds on the operator itself
-where the autocast key is on.
+when the autocast key is on.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def _convert_weight(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         id(tensor),
         dtype,
         torch.is_grad_enabled(),
-    )  # the entry keeps the tensor, so that its id stays its own
+    )  # the entry keeps the tensor alive, so that its id is not reused
     age = (_torch.tensors.version(tensor), frames.steps)
     entry = kept.get(key)
     if entry is not None and entry[1] == age:
         copy: torch.Tensor = entry[2]
         return copy
     copy = tensor.to(dtype)
-    if not _torch.dispatcher.in_transform():  # a copy made inside one belongs to its level
+    if not _torch.dispatcher.in_transform():  # inside a transform the copy belongs to its level
         kept[key] = (tensor, age, copy)
     return copy
 
@@ -158,7 +158,7 @@ def _banned(row: Row) -> Action:
 
 
 _parts: Any = object()
-"""Marks an operator that is not touched itself while those it is made of are looked up again."""
+"""Marks an operator that is not cast itself while the operators that it calls are looked up again."""
 
 
 def _unfused(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,8 +175,9 @@ _RULES: dict[str, Action] = {
 _WHOLE_IN_FRONT: dict[str, Action] = {
     "binary_cross_entropy_with_logits": _fp32, "scaled_dot_product_attention": _lower,
 }  # fmt: skip
-"""Operators that torch itself casts like this on every device. Its transforms take them apart and cast each part anew: one
-part is an ``exp_`` that a plan may ban, and others are fp32 products that go back to half below autograd."""
+"""Operators that torch casts like this on every device. torch.func's transforms decompose them and cast each part
+again: one part is an ``exp_`` that a plan may ban, and others are fp32 products that become low again below
+autograd."""
 
 
 def actions(rows: Mapping[str, Row]) -> dict[str, Action]:
@@ -204,7 +205,7 @@ def frame_of(
 ) -> Frame:
     """A frame for one device type; frames with the same content share a key and a guard code.
 
-    Arguments are as in :class:`Frame`; without ``dtype`` operators run as they are, and ``surrounding`` is by
+    Arguments are as in :class:`Frame`; without ``dtype`` operators are not cast, and ``surrounding`` is by
     default ``dtype``, or fp32.
     """
     frames.watch_steps()
@@ -258,8 +259,8 @@ def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
 def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel for use inside torch.func: it acts once, before any transform.
 
-    A transform takes some operators apart before autocast's turn (``linear``, what vmap has another operator for), and
-    what runs at its lower levels goes back to the dispatch keys that were in force around the call.
+    A transform decomposes some operators before autocast runs (``linear``, and operators that vmap replaces), and
+    its lower levels restore the dispatch keys that were in force around the call.
     """
     places, numbers = _torch.dispatcher.number_places(op), _torch.dispatcher.NUMBERS
     otherwise = _WHOLE_IN_FRONT.get(name, _parts)
@@ -293,8 +294,8 @@ def _on(device_type: str, values: Iterable[Any]) -> bool:
 _lock = threading.RLock()
 _Key = tuple[str, str]
 _registered: dict[_Key, tuple[list[Callable[[], None]], weakref.WeakSet[_Holder]]] = {}
-"""By operator and device type what undoes the registration, and who holds it, of those that are alive: an interrupt can keep
-one from giving it up. "" is in front of transforms."""
+"""By operator and device type, the function that undoes the registration, and its live holders (an interrupt can
+keep one from releasing it). "" stands for kernels in front of transforms."""
 
 
 class _Holder:
@@ -307,7 +308,7 @@ def _hold(key: _Key, holder: _Holder) -> None:
         _drop(key)
         entry = _registered[key] = _register(*key), weakref.WeakSet()
     entry[1].add(holder)
-    if _registered.get(key) is not entry:  # whoever held it last gave it up in between, in a signal handler
+    if _registered.get(key) is not entry:  # its last holder released it in between, in a signal handler
         _hold(key, holder)
 
 
@@ -335,7 +336,7 @@ def registered(device_type: str) -> frozenset[str]:
 
 
 def _register(name: str, device_type: str) -> list[Callable[[], None]]:
-    # In front of transforms arithmetic with a number is a call of the overload on tensors.
+    # In front of transforms, arithmetic with a number calls the overload for tensors.
     every = bool(device_type) or name not in _torch.dispatcher.NUMBERS_FOR_TENSORS
     return [
         _torch.dispatcher.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))
@@ -359,7 +360,7 @@ class Lease:
         held = (*((name, device_type) for name in names), *((name, "") for name in in_front))
         holder = _Holder()
         self.close = functools.partial(_release, held, holder)
-        """Give the kernels up, or nothing where that was done."""
+        """Release the kernels; does nothing if they were released before."""
         weakref.finalize(self, self.close).atexit = False
         with _lock:
             for key in held:

@@ -1,9 +1,9 @@
 """Frames inside torch.compile.
 
-A frame that is entered outside of a compiled function is part of what Dynamo guards (``_torch.dynamo.set_guard_code``) and of
-the key of the compile caches on disk; one that is entered inside is a node of the traced graph (:func:`graph_push`). In
-both cases the override kernels run while the graph is traced, so the casts are in the graph and eager and compiled code
-follow one implementation.
+A frame that is entered outside of a compiled function is guarded by Dynamo (``_torch.dynamo.set_guard_code``) and is
+part of the key of the compile caches on disk; one that is entered inside is a node of the traced graph
+(:func:`graph_push`). In both cases the override kernels run while the graph is traced, so the casts are in the graph,
+and eager and compiled code use one implementation.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from castwise.core.casting.frames import Frame
 from castwise.errors import StateError
 
 graph_frames: dict[str, Frame] = {}
-"""Frames that traced graphs may name, by key; filled by whoever resolves a plan."""
+"""Frames to which traced graphs may refer, by key; filled when a plan is resolved."""
 
 graph_spans: deque[tuple[str, int, int]] = deque(maxlen=256)
-"""Blocks that a traced graph entered and left as it ran: key, number of the first autograd node, number after the last."""
+"""Blocks that a traced graph entered and left when it ran: key, number of the first autograd node, number after the
+last."""
 _open: list[tuple[str, int]] = []
 
 _code_of_key: dict[str, int] = {}
@@ -73,7 +74,7 @@ trace_leases: list[Any] = []
 
 
 def _tag_caches(_: object) -> None:
-    """Put the active frame into the key of the compile caches on disk."""
+    """Add the active frame to the key of the compile caches on disk."""
     frame = frames.thread.state.frame
     user = str(config.cache_key_tag).split("|castwise:")[0]
     config.cache_key_tag = f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user
@@ -109,8 +110,8 @@ _contexts: list[tuple[type, Callable[[Any], bool]]] = []
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     """Make Dynamo trace instances of exactly this class, made outside the compiled code, through their own methods.
 
-    Of a subclass of ``torch.autocast`` it would take what it knows of torch's for all; ``as_torchs`` says of which
-    instances that is right.
+    By default it treats an instance of a subclass of ``torch.autocast`` as torch's class; ``as_torchs`` returns for
+    which instances that is right.
     """
     if frames.watch_compilations is not None:
         _torch.dynamo.trace_context(cls, as_torchs)

@@ -20,20 +20,20 @@ _LEAVES = (str, bytes, int, float, bool, type)
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Apply ``function`` to every tensor inside ``value``; anything else is returned unchanged.
 
-    Goes through tuples, named tuples, lists, mappings (Hugging Face's ``ModelOutput`` and read-only ones among them),
-    dataclasses and packed sequences; sets are left alone. Containers are rebuilt only where a tensor in them changed, with
-    their own type and without calling their constructor, and never modified. One that is met twice is rebuilt once, so
-    that cycles and shared parts stay what they are.
+    It traverses tuples, named tuples, lists, mappings (including Hugging Face's ``ModelOutput`` and read-only ones),
+    dataclasses and packed sequences, but not sets. Containers are rebuilt only if a tensor in them changed, with their
+    type and without calling their constructor, and never modified. A container that occurs twice is rebuilt once, so
+    that cycles and shared parts are preserved.
 
     Args:
-        function: Returns the very same tensor where nothing is to be changed.
+        function: Returns the very same tensor if nothing is to be changed.
         value: Any object.
 
     Returns:
-        The same structure; the very same object where nothing changed.
+        The same structure; the very same object if nothing changed.
 
     Warns:
-        UserWarning: For a container that cannot be rebuilt; it passes as it is.
+        UserWarning: For a container that cannot be rebuilt; it is returned unchanged.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -46,8 +46,8 @@ def _map(
 ) -> Any:
     """The mapped value of :func:`map_tensors`, or None if it is unchanged.
 
-    ``seen`` has by id each container and what it became, None while that is not known. It is None where Dynamo traces and
-    cannot tell containers apart: a shared one is then rebuilt each time, and cycles do not compile anyway.
+    ``seen`` maps the id of each container to its result, or to None while that is not known. It is None if Dynamo
+    traces and cannot tell containers apart: a shared one is then rebuilt each time, and cycles do not compile anyway.
     """
     if isinstance(value, torch.Tensor):
         cast = function(value)
@@ -64,7 +64,7 @@ def _map(
         return None
     known = None if seen is None else seen.get(id(value))
     if known is not None:
-        if known[1] is None:  # a cycle: who is further in refers to what this one is going to be
+        if known[1] is None:  # a cycle: inner containers refer to the result of this one
             if _is_fixed(value):
                 return None
             new = _rebuilt(value, {})
@@ -111,7 +111,7 @@ def _rebuilt(value: Any, changed: dict[Any, Any]) -> Any:
             return type(value)({**value, **changed})
         out = _copied(value)
         _fill(out, changed)
-    except Exception as error:  # whatever a container's own methods raise
+    except Exception as error:  # a container's methods may raise anything
         kind = type(value).__name__
         warnings.warn(
             f"castwise: a {kind} cannot be rebuilt ({type(error).__name__}: {error}), so the tensors in it are not cast. Pass "
@@ -126,7 +126,7 @@ def _rebuilt_tuple(value: Any, items: list[Any]) -> Any:
     """Rebuild a tuple subclass, whose ``__new__`` may take other arguments than its items."""
     try:
         out = tuple.__new__(type(value), items)
-    except TypeError:  # torch.return_types and their like are made by their constructor alone
+    except TypeError:  # types such as torch.return_types can only be created by their constructor
         return type(value)(items)
     if hasattr(value, "__dict__"):
         vars(out).update(vars(value))
@@ -140,10 +140,12 @@ def _is_fixed(value: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     if type(value) in (list, dict):
-        return type(value)(value)  # which Dynamo can trace
+        return type(value)(value)  # Dynamo can trace this
     try:
         return copy.copy(value)
-    except dataclasses.FrozenInstanceError:  # frozen, with slots by hand: copy would set them as anyone does
+    except (
+        dataclasses.FrozenInstanceError
+    ):  # frozen, with manual slots: copy would set them through __setattr__
         out = object.__new__(type(value))
         _fill(out, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
         return out
@@ -162,7 +164,7 @@ def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] 
     """Cast the floating tensors in ``value`` to ``dtype``; with ``only``, just those of these dtypes.
 
     Returns:
-        The same structure; the very same object where nothing had to be cast.
+        The same structure; the very same object if nothing had to be cast.
     """
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,11 @@ Tensors are written as plain bytes, each rank its own shards, and load under ano
 under the model's own keys, optimizer state under the names of the model's parameters, and so they load under another
 plan. Everything that is not a tensor is JSON, checked before anything is made of it; nothing is a pickle.
 
-``tree``: nested values as JSON and tensors. ``contents``: what is
-saved of a model, its optimizers and a session. ``folder``: complete checkpoints, and how they become so. ``lock``: one
-process per folder. ``storage``: tensors to files and back. ``values``: what is not a tensor, checked. ``options``: what
-an optimizer takes of it. ``restore`` and ``undo``: one rank's part of loading, and of taking it back. ``saving`` and ``loading``: the calls.
+``tree``: nested values as JSON and tensors. ``contents``: the saved parts of a model, its optimizers and a session.
+``folder``: folders of checkpoints, and how a checkpoint becomes complete. ``lock``: one process per folder.
+``storage``: tensors to files and back. ``values``: checks of everything that is not a tensor. ``options``: which
+options an optimizer accepts. ``restore`` and ``undo``: one rank's part of a load, and its undo. ``saving`` and
+``loading``: the public calls.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from castwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank saves: tensors by name, and JSON: one part common to ranks with the same weights, one of its own."""
+    """What one rank saves: tensors by name, and JSON in two parts: one common to ranks with the same weights, one per rank."""
 
     tensors: dict[str, Tensor]
     common: dict[str, Any]
@@ -34,11 +34,11 @@ def collect(
 ) -> Contents:
     """Collect everything to be saved, without copying.
 
-    Weights are fp32, from the masters where there are any; optimizer state is as the optimizer holds it, without a
-    step being made to get some.
+    Weights are fp32, from the masters if there are any; optimizer state is saved as it is, and no step is made to
+    create any.
 
     Raises:
-        CheckpointError: Something that cannot be saved.
+        CheckpointError: Something cannot be saved.
     """
     names = Names(model, amp)
     tensors: dict[str, Tensor] = {}
@@ -116,9 +116,9 @@ def merge(contents: Contents, ranks: Ranks) -> dict[str, Any]:
     """Merge the JSON parts of all ranks on the first rank; empty on the others. A collective.
 
     Raises:
-        CheckpointError: Ranks whose optimizers differ in class.
+        CheckpointError: The ranks' optimizers differ in class.
     """
-    # With many ranks, most hold what the first one holds: those send nothing.
+    # With many ranks, most have the same part as the first one: those send nothing.
     digest = hashlib.sha256(json.dumps(contents.common).encode()).hexdigest()
     common = None if ranks.first(lambda: digest) == digest and ranks.rank else contents.common
     parts = ranks.to_first((common, contents.own))

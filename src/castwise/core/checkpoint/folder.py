@@ -1,15 +1,16 @@
 """Complete checkpoints in a folder, and how a checkpoint becomes complete.
 
 A checkpoint is written into a hidden folder and renamed once everything is on disk, so a folder named ``step-…`` is
-whole unless it is damaged later; its manifest, written last, says what belongs to it. Beside the checkpoints
-of ``runs/a`` there may lie, after a crash: ``.step-00000123.partial``, which was never finished;
-``.step-00000123.replaced``, the former checkpoint of a step that was saved again; ``.step-00000123.deleted``. The
-next save removes them. ``.lock`` says which process saves here.
+complete unless it is damaged later; its manifest, written last, lists its files. After a crash, there may be other
+folders beside the checkpoints of ``runs/a``: ``.step-00000123.partial``, which was never finished;
+``.step-00000123.replaced``, the former checkpoint of a step that was saved again; ``.step-00000123.deleted``. The next
+save removes them. ``.lock`` names the process that saves here.
 
-Whoever reads beside a process that saves may find a folder gone, or another in its place, between two looks. So what was passed
-over counts only if it is still what it was (:func:`look`), and a save that is going on is none that was interrupted.
+While another process saves, a reader may find a folder gone or replaced between two reads. So a skipped folder is
+reported only if it has not changed since (:func:`look`), and a save that is still running does not count as
+interrupted.
 
-Whatever is read here may have been written by anybody: it is JSON of known size, and every part of it is checked.
+Nothing read here is trusted: it is JSON of known size, and every part of it is checked.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ FORMAT = "castwise checkpoint"
 VERSION = 2
 MANIFEST = "checkpoint.json"
 VALUES = "values.json"
-"""What is saved and no tensor, and where the tensors lie."""
+"""The file of everything that is not a tensor, and of the tensors' positions."""
 DEEPEST = 200
-"""How many levels the values may have."""
+"""Maximum nesting depth of the values."""
 _FILE = re.compile(r"values\.json|rank-[0-9]{5,9}\.safetensors")
 _LARGEST_MANIFEST = 1 << 26
 _NAME = re.compile(r"step-([0-9]{1,18})")
 _HIDDEN = re.compile(r"\.step-([0-9]{1,18})\.(partial|replaced|deleted)")
 _CHUNK = 1 << 20
 LOOKS = 100
-"""How often at most a folder is looked at again because something has changed in it meanwhile."""
+"""How often at most a folder is read again because it changed meanwhile."""
 _writing: set[Path] = set()
-"""What this process saves now."""
+"""What this process is saving now."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Skipped:
 
 
 def candidates(folder: Path) -> list[tuple[int, Path]]:
-    """Folders that are or may be checkpoints, by step, the latest first; empty if there is no folder."""
+    """Folders that are or may be checkpoints, by step, the latest first; empty if the folder does not exist."""
     plain: list[tuple[int, bool, Path]] = []
     hidden: list[tuple[int, bool, Path]] = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -67,7 +68,7 @@ def candidates(folder: Path) -> list[tuple[int, Path]]:
         elif (match := _HIDDEN.fullmatch(path.name)) and match[2] != "deleted":
             hidden.append((int(match[1]), match[2] == "replaced", path))
     steps = {step for step, _, _ in plain}
-    # A crash between the two renames that replace a checkpoint leaves the former one alone.
+    # After a crash between the two renames that replace a checkpoint, only the former one is there.
     hidden = [one for one in hidden if not (one[1] and one[0] in steps)]
     return [(step, path) for step, _, path in sorted(plain + hidden, reverse=True)]
 
@@ -75,11 +76,11 @@ def candidates(folder: Path) -> list[tuple[int, Path]]:
 def look(folder: Path) -> list[tuple[int, Path, tuple[int, int]]]:
     """:func:`candidates` with a fingerprint of each: if it is equal later, the folder was not replaced or changed.
 
-    What is still being written counts as the same until it has its name.
+    The fingerprint of a folder that is still being written stays equal until it is renamed.
     """
     found = []
     for step, path in candidates(folder):
-        with contextlib.suppress(OSError):  # gone since
+        with contextlib.suppress(OSError):  # deleted since
             about = path.stat()
             found.append((step, path, (about.st_ino, 0 if _is_partial(path) else about.st_mtime_ns)))
     return found
@@ -160,7 +161,7 @@ def read_values(path: Path, manifest: Mapping[str, Any]) -> Any:
     """Everything in a checkpoint except the bytes of its tensors, as JSON.
 
     Raises:
-        CheckpointError: Not what the manifest says, or no JSON.
+        CheckpointError: It differs from the manifest, or is not JSON.
     """
     wanted = manifest["files"][VALUES]
     try:
@@ -188,7 +189,7 @@ def _read(path: Path, largest: int) -> bytes:
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """Size in bytes and crc32 of a file. Reads all of it, at 1 to 4 GB/s where the disk keeps up."""
+    """Size in bytes and crc32 of a file. Reads all of it, at 1 to 4 GB/s if the disk is as fast."""
     crc = size = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -199,9 +200,9 @@ def measure(path: Path) -> dict[str, Any]:
 def wrong_files(
     path: Path, files: Iterable[tuple[str, Mapping[str, Any]]], *, checksums: bool = True
 ) -> str | None:
-    """The first file that differs from the manifest, in words, or None.
+    """A description of the first file that differs from the manifest, or None.
 
-    Contents are compared only with ``checksums``, which reads every file; otherwise sizes.
+    Contents are compared only with ``checksums``, which reads every file; otherwise only sizes.
     """
     for name, wanted in files:
         try:
@@ -221,7 +222,7 @@ def wrong_files(
 
 
 class Draft:
-    """A checkpoint that is being written. Used on the first rank, but for its names."""
+    """A checkpoint that is being written. Ranks other than the first use only its names."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder, self.step = folder, step
@@ -238,7 +239,7 @@ class Draft:
             A checkpoint of a later step, which stays the newest.
 
         Raises:
-            CheckpointError: Another process saves here, another program's folder has the name, or the disk takes no more.
+            CheckpointError: Another process saves here, another program's folder has the name, or the disk is full.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -246,7 +247,7 @@ class Draft:
             return self._later()
         except CheckpointError:
             raise
-        except (OSError, ValueError) as error:  # ValueError is of a path that no folder can have
+        except (OSError, ValueError) as error:  # ValueError: a path that no folder can have
             raise self.not_written(f"{type(error).__name__}: {error}") from error
 
     def _begin(self, values: Any) -> None:
@@ -275,7 +276,7 @@ class Draft:
         )
 
     def publish(self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make the checkpoint the newest: write the manifest with ``about`` and the tensors' files, then rename."""
+        """Make the checkpoint the newest: write the manifest with ``about`` and the list of tensor files, then rename."""
         try:
             files = {VALUES: measure(self.partial / VALUES), **files}
             manifest = {"format": FORMAT, "version": VERSION, "step": self.step, **about, "files": files}
@@ -298,9 +299,9 @@ class Draft:
             _remove(replaced)
 
     def prune(self, keep: int | None) -> None:
-        """Delete complete checkpoints of earlier steps, all but the last ``keep`` including this one; None keeps all.
+        """Delete complete checkpoints of earlier steps, except the last ``keep`` including this one; None keeps all.
 
-        Damaged ones, other programs' and those of later steps stay.
+        Damaged checkpoints, folders of other programs and checkpoints of later steps stay.
         """
         if keep is None:
             return
@@ -313,7 +314,7 @@ class Draft:
                 complete.append(path)
         for path in complete[keep:]:
             doomed = path.with_name(f".{path.name.strip('.').partition('.')[0]}.deleted")
-            path.rename(doomed)  # so that half a checkpoint never has a checkpoint's name
+            path.rename(doomed)  # so that a partly deleted checkpoint never has a checkpoint's name
             _remove(doomed)
 
     def abandon(self) -> None:
@@ -351,7 +352,7 @@ def _write_json(path: Path, value: Any, indent: int | None = 1) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to disk; Windows does so by itself and cannot open folders."""
+    """Flush the names in a folder to disk; Windows does this by itself and cannot open folders."""
     if os.name != "nt":
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -24,13 +24,13 @@ from castwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Found:
-    """The newest complete checkpoint of a folder; false where there is none.
+    """The newest complete checkpoint of a folder; false if there is none.
 
     Attributes:
-        path: Where it lies; None if there is none.
+        path: Path of the checkpoint; None if there is none.
         step: Its number; -1 if there is none.
-        skipped: Later ones that are not complete, or not checkpoints, and why.
-        manifest: What its manifest says: plan, world size, versions, files.
+        skipped: Later folders that are not complete, or not checkpoints, and why.
+        manifest: The contents of its manifest: plan, world size, versions, files.
     """
 
     path: Path | None = None
@@ -49,11 +49,11 @@ class Loaded:
     Attributes:
         path: The checkpoint.
         step: Its number.
-        extra: What :func:`save` was given; tensors are on the CPU.
-        plan: The plan that it was saved under, as one line.
+        extra: The ``extra`` given to :func:`save`; tensors are on the CPU.
+        plan: The plan under which it was saved, as one line.
         world_size: How many ranks saved it.
-        random_state: Whether the random generators continue, which they do with as many ranks as saved.
-        skipped: As in :class:`Found`; empty where a path was given.
+        random_state: Whether the random generators continue, which they do if as many ranks load as saved.
+        skipped: As in :class:`Found`; empty if a path was given.
     """
 
     path: Path
@@ -68,20 +68,20 @@ class Loaded:
 def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_group: Any = None) -> Found:
     """Find the newest complete checkpoint, the same on all ranks.
 
-    Waits for one that this process is saving. Beside another process that saves, it is the newest at some moment of the call;
-    one that is not finished yet is passed over without a warning.
+    Waits for one that this process is saving. If another process saves meanwhile, the result is the newest at some
+    moment of the call; a checkpoint that is not finished yet is skipped without a warning.
 
     Args:
-        folder: What :func:`save` was given; it need not exist.
-        checksums: Compare the crc32 of every file, which the ranks share: reads the checkpoint once, at 1 to 4 GB/s and
-            rank where the disk keeps up. Otherwise sizes alone are compared, in no time.
-        process_group: The ranks that look together; None for all.
+        folder: The ``folder`` given to :func:`save`; it need not exist.
+        checksums: Compare the crc32 of every file, shared between ranks: reads the checkpoint once, at 1 to 4 GB/s per
+            rank if the disk is as fast. Otherwise only sizes are compared, in no time.
+        process_group: The ranks that search together; None for all.
 
     Returns:
-        What was found. Folders that were passed over are named in ``skipped``.
+        The checkpoint found. Skipped folders are listed in ``skipped``.
 
     Warns:
-        UserWarning: For each folder that was passed over, on the first rank.
+        UserWarning: For each skipped folder, on the first rank.
     """
     settle()
     ranks = Ranks(process_group, CheckpointError)
@@ -105,7 +105,7 @@ def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_gr
         for passed in skipped:
             if passed.path not in unfinished:
                 warnings.warn(
-                    f"newest({os.fspath(folder)!r}): passed over {passed.path.name}: {passed.reason}",
+                    f"newest({os.fspath(folder)!r}): skipped {passed.path.name}: {passed.reason}",
                     stacklevel=2,
                 )
     return found if found else Found(skipped=tuple(skipped))
@@ -138,28 +138,29 @@ def load(
     """Continue a training: weights, masters, optimizer state, loss scale and random generators.
 
     All ranks call it, after ``prepare``. Under the plan and layout that saved, training goes on bit for bit. Under
-    another plan, masters take the full fp32 weights, and the loss scale is kept where both plans have one. Under
-    another layout, each rank reads what it needs.
+    another plan, masters take the full fp32 weights, and the loss scale is kept if both plans have one. Under
+    another layout, each rank reads the parts that it needs.
 
-    A checkpoint is data: nothing in it is executed, whoever wrote it. All of it is checked before anything is changed, on
-    all ranks, and what a module or an optimizer refuses nevertheless is taken back everywhere. Meanwhile weights and state
-    need their memory twice, and the weights as they were host memory, as does the state of optimizers with loading code of
-    their own. Options that a torch optimizer does not have are refused; saved by another version of torch, they are left out.
+    A checkpoint is data: nothing in it is executed, whoever wrote it. All of it is checked before anything is changed,
+    on all ranks; if a module or an optimizer still refuses something, the load is undone on all ranks. During the load,
+    weights and state take twice their memory on the device, and copies of the former weights take host memory, as does
+    the state of optimizers with custom loading code. Options that a torch optimizer does not have are refused; if
+    another version of torch saved them, they are left out.
 
     Args:
-        checkpoint: What :func:`newest` returned, or the path of one checkpoint, which is verified first.
+        checkpoint: The result of :func:`newest`, or the path of one checkpoint, which is verified first.
         model: As for :func:`save`.
-        optimizers: As for :func:`save`; none leaves the saved ones' state alone. Which kernel they use (``fused``,
-            ``foreach``) is not loaded.
+        optimizers: As for :func:`save`; with none, saved optimizer state is ignored. The options that select a kernel
+            (``fused``, ``foreach``) are not loaded.
         amp: The session of the model.
-        accept: Called with what was saved as ``extra``, before anything is changed; what it raises refuses the checkpoint.
+        accept: Called with the saved ``extra`` before anything is changed; an exception refuses the checkpoint.
         process_group: The ranks that load together; None for all.
 
     Returns:
         What was loaded.
 
     Raises:
-        CheckpointError: A checkpoint that is damaged, does not fit (all its misfits are named) or is not accepted.
+        CheckpointError: The checkpoint is damaged, does not fit (all differences are named) or is not accepted.
     """
     settle()
     ranks = Ranks(process_group, CheckpointError)
@@ -169,7 +170,7 @@ def load(
         raise CheckpointError(
             "load: there is no complete checkpoint; start from the beginning where newest(folder) is false"
         )
-    # newest() has read all contents; here sizes tell whether anything has become of it since.
+    # newest() has read all contents; sizes show here whether they changed since.
     manifest = _verified(path, ranks, checksums=not isinstance(checkpoint, Found))
     if isinstance(manifest, str):
         raise CheckpointError(

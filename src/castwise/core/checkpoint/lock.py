@@ -13,16 +13,16 @@ from castwise.errors import CheckpointError
 
 LOCK = ".lock"
 _PATIENCE_S = 0.2
-"""Who only asks whether a folder is kept has the lock for some microseconds."""
+"""A process that only tests whether a folder is locked holds the lock for some microseconds."""
 _held: tuple[Path, int, int] | None = None
-"""The folder, the handle of its lock and the process that took it: children that were forked hold nothing."""
+"""The folder, the handle of its lock and the process that took it: forked children hold no lock."""
 
 
 def hold(folder: Path, call: str) -> None:
     """Acquire the lock of a folder.
 
-    The operating system keeps the lock and lets go of it when the process ends, however it ends, so that none is ever
-    left over; the file says who has it. Ranks of one job are one writer: the first of them calls this.
+    The operating system holds the lock and releases it when the process ends, for any reason, so no stale lock is
+    left; the file names the holder. The ranks of one job are one writer: the first of them calls this.
 
     Raises:
         CheckpointError: Another process saves there, or the lock cannot be opened.
@@ -63,7 +63,7 @@ def is_held(folder: Path) -> bool:
     """Whether another process saves into a folder; False if that is unknown."""
     folder = folder.resolve()
     if _held is not None and _held[2] == os.getpid() and _held[0] == folder:
-        return False  # and to close the file here would let go of it
+        return False  # closing the file here would release the lock
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
@@ -81,11 +81,11 @@ def _take(handle: int, *, shared: bool = False, patience_s: float = 0.0) -> None
     """Lock a file against other processes.
 
     Raises:
-        BlockingIOError: Another process has it, and keeps it for longer than ``patience_s``.
+        BlockingIOError: Another process holds it for longer than ``patience_s``.
     """
     try:
         import fcntl
-    except ImportError:  # Windows: there it is the user who sees to it
+    except ImportError:  # Windows has no such lock: the user is responsible there
         return
     deadline = time.monotonic() + patience_s
     while True:
@@ -93,7 +93,7 @@ def _take(handle: int, *, shared: bool = False, patience_s: float = 0.0) -> None
             fcntl.lockf(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return  # a file system that knows no locks, as some clusters' do
+                return  # a file system without locks, as on some clusters
             if time.monotonic() >= deadline:
                 raise BlockingIOError(error.errno, "locked") from None
             time.sleep(0.01)

@@ -18,17 +18,17 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class _Joined(nn.Module):
-    """Several modules with the keys of one model between them; never called."""
+    """Several modules that together have the keys of one model; never called."""
 
     parts: tuple[nn.Module, ...]
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
-        # no children, whose names would get prefixes
+        # not children, whose names would get prefixes
         self.__dict__["parts"] = tuple(map(unwrap, parts))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dicts of the parts in one."""
+        """The state dicts of the parts in one dict."""
         out: dict[str, Any] = {}
         for part in self.parts:
             state = part.state_dict(*args, **kwargs)
@@ -44,7 +44,7 @@ class _Joined(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load into each part its own entries."""
+        """Load the entries of each part into it."""
         for part in self.parts:
             part.load_state_dict({key: state_dict[key] for key in part.state_dict()}, strict, assign)
 
@@ -57,13 +57,13 @@ def joined(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
 
 
 class Names:
-    """The keys of a model, in its own state dict and in checkpoints.
+    """The keys of a model, in its state dict and in checkpoints.
 
     Attributes:
-        model: The one given, without wrappers.
+        model: The given model, without wrappers.
         state: Its state dict, with the parameters themselves.
-        saved: The name that each key is saved under: without the wrappers' parts. A parameter that was cut by hand
-            (``Amp.mark_sharded``) is saved piece by piece, as ``weight#0of2``.
+        saved: The name under which each key is saved: without the wrappers' parts. A parameter that was sharded by hand
+            (``Amp.mark_sharded``) is saved in pieces, as ``weight#0of2``.
     """
 
     def __init__(self, model: nn.Module, amp: Amp) -> None:
@@ -98,7 +98,7 @@ class Names:
         """Names of the parameters of each optimizer, in the order of its groups.
 
         Raises:
-            CheckpointError: A parameter that is none of the model's.
+            CheckpointError: A parameter does not belong to the model.
         """
         return [
             [

@@ -13,21 +13,21 @@ from torch.optim import Optimizer
 from castwise.core.checkpoint.storage import Entry
 
 HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
-"""Options of an optimizer that choose a kernel: its own stay."""
+"""Options of an optimizer that select a kernel: the current ones are kept."""
 OF_A_SCHEDULE = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""Options that torch's schedulers add, numbers all."""
+"""Options that torch's schedulers add; all are numbers."""
 OF_A_WEIGHT = frozenset({
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
     "ax", "prev", "step_size",
 })  # fmt: skip
-"""State that has the shape of its parameter in each of torch's own optimizers."""
+"""State that has the shape of its parameter in each of torch's optimizers."""
 
 
 def alike(own: Any, saved: Any) -> bool:
-    """Whether a saved option can replace an optimizer's own; None may mean that it is absent."""
+    """Whether a saved option can replace an optimizer's current one; None may mean that it is absent."""
     if own is None or saved is None:
         return True
-    if isinstance(saved, int) and abs(saved) >= 2**1000:  # which no float holds
+    if isinstance(saved, int) and abs(saved) >= 2**1000:  # an integer too large for a float
         return False
     if isinstance(own, bool) or isinstance(saved, bool):
         return isinstance(own, bool) and isinstance(saved, bool)
@@ -45,7 +45,7 @@ def of_torch(optimizer: Optimizer) -> bool:
 
 
 def takes(optimizer: Optimizer, group: Mapping[str, Any], key: str) -> bool:
-    """Whether an optimizer has an option; optimizers outside of torch may add some as they step."""
+    """Whether an optimizer has an option; optimizers from other libraries may add some as they step."""
     known = key in group or key in optimizer.defaults or key in OF_A_SCHEDULE
     return known or not of_torch(optimizer)
 
@@ -54,7 +54,7 @@ def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -
     """Create an optimizer of the same torch class with some options.
 
     Raises:
-        TypeError, ValueError: It does not take them.
+        TypeError, ValueError: It does not accept them.
     """
     known = inspect.signature(type(optimizer)).parameters
     given = {
@@ -66,7 +66,7 @@ def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -
 
 
 def refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
-    """The error of a torch optimizer that is created with some options."""
+    """The error that creating a torch optimizer with some options raises."""
     try:
         _made(optimizer, options, torch.zeros(1, 1, device="cpu"))
     except (TypeError, ValueError) as error:
@@ -75,12 +75,12 @@ def refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
 
 
 def state_keys(optimizer: Optimizer, options: Mapping[str, Any], dims: int) -> set[str]:
-    """The state of a torch optimizer after a step with some options; empty if that cannot be tried."""
+    """The state keys of a torch optimizer after a step with some options; empty if no step can be tried."""
     parameter = torch.zeros((1,) * dims, device="cpu")
     parameter.grad = torch.zeros_like(parameter)
     try:
         made = _made(optimizer, options, parameter)
-        step = inspect.unwrap(type(made).step)  # without the hooks that see every optimizer's steps
+        step = inspect.unwrap(type(made).step)  # without the hooks that run at every optimizer's step
         with torch.no_grad():
             step(made)
     except (KeyError, RuntimeError, TypeError, ValueError):
@@ -96,7 +96,7 @@ def fits(own: Any, saved: Any) -> bool:
 
 
 def as_kind(value: Any, own: Any) -> Any:
-    """A learning rate as a tensor or a number, as the optimizer has it."""
+    """A learning rate as a tensor or a number, whichever the optimizer has."""
     if isinstance(own, Tensor) and isinstance(value, (int, float)):
         return torch.full_like(own, value)
     if isinstance(own, float) and isinstance(value, Tensor):

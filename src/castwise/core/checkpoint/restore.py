@@ -39,7 +39,7 @@ class Restore:
     """A verified checkpoint and its targets; without optimizers the saved ones are ignored.
 
     Attributes:
-        same_ranks: Whether as many ranks load as saved, and each continues its own.
+        same_ranks: Whether as many ranks load as saved, so that each continues its own part.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Restore:
         return out
 
     def _misfits_of_values(self, index: int, optimizer: Optimizer) -> list[str]:
-        """Saved options and state that the optimizer cannot work with."""
+        """Saved options and state that the optimizer does not accept."""
         was, entry = self._values.optimizers[index], self._values.tensors.__getitem__
         torchs = of_torch(optimizer)
         options: list[str] = []
@@ -206,7 +206,7 @@ class Restore:
         return lambda name: name if name in was["group_of"] else by_first.get(self._first_name(name))
 
     def _groups(self, index: int) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """The groups of an optimizer, each with the names that its parameters were saved under."""
+        """The groups of an optimizer, each with the names under which its parameters were saved."""
         name_in = self._name_in(self._values.optimizers[index])
         for group, names in zip(self._optimizers[index].param_groups, self._updated[index], strict=True):
             yield group, list(map(name_in, names))
@@ -217,7 +217,7 @@ class Restore:
         """Read everything that this rank needs into new tensors. Changes nothing.
 
         Raises:
-            CheckpointError: Files that end too soon, or states that a random generator does not take.
+            CheckpointError: A file ends too soon, or a random generator does not accept its state.
         """
         for key, value in self._names.state.items():
             for tensor in names_of(self._values.model[self._names.saved[key]]):
@@ -239,7 +239,7 @@ class Restore:
             self._random = {kind: states[kind] for kind in random_states(self._amp) if kind in states}
         for kind, state in self._random.items():
             try:
-                torch.Generator(kind).set_state(state)  # a rehearsal
+                torch.Generator(kind).set_state(state)  # test on a new generator
             except (RuntimeError, TypeError) as error:
                 raise CheckpointError(
                     f"the saved state of the random generator of {kind} is not valid: {error}"
@@ -262,7 +262,7 @@ class Restore:
             return self._plain(name, "cpu" if counter else owner.device)
         from torch.distributed import tensor
 
-        return tensor.empty(  # such as Adafactor's rows and columns: every rank holds them whole
+        return tensor.empty(  # such as Adafactor's rows and columns, which every rank holds whole
             saved.shape,
             dtype=saved.dtype,
             device_mesh=mesh,
@@ -293,7 +293,7 @@ class Restore:
             self._before.put_back()
 
     def _state_of(self, index: int, optimizer: Optimizer) -> dict[str, Any]:
-        """The saved state of an optimizer by numbers, as in its own state dict."""
+        """The saved state of an optimizer by numbers, as in its ``state_dict``."""
         was, fetch = self._values.optimizers[index], self._tensors.__getitem__
         state: dict[int, Any] = {}
         groups = []
@@ -319,7 +319,7 @@ class Restore:
         return {"state": state, "param_groups": groups}
 
     def extra(self) -> Any:
-        """What was saved as ``extra``."""
+        """The saved ``extra``."""
         return decode(self._values.extra, self._tensors.__getitem__)
 
 

@@ -38,7 +38,7 @@ class Saving:
         return self._future.done()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete on this rank; returns its path. No collective of the training's is used.
+        """Wait until the checkpoint is complete on this rank; returns its path. No collective of the training is used.
 
         Raises:
             CheckpointError: It could not be written; the one before is still the newest.
@@ -52,7 +52,7 @@ class Saving:
 
 
 _last: Saving | None = None
-"""The save begun last. There is one at a time: the next call to this room waits for it."""
+"""The last save. Only one runs at a time: the next call of this package waits for it."""
 
 
 def settle() -> None:
@@ -77,20 +77,20 @@ def save(
 ) -> Saving:
     """Save a training as ``folder/step-00000123``, which appears complete or not at all.
 
-    All ranks call it, between two steps. Each writes its own shards; what several hold (replicated weights, buffers)
-    is taken from the lowest. A rank of a pipeline passes the part of the model that it holds. A step that is saved
-    again replaces what was there.
+    All ranks call it, between two steps. Each writes its shards; data that several hold (replicated weights, buffers)
+    is written by the lowest. A rank of a pipeline passes the part of the model that it holds. Saving a step
+    again replaces the former checkpoint.
 
     Args:
-        folder: Of this training alone, on a file system that all ranks see. The first rank's process keeps it for itself
+        folder: Used by this training only, on a file system that all ranks see. The first rank's process locks it
             until it ends or saves into another folder.
         step: Number of the checkpoint, 0 or above.
-        model: Prepared; DistributedDataParallel, ``torch.compile`` and FSDP2 around it are seen through. Several stages
-            of a pipeline that this rank holds are given as a list.
-        optimizers: Those that update it, in an order that :func:`load` is given too.
+        model: A prepared model; wrappers (DistributedDataParallel, ``torch.compile`` and FSDP2) are allowed. If this
+            rank holds several stages of a pipeline, a list of them.
+        optimizers: The optimizers that update it, in the same order as for :func:`load`.
         amp: Its session.
-        extra: Anything else, of None, bool, int, float, str, tensors, and lists, tuples and dicts of these. Counted is
-            that of the first rank, but every rank passes the tensors in it.
+        extra: Anything else, of None, bool, int, float, str, tensors, and lists, tuples and dicts of these. The first
+            rank's value is saved, but every rank passes the tensors in it.
         asynchronous: Copy the tensors to host memory, then return and write in the background. Call
             :meth:`Saving.wait` for the last one before the process ends.
         keep: How many complete checkpoints to keep, this one included; those of later steps are not counted and
@@ -98,10 +98,10 @@ def save(
         process_group: The ranks that save together; None for all.
 
     Returns:
-        The save; ``wait()`` returns the path. If not asynchronous, it is over.
+        The save; ``wait()`` returns the path. If not asynchronous, it has finished.
 
     Raises:
-        CheckpointError: Something that cannot be saved or written, or another process saves into the folder; the checkpoint
+        CheckpointError: Something cannot be saved or written, or another process saves into the folder; the checkpoint
             before is still the newest.
     """
     global _last
@@ -165,14 +165,15 @@ def finish(draft: Draft, stage: storage.Stage, about: dict[str, Any], keep: int 
     """Write the tensors on all ranks, then make the checkpoint the newest. A collective.
 
     Raises:
-        CheckpointError: It could not be written, and nothing is left of it; or it is there, and what was to follow failed.
+        CheckpointError: It could not be written, and nothing is left of it; or it is complete, and a later action
+            failed.
     """
     try:
         parts = ranks.every(lambda: stage.write(draft.partial))
         files = {name: measured for part in parts for name, measured in part.items()}
         ranks.first(lambda: draft.publish(about, files))
     except CheckpointError as error:
-        ranks.first(draft.abandon)  # all ranks are here, or none
+        ranks.first(draft.abandon)  # all ranks get here, or none
         raise draft.not_written(str(error)) from error
     for task, trouble in (
         (draft.confirm, "the disk has not confirmed the rename, which a power failure may undo"),

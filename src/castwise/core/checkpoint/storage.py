@@ -1,8 +1,8 @@
 """Tensors in files: plain bytes with an index.
 
 Each rank writes one file, ``rank-00000.safetensors``, whose header lets other programs read the weights. The index is
-part of the checkpoint's values and says where the pieces of each tensor lie; it is all that castwise goes by, and it is
-checked before anything is read.
+part of the checkpoint's values and gives the position of each piece of a tensor; castwise reads only the index, and
+checks it before anything else is read.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SAFE: Final = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _OTHER: Final = (torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-"""Formats that the safetensors header has no name for, and that are written as bytes."""
+"""Formats without a name in the safetensors header, which are written as bytes."""
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in (*_SAFE, *_OTHER)}
 _ALIGNED: Final = 16
 _LARGEST: Final = 1 << 48
-"""More elements than any tensor has, and few enough to be counted without overflow."""
+"""More elements than any tensor has, and few enough to count without overflow."""
 
 Sizes = tuple[int, ...]
 
@@ -58,7 +58,7 @@ class Entry:
     pieces: Sequence[Piece]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON for :func:`read_index`."""
+        """The entry as JSON for :func:`read_index`."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shape": self.shape, "pieces": self.pieces}
 
 
@@ -76,7 +76,7 @@ class _Held(NamedTuple):
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, in the same memory."""
+    """This rank's part of a tensor, sharing its memory."""
     return _torch.distributed.local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
@@ -98,10 +98,10 @@ def _held(name: str, tensor: Tensor) -> _Held:
 def lay_out(tensors: Mapping[str, Tensor], ranks: Ranks) -> Index:
     """Decide which rank writes which piece of its tensors and where. A collective.
 
-    DTensors stand for the shards that the rank holds. What several hold is written by the lowest.
+    A DTensor represents the shards that the rank holds. A piece that several ranks hold is written by the lowest.
 
     Raises:
-        CheckpointError: What cannot be saved, or tensors of one name that differ between ranks.
+        CheckpointError: Something cannot be saved, or tensors of one name differ between ranks.
     """
     parts = ranks.to_first(ranks.each(lambda: [_held(name, tensor) for name, tensor in tensors.items()]))
     return ranks.first(lambda: _arrange(parts))
@@ -124,7 +124,7 @@ def _arrange(parts: Sequence[Sequence[_Held]]) -> Index:
                 seen.add(box)
                 mine.append(one)
         start = 0
-        # the widest numbers first, so that each begins at a multiple of its own
+        # the widest numbers first, so that each starts at a multiple of its size
         for one in sorted(mine, key=lambda one: -one.dtype.itemsize):
             piece = Piece(f"rank-{rank:05d}.safetensors", start, one.offsets, one.sizes)
             index[one.name].pieces.append(piece)  # type: ignore[attr-defined]  # a list until here
@@ -188,10 +188,10 @@ def _raw(tensor: Tensor) -> Any:
 
 
 def read_index(value: Any, files: Mapping[str, int]) -> Index:
-    """Read the index from untrusted JSON; tensors must lie in files of the given sizes in bytes.
+    """Read the index from untrusted JSON; tensors must be in files of the given sizes in bytes.
 
     Raises:
-        CheckpointError: Anything but an index whose pieces lie in these files and make up their tensors.
+        CheckpointError: It is not an index whose pieces are in these files and make up their tensors.
     """
     if not isinstance(value, dict):
         raise CheckpointError("the index of tensors is not a mapping")
@@ -282,7 +282,7 @@ def read(folder: Path, index: Index, into: Mapping[str, Tensor]) -> None:
     """Read tensors, or this process's shards of them, into tensors of the saved sizes. Not a collective.
 
     Raises:
-        CheckpointError: A file that is shorter than the index says.
+        CheckpointError: A file is shorter than the index says.
     """
     wanted: dict[str, list[tuple[Piece, Entry, Tensor, Sizes, list[tuple[int, int]]]]] = {}
     for name, tensor in into.items():
@@ -296,7 +296,7 @@ def read(folder: Path, index: Index, into: Mapping[str, Tensor]) -> None:
         with open(folder / file_name, "rb") as file:
             begin = 8 + min(int.from_bytes(file.read(8), "little"), _LARGEST)
             for piece, entry, local, offsets, spans in sorted(jobs, key=lambda job: job[0].start):
-                # Whole rows, as a range of the first dimension is one range of bytes.
+                # Whole rows: a range of the first dimension is one range of bytes.
                 low, high = spans[0] if spans else (0, 1)
                 rows = (high - low, *piece.sizes[1:]) if spans else ()
                 first = (low - piece.offsets[0]) * _bytes(entry.dtype, piece.sizes[1:]) if spans else 0

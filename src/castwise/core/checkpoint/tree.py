@@ -12,16 +12,16 @@ from castwise.errors import CheckpointError
 
 _DEEPEST = 60
 _LARGEST = 10**4000
-"""Python reads no number of more than 4,300 digits."""
+"""Python parses no integer of more than 4,300 digits."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Encode a value as JSON; :func:`decode` restores tuples and the key types of dicts.
 
-    Tensors are put into ``tensors``, under names that begin with the value's own.
+    Tensors are put into ``tensors``, under names that begin with the name of the value.
 
     Raises:
-        CheckpointError: A value of any other type, one that could not be read again, or two tensors with one name.
+        CheckpointError: The value has another type, could not be read again, or two tensors have one name.
     """
     if nested_deeper(value, _DEEPEST):
         raise CheckpointError(
@@ -72,7 +72,7 @@ def check(value: Any, tensors: Mapping[str, Any]) -> None:
     """Check that untrusted JSON is a possible result of :func:`encode` for tensors of these names.
 
     Raises:
-        ValueError: It is something else; a clause says what.
+        ValueError: It is something else; the message says what.
     """
     try:
         decode(value, tensors.__getitem__)
@@ -81,10 +81,10 @@ def check(value: Any, tensors: Mapping[str, Any]) -> None:
 
 
 def decode(value: Any, fetch: Callable[[str], Any]) -> Any:
-    """Undo :func:`encode`; ``fetch`` returns the tensor of a name, or whatever is to replace it.
+    """Undo :func:`encode`; ``fetch`` returns the tensor of a name, or its replacement.
 
     Raises:
-        ValueError: JSON that :func:`encode` does not return.
+        ValueError: The JSON is not a result of :func:`encode`.
     """
     if isinstance(value, list):
         return [decode(item, fetch) for item in value]

@@ -20,8 +20,8 @@ from castwise.core.session import Amp
 class Before:
     """The current state of a model, its optimizers, its session and the random generators.
 
-    Weights, their masters and what is remembered of them are copied to host memory. Of an optimizer the containers are
-    kept, and its tensors are copied where it may write into them while it loads: torch's own puts others in their place.
+    Weights, their masters and their remembered originals are copied to host memory. Of an optimizer the containers are
+    recorded; its tensors are copied only if it may write into them while loading: torch's optimizers replace them.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], amp: Amp) -> None:
@@ -62,9 +62,9 @@ class Before:
         return tensors
 
     def put_back(self) -> None:
-        """Undo all changes since."""
+        """Undo all changes made since."""
         if self._extra:
-            with suppress(Exception):  # a module that refuses its own state has said so before
+            with suppress(Exception):  # a module that refuses its own state has already raised
                 self._model.load_state_dict({**self._model.state_dict(keep_vars=True), **self._extra})
         for container, kept in self._containers:
             if isinstance(container, list):
@@ -80,7 +80,7 @@ class Before:
 
 
 def _writes_in_place(optimizer: Optimizer) -> bool:
-    """Whether an optimizer may write into its current tensors while it loads: whether code other than torch's runs."""
+    """Whether an optimizer may write into its current tensors while it loads, that is, whether code other than torch's runs."""
     kind = type(optimizer)
     code = [kind.load_state_dict, kind.__setstate__, *_torch.optimizers.load_hooks(optimizer)]
     return not all(getattr(one, "__module__", "").startswith(("torch.optim.", "castwise.")) for one in code)

@@ -19,13 +19,13 @@ class Values:
     """Everything saved besides the bytes of tensors; trees are encoded as in :mod:`castwise.checkpoint.tree`.
 
     Attributes:
-        tensors: Shapes and dtypes, and where the bytes lie.
+        tensors: Shapes and dtypes, and positions of the bytes.
         model: Trees, by name.
         aliases: Further names of tied weights, each with the first.
-        optimizers: Of each ``class``, ``options`` (trees, by group), ``group_of`` (by name of a weight) and ``state`` (trees,
-            by name of a weight).
+        optimizers: For each: ``class``, ``options`` (trees, by group), ``group_of`` (by name of a weight) and ``state``
+            (trees, by name of a weight).
         extra: A tree.
-        ranks: Of each rank ``amp`` and ``rng``, trees.
+        ranks: For each rank: ``amp`` and ``rng``, trees.
     """
 
     tensors: storage.Index
@@ -111,7 +111,7 @@ def _check(values: Values, world_size: int) -> None:
 
 
 def _need_own(tree: Any, name: str) -> None:
-    """Check that the tensors of a tree are its own, and not another entry's of the same shape."""
+    """Check that a tree contains only its own tensors, not another entry's of the same shape."""
     own = all(f"{tensor}.".startswith(f"{name}.") for tensor in names_of(tree))
     need(own, f"{name} holds a tensor under the name of another entry")
 
@@ -132,7 +132,7 @@ def _is_scaler(state: Any) -> bool:
     if not isinstance(state, dict):
         return False
     if not state:
-        return True  # of a scaler that does nothing
+        return True  # the state of a disabled scaler
     losses = state.get("losses", {})
     own = {key: value for key, value in state.items() if key != "losses"}
     return (
@@ -149,6 +149,6 @@ def _are_numbers(state: Any, required: set[str]) -> bool:
         whole = key.endswith(("tracker", "interval"))
         if type(state[key]) is not int and (whole or type(state[key]) is not float):
             return False
-        if not 0 <= state[key] < 2**63:  # which NaN is not
+        if not 0 <= state[key] < 2**63:  # NaN is not equal to itself
             return False
     return True

@@ -1,11 +1,11 @@
 """Parameters stored low with fp32 masters, for any torch optimizer.
 
-``parameter``: the master itself, which shares its gradient and attributes with the parameter. ``originals``: fp32 values of
-parameters without a master. ``attachment``: masters in an optimizer; ``pairs``: kept at the model's values; ``steps``: at each
-step. ``following``, ``writes``, ``sample``: writes that torch does not count. ``sync``: before whatever reads a model. ``state``: optimizer
-state under new keys, dtypes and strides. ``weights``: fp32 weights out of a model and into it. ``files``: masters in the files of
-every loop. ``averages``: averages of weights; ``copies``: averages that would lose their movement. ``pickles``: of models
-and optimizers.
+``parameter``: the master, which shares its gradient and attributes with the parameter. ``originals``: fp32 values of
+parameters without a master. ``attachment``: the masters of an optimizer; ``pairs``: keeps masters and model equal;
+``steps``: hooks at each step. ``following``, ``writes``, ``sample``: writes that torch does not count. ``sync``: hooks
+before a model is read. ``state``: optimizer state under new keys, dtypes and strides. ``weights``: reads and writes
+fp32 weights of a model. ``files``: masters in the state dicts of any loop. ``averages``: averages of weights;
+``copies``: averages whose updates would be rounded away. ``pickles``: of models and optimizers.
 """
 
 from __future__ import annotations

@@ -55,23 +55,23 @@ def attach(
 ) -> Attachment:
     """Give every trainable parameter that is stored low an fp32 master in the optimizer.
 
-    The lists ``group["params"]`` are rewritten in place, state is handed over, and from then on the optimizer's
-    own ``step``, called by anyone, updates the masters and then the model. Parameters stored in fp32 stay in the
-    optimizer themselves, frozen ones too until they are unfrozen.
+    The lists ``group["params"]`` are rewritten in place, state is moved to the masters, and from then on the
+    optimizer's ``step``, whoever calls it, updates the masters and then the model. Parameters stored in fp32 stay in
+    the optimizer unchanged; frozen low ones stay until they are unfrozen.
 
     Args:
         optimizer: Any torch optimizer. Attaching again adds the parameters of ``model`` to those that get masters.
-        model: Prepared: only its parameters get masters, now or when they are added or unfrozen later. None: every
-            parameter of the optimizer that is stored low.
-        originals: Values in fp32 to start masters from; a parameter that is not in it starts from itself. A
+        model: A prepared model: only its parameters get masters, now or when they are added or unfrozen later. None:
+            every parameter of the optimizer that is stored low.
+        originals: fp32 values to start masters from; a parameter without an entry starts from its stored value. A
             tensor with the parameter's strides becomes the master's memory.
 
     Returns:
-        What keeps masters and model in step. It lives as long as the optimizer.
+        The object that synchronises masters and model. It lives as long as the optimizer.
 
     Raises:
-        StateError: An optimizer whose ``Optimizer.__init__`` never ran. After this or any other error the optimizer,
-            the parameters and the model's hooks are as they were.
+        StateError: ``Optimizer.__init__`` never ran for the optimizer. After this or any other error the optimizer,
+            the parameters and the model's hooks are unchanged.
     """
     if not _torch.optimizers.has_step_hooks(optimizer):
         raise StateError(
@@ -103,12 +103,13 @@ def attachment_of(optimizer: Optimizer) -> Attachment | None:
 class Attachment:
     """The masters of one optimizer and the hooks that synchronise them; made by :func:`attach`.
 
-    Whoever writes to a master or to its parameter, outside of ``step`` too, changes both: what was written to masters
-    reaches the model before its next ``forward`` and ``state_dict``, what was written to parameters reaches the masters
-    before the next step. Where both were written in between and differ, the master's values hold, and a warning says so.
+    A write to a master or to its parameter, also outside of ``step``, changes both: writes to masters
+    reach the model before its next ``forward`` and ``state_dict``, writes to parameters reach the masters
+    before the next step. If both were written in between and differ, the master's values are used, with a warning.
 
-    Writes through ``parameter.data`` are seen as well. Writes that torch does not count (numpy, DLPack, foreign kernels) are
-    looked for by a few elements of each parameter before a step; after them call :meth:`refresh_from_model`.
+    Writes through ``parameter.data`` are noticed as well. Writes that torch does not count (numpy, DLPack, foreign
+    kernels) are searched for in a few elements of each parameter before a step; after such a write call
+    :meth:`refresh_from_model`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -117,7 +118,7 @@ class Attachment:
         self._low_gradients = False
         self._optimizer = weakref.ref(optimizer)
         self._models: list[tuple[weakref.ref[nn.Module], Callable[[], None]]] = []
-        """Each with what removes its hooks."""
+        """Each with the function that removes its hooks."""
         self._pairs = Pairs(self._optimizer)
         self._steps = 0
         self._frozen: list[nn.Parameter] = []
@@ -128,7 +129,7 @@ class Attachment:
 
     @property
     def _hooks(self) -> tuple[Callable[..., Any], ...]:
-        """The hooks, created on each call but equal: stored here they would keep this object alive."""
+        """The hooks, created on each call but equal: stored here, they would make a reference cycle."""
         return (
             MethodType(before_step, self),
             MethodType(after_step, self),
@@ -137,7 +138,7 @@ class Attachment:
         )
 
     def install(self, optimizer: Optimizer) -> None:
-        """Follow the optimizer's steps; :meth:`detach` undoes it, however far it got."""
+        """Hook the optimizer's steps; :meth:`detach` undoes it, however far it got."""
         _attachments[optimizer] = self
         _torch.tensors.refuse_inlining(before_step)
         _torch.tensors.refuse_inlining(after_step)
@@ -195,7 +196,7 @@ class Attachment:
     def scan(self) -> None:
         """Give masters to covered parameters of the optimizer's groups that lack one.
 
-        Whatever fails here leaves everything as it was.
+        If it fails, everything stays unchanged.
         """
         optimizer = self._optimizer()
         if optimizer is None:
@@ -217,7 +218,7 @@ class Attachment:
                 else:
                     frozen.append(parameter)
         masters = [p for params in groups for p in params if isinstance(p, Master)]
-        # a master that another optimizer has made may differ by now from its parameter: it is compared at the next look
+        # a master made by another optimizer may differ from its parameter by now: it is compared at the next step
         new = (master for master in made.values() if master_of(master.stored) is None)
         marks = self._pairs.marks() | {id(master.stored): mark_of(master) for master in new}
         pairs = Pairs(self._optimizer, masters, marks)
@@ -279,9 +280,9 @@ class Attachment:
         self._pairs, self._frozen, self._groups = Pairs(self._optimizer), [], []
 
     def leave(self, model: nn.Module | None) -> None:
-        """Detach and write the masters' values back, except where other live models share them.
+        """Detach and write the masters' values back, except those that other live models share.
 
-        ``model``, and models that are gone, no longer count; with None those alone.
+        Models that no longer exist, and ``model``, do not count as sharing; with None only the former.
         """
         kept = [
             (reference, remove)
@@ -303,9 +304,10 @@ class Attachment:
         self.scan()
 
     def _let_go(self, masters: Sequence[Any], write_back: bool) -> None:
-        """Release each parameter, values first; steps finished before an interruption are skipped when it is called again.
+        """Release each parameter, values first; repeating the call after an interruption skips the parameters already released.
 
-        A master that another optimizer has too, for another model, stays that one's, and the state here stays fp32 with it.
+        A master that another optimizer also holds, for another model, stays with that optimizer, and its state here
+        stays fp32.
         """
         others = {id(m) for other in sync.attachments() if other is not self for m in other.masters}
         for master in masters:
@@ -323,18 +325,18 @@ class Attachment:
     # --- gradients under DistributedDataParallel ------------------------------------------------------------
 
     def accept_low_gradients(self) -> None:
-        """Allow gradients in the parameters' own dtype, for code that cannot write fp32 ones, such as torch's DDP.
+        """Allow gradients in the parameters' dtype, for code that cannot write fp32 ones, such as torch's DDP.
 
-        Each is widened, once and in its place, when the optimizer, a scaler or anyone else first reads it from the
-        master; until then microbatches accumulate in the low format, as DDP without masters has it. Called when
-        DistributedDataParallel takes in a prepared model.
+        Each is converted to fp32, once and in place, when the optimizer, a scaler or other code first reads it from the
+        master; until then microbatches accumulate in the low format, as in DDP without masters. Called when
+        DistributedDataParallel is built on a prepared model.
         """
         self._low_gradients = True
         for parameter in self._pairs.stored:
             allow_low_grad(parameter)
 
     def narrow_gradients(self) -> None:
-        """Before another backward accumulates into widened gradients, make them low again, since DDP only adds in that dtype."""
+        """Before another backward accumulates into fp32 gradients, round them again, since DDP adds only in the low dtype."""
         if self._low_gradients:
             for parameter in self._pairs.stored:
                 narrow_grad(parameter)
@@ -344,15 +346,15 @@ class Attachment:
     def sync(self) -> None:
         """Update the model from masters that were written outside of a step.
 
-        Parameters that were unfrozen or added to the optimizer get their masters as well, so that the gradients of
-        the coming backward are fp32. Called before each ``forward`` of a prepared model; costs a comparison of
-        versions where nothing was written.
+        Parameters that were unfrozen or added to the optimizer get their masters as well, so that the gradients of the
+        next backward are fp32. Called before each ``forward`` of a prepared model; if nothing was written, it costs
+        only a comparison of versions.
         """
         self._scan_for_more(self._optimizer())
         self._pairs.push_written()
 
     def settle(self) -> None:
-        """Synchronise parameters and masters, whichever was written. Looks at versions, not at values."""
+        """Synchronise parameters and masters, whichever was written. Compares versions, not values."""
         optimizer = self._optimizer()
         if optimizer is not None:
             self._scan_for_more(optimizer)
@@ -363,18 +365,20 @@ class Attachment:
     def join_files(self) -> None:
         """Give masters the full values that the optimizer loaded, if these round to the model's weights.
 
-        Called after either was loaded; what does not fit waits for the other, until the next step.
+        Called after either was loaded; values that do not fit wait until the other is loaded, or the next step.
         """
         optimizer = self._optimizer()
         self._loads.waiting = True
         if optimizer is not None:
-            with contextlib.suppress(StateError):  # of a model that was cast; its next step says so
+            with contextlib.suppress(
+                StateError
+            ):  # the model was cast; its next step raises an error that says so
                 self._loads.join(optimizer, self._pairs.pull)
 
     def refresh_from_model(self) -> None:
         """Update the masters from parameters that were changed by hand in any way.
 
-        Elements of a parameter that still are its master rounded leave the master's full value alone, also where the
+        Where an element of a parameter still equals its master rounded, the master keeps its full value, also if the
         model was cast since. Synchronises with the device.
         """
         self._pairs.refresh()
@@ -386,15 +390,15 @@ class Attachment:
         self._pairs.push_all()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The masters by the names of the model's parameters, in their own memory. Synchronises with the device.
+        """The masters by the names of the model's parameters, sharing their memory. Synchronises with the device.
 
-        Whatever is no parameter of a prepared model is named by its position in the optimizer.
+        Masters of other parameters are named by their position in the optimizer.
         """
         self.refresh_from_model()
         return named_masters(self._pairs.masters, self._pairs.stored, self._alive())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Write saved masters, and the model's parameters after them.
+        """Write saved masters, and then the model's parameters.
 
         Raises:
             CheckpointError: Not the masters of this model and optimizer; nothing was changed.
@@ -430,7 +434,7 @@ class Attachment:
     # --- hooks ----------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Called by the optimizer: synchronise, and let a closure see the model with the masters' values."""
+        """Called by the optimizer: synchronise, and write the masters' values to the model for a closure."""
         self._scan_for_more(optimizer)
         self._pairs.pull()
         if self._loads.waiting or self._loads.state != id(optimizer.state):
@@ -469,7 +473,7 @@ class Attachment:
 
 
 def _put(params: list[Any], group: dict[str, Any]) -> None:
-    """Set the parameters of a group in its own list, since some optimizers (LBFGS) keep a reference to it."""
+    """Set the parameters of a group in its existing list, since some optimizers (LBFGS) keep a reference to it."""
     if isinstance(group["params"], list):
         group["params"][:] = params
     else:
@@ -479,8 +483,8 @@ def _put(params: list[Any], group: dict[str, Any]) -> None:
 def copy_to_model(optimizer: Optimizer) -> None:
     """Write the masters of an optimizer into the model, rounded; does nothing without masters.
 
-    A step does so by itself, and so does the next forward of a prepared model after masters were written by hand. Call it
-    where the parameters themselves are read before that.
+    A step does this, and so does the next forward of a prepared model after masters were written by hand. Call it
+    if the parameters are read before that.
     """
     attachment = attachment_of(optimizer)
     if attachment is not None:
@@ -491,7 +495,7 @@ def refresh_master(parameter: nn.Parameter) -> bool:
     """Update the parameter's master after a write that torch does not count, such as by NumPy.
 
     Args:
-        parameter: Of a model.
+        parameter: A parameter of a model.
 
     Returns:
         Whether anything differed; False also if there is no master. Synchronises with the device.
@@ -515,7 +519,7 @@ def _follow_all_steps() -> None:
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Update the model after a step of an optimizer inside a prepared one (SAM's base, Lookahead's).
 
-    Its fused kernels do not count as writes, so the masters that it holds are marked as written.
+    Its fused kernels do not count as writes, so its masters are marked as written.
     """
     if not sync.live or torch.compiler.is_compiling() or optimizer in _attachments:
         return
@@ -530,7 +534,7 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _Reducer:
-    """Replaces ``optimizer.__reduce_ex__``: copies of an optimizer get its hooks, pickles are plain torch."""
+    """Replaces ``optimizer.__reduce_ex__``: copies of an optimizer get its hooks; pickles are those of plain torch."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)

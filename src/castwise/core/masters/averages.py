@@ -19,16 +19,16 @@ from castwise.core.masters.weights import in_fp32
 class AveragedModel(swa_utils.AveragedModel):
     """``torch.optim.swa_utils.AveragedModel`` that averages masters: a correct EMA or SWA under every plan.
 
-    Its parameters, its ``state_dict()`` and what ``avg_fn`` is given are fp32, whatever the plan stores the model in,
-    and are read from the masters where there are any. Called, it runs by the plan of the model that it was made from, on
-    weights rounded as that model's are; made before ``prepare``, it runs in fp32.
+    Its parameters, its ``state_dict()`` and the arguments of ``avg_fn`` are fp32, whatever format the plan stores the
+    model in, and are read from the masters if there are any. When called, it runs by the plan of its source model, on
+    weights rounded as that model's are; if it was made before ``prepare``, it runs in fp32.
 
     Args:
-        model: What is trained; copied.
-        device: Where the average lives; by default where the model does.
+        model: The trained model, which is copied.
+        device: Device of the average; by default the model's.
         avg_fn: As in torch: called with the average, the weights and the number of averages so far, per parameter.
         multi_avg_fn: As in torch: the same for lists of parameters, in place.
-        use_buffers: Average buffers, too; otherwise they are the model's.
+        use_buffers: Average buffers too; otherwise they are copied from the model.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AveragedModel(swa_utils.AveragedModel):
         """Average the model's weights: its masters, or the parameters that have none.
 
         Args:
-            model: What is trained, of the same architecture.
+            model: The trained model, of the same architecture.
         """
         view: Any = SimpleNamespace(parameters=lambda: _parameters(model), buffers=model.buffers)
         super().update_parameters(view)

@@ -1,10 +1,10 @@
-"""Copies of parameters with masters, watched for averages whose updates a low format would round away.
+"""Watch copies of parameters with masters for averages whose updates a low format would round away.
 
 ``copy.deepcopy`` of a prepared model and ``clone`` of its parameters are stored low and have no masters: an average of
-weights (``torch.optim.swa_utils.AveragedModel``, ema_pytorch, torch_ema, diffusers' ``EMAModel``) begins as one of the two.
-As such it loses most of its movement to rounding, and nothing in torch says so. Averages that begin in another way, as
-``p.detach().clone()`` or a copy of a ``state_dict``, or that are made anew at each step, are looked for among all tensors of the
-process, at a few steps.
+weights (``torch.optim.swa_utils.AveragedModel``, ema_pytorch, torch_ema, diffusers' ``EMAModel``) starts as one of the
+two, and rounding drops most of its updates, without a message from torch. Averages that start in another way, as
+``p.detach().clone()`` or a copy of a ``state_dict``, or that are created anew at each step, are searched for among all
+tensors of the process, at a few steps.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from castwise.core.masters.originals import is_low
 _watched: Any = WeakTensorKeyDictionary()
 _replaced: Any = WeakTensorKeyDictionary()
 _told: Any = WeakTensorKeyDictionary()
-"""Parameters of whose copies the user was told."""
+"""Parameters for whose copies the user has been warned."""
 _clones: list[_Clone] = []
 _MANY = 1000
-"""Clones after which those that are gone are let go of: models that clone weights in their forward make some at every call."""
+"""Dead clones are removed after this many clones: models that clone weights in their forward make some at every
+call."""
 _near: list[_Near] = []
-"""What was found in the search before the last step."""
+"""What the search before the last step found."""
 _made_anew: list[Tensor] = []
-"""Averages that took another's place since."""
+"""Averages that replaced others since."""
 
 _SEARCHED = (3, 4, 30, 31, 300, 301)
-"""Steps of an optimizer before which all tensors are looked through, in pairs: averages often begin after a warmup."""
+"""Steps of an optimizer before which all tensors are searched, in pairs: averages often start after a warmup."""
 _NEAR = 0.5
-"""An average is nearer to its parameter than this share of the parameter's norm."""
+"""A tensor counts as near a parameter if its distance is below this fraction of the parameter's norm."""
 _SAMPLE = 64
-"""Elements by which a tensor is compared with a parameter."""
+"""Number of elements by which a tensor is compared with a parameter."""
 
 
 @dataclass
 class _Clone:
-    """A clone; only an alias of it may survive, as with ``p.clone().detach()``."""
+    """A clone; possibly only an alias of it survives, as with ``p.clone().detach()``."""
 
     memory: _torch.tensors.WeakMemory
     source: TensorWeakRef
@@ -56,19 +57,19 @@ class _Clone:
 
 @dataclass
 class _Near:
-    """A tensor whose values are close to a parameter's, and some elements of both."""
+    """A tensor whose values are close to a parameter's, and sampled elements of both."""
 
     memory: _torch.tensors.WeakMemory
     source: TensorWeakRef
     values: Tensor
     weights: Tensor
     eps: float
-    """Machine epsilon of the format in which an average is rounded."""
+    """Machine epsilon of the format to which an average is rounded."""
 
     def is_followed_by(self, values: Tensor, weights: Tensor) -> bool:
         """Whether these elements are the next value of an average that follows the current weights.
 
-        What is kept of the weights, now or from before the last step, is no average.
+        A copy of the weights, current or from before the last step, is not an average.
         """
         ulp = weights.abs() * self.eps
         low, high = torch.minimum(self.values, weights) - ulp, torch.maximum(self.values, weights) + ulp
@@ -81,7 +82,7 @@ class _Near:
 
 def watch(copied: Tensor, source: Tensor) -> None:
     """Watch a copy that ``copy.deepcopy`` has just made of a parameter with a master."""
-    if not copied.is_inference():  # which cannot be trained, and counts no writes
+    if not copied.is_inference():  # an inference tensor cannot be trained, and counts no writes
         _watched[copied] = (TensorWeakRef(source), _torch.tensors.versions([copied])[0])
 
 
@@ -96,20 +97,18 @@ def watch_clone(clone: Tensor, source: Tensor) -> None:
 
 
 def search(step: int, parameters: Sequence[Tensor], master_of: Callable[[Tensor], object]) -> None:
-    """Before some steps: watch tensors that are close to a parameter with a master, equally low and in their own memory.
+    """Before some steps: watch tensors that are close to a parameter with a master, in its format and in separate memory.
 
-    ``master_of`` gives the master of a parameter, of another model too, or None.
+    ``master_of`` returns the master of a parameter, of another model too, or None.
     """
     if step not in _SEARCHED:
         return
     alike: dict[Any, list[Tensor]] = {}
-    for parameter in (
-        parameters
-    ):  # a vector may be near by chance: a norm's statistics are, to its weights and to the bias before it
+    for parameter in parameters:  # a vector may be near by chance: a norm's running statistics are near its weights and the bias before it
         if parameter.dim() > 1 and not hasattr(parameter, "device_mesh") and parameter not in _told:
             alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
     tensors = [(thing, _address(thing)) for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    # what is trained is not an average, of another model neither; a teacher may say that it is, and has no gradient
+    # a trained parameter, of another model too, is not an average; a teacher may require gradients but has none
     known = {
         address
         for tensor, address in tensors
@@ -144,7 +143,7 @@ def _address(tensor: Tensor) -> int:
     try:
         counts = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_inference())
         return tensor.data_ptr() if counts else 0
-    except RuntimeError:  # one that is being traced, one that is not initialized
+    except RuntimeError:  # a tensor being traced, or not initialised
         return 0
 
 
@@ -192,8 +191,8 @@ def excuse(parameter: Tensor) -> None:
 def look_at_copies() -> None:
     """Warn once if a copy was written, differs from the parameter and is not trained with masters.
 
-    A clone is taken for an average when it was written before two looks and is near to the parameter: other uses of clones, as
-    memory or to try something, come to one of the two.
+    A clone counts as an average if it was written before two checks and is near the parameter: other uses of clones,
+    such as a saved state or a trial step, meet one of the two at most.
     """
     written = _made_anew[0] if _made_anew else next(_written_copies(), None) if _watched else None
     if written is None and _clones:
@@ -220,7 +219,7 @@ def _written_copies() -> Iterator[Tensor]:
         elif now != version:
             if not _is_copy(copied, source):
                 yield copied
-            _watched[copied] = (reference, now)  # the model's weights were copied over
+            _watched[copied] = (reference, now)  # the model's weights were copied into it
 
 
 def _written_clones() -> Iterator[Tensor]:

@@ -1,11 +1,12 @@
 """Masters in ``optimizer.state_dict()``, so that the usual two files of a loop hold the full training state.
 
-A parameter's full values are an entry of its state, which torch loads, moves and shards as any other. An optimizer
-without castwise takes state that is not empty as it is, but one that has no ``step`` for a parameter must find nothing
-there; so where there is no state, the entry is in the parameter's group, by the parameter's place.
+A parameter's full values are an entry of its state, which torch loads, moves and shards like any other. An optimizer
+without castwise accepts extra entries in state that is not empty, but if it has no ``step`` for a parameter, the state
+must stay empty; for such a parameter the entry is in its group, by its position.
 
-What was loaded waits in the optimizer until the first step: model and optimizer may be loaded in either order, and before
-``prepare``. Each element whose full value rounds to the model's takes it; elsewhere the model's value holds.
+Loaded values wait in the optimizer until the first step: model and optimizer may be loaded in either order, and before
+``prepare``. An element whose full value rounds to the model's value takes the full value; otherwise the model's is
+used.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from castwise.core.plans.formats import LOW_DTYPES
 
 _ENTRY = "castwise_master"
 _given: Any = WeakTensorKeyDictionary()
-"""Parameters that ``model.load_state_dict`` gave values since the last step, and how: stored ``"low"``, stored ``"wide"`` but
-rounded as the parameter is, or ``"full"``."""
+"""Parameters that ``model.load_state_dict`` gave values since the last step, and how: stored ``"low"``, stored
+``"wide"`` but rounded as the parameter is, or ``"full"``."""
 
 
 def with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Add the full values of low parameters, in their own memory, to a fresh ``optimizer.state_dict()``.
+    """Add the full values of low parameters, sharing their memory, to a new ``optimizer.state_dict()``.
 
-    Those that were loaded and still wait for the model's are handed on as they are.
+    Loaded values that still wait for the model's weights are included unchanged.
     """
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for place, (parameter, number) in enumerate(zip(group["params"], packed["params"], strict=True)):
@@ -48,7 +49,7 @@ def with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 
 def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """An ``optimizer.state_dict()`` without castwise's additions; the given one is not changed."""
+    """An ``optimizer.state_dict()`` without castwise's additions; the argument is not changed."""
     return {
         **state_dict,
         "state": {
@@ -85,11 +86,11 @@ class Loads:
     """What was loaded into an optimizer and into its model since the last step.
 
     Args:
-        optimizer: With masters.
+        optimizer: An optimizer with masters.
 
     Attributes:
-        waiting: Whether anything was, as far as hooks have said; :attr:`state` tells of the optimizer's in any case.
-        state: The ``id`` of the optimizer's state when it was looked at last: a load, by whatever code, puts another in its place.
+        waiting: Whether hooks have seen a load; :attr:`state` shows loads into the optimizer in any case.
+        state: The ``id`` of the optimizer's state at the last check: every load, by any code, replaces the state.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -98,7 +99,7 @@ class Loads:
         self.state = id(optimizer.state)
 
     def look(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer was loaded and has not stepped since, also before it was prepared."""
+        """Whether the optimizer was loaded and has not stepped since, also if it was loaded before it was prepared."""
         found = any(values is not None for _, values, _, _ in _entries(optimizer))
         if found or id(optimizer.state) != self.state:
             self.waiting = self._optimizers = True
@@ -109,9 +110,9 @@ class Loads:
         """Synchronise masters, weights and loaded values.
 
         Args:
-            optimizer: That of this.
-            pull: Brings masters and weights together.
-            last: It steps now, so nothing else will be loaded.
+            optimizer: The optimizer of this object.
+            pull: Synchronises masters and weights.
+            last: A step follows at once, so nothing else will be loaded.
         """
         if self._optimizers:
             pull()
@@ -150,11 +151,11 @@ def _all_given(optimizer: Optimizer) -> bool:
 def _merge(optimizer: Optimizer) -> tuple[int, int, int, bool]:
     """Give masters the loaded full values that round to the model's values. Synchronises with the device.
 
-    A model's file that held full values has given them to the masters already.
+    If the model's file held full values, the masters have them already.
 
     Returns:
-        How many parameters have masters, how many of them differ from what was loaded, for how many nothing was loaded, and
-        whether all of the latter have nothing but values of their low format.
+        Four values: how many parameters have masters; how many masters differ from the loaded values; how many have no
+        loaded value; and whether all of the latter hold only values of their low format.
     """
     count, other, missing, rounded = 0, 0, 0, True
     for parameter, loaded, _, _ in _entries(optimizer):
@@ -203,7 +204,7 @@ def _warn(kind: str, count: int, other: int, missing: int) -> None:
 
 
 def _rounds_to(values: Tensor, low: Tensor) -> Tensor:
-    """Which elements are low values before rounding; they may have been rounded through another low format."""
+    """Which elements are the unrounded form of low values; rounding may have gone through another low format."""
     same = torch.zeros_like(low, dtype=torch.bool)
     for way in dict.fromkeys((low.dtype, *LOW_DTYPES)):
         rounded = values.to(way).to(low.dtype)

@@ -1,6 +1,6 @@
-"""Changes that autograd does not count: writes through ``data`` of parameters with masters, and averages that start as copies.
+"""Follow changes that autograd does not count: writes through ``data`` of parameters with masters, and copies that become averages.
 
-``nn.Parameter.data``, ``clone`` and ``__deepcopy__`` are followed while an optimizer has masters. What they return is what torch
+``nn.Parameter.data``, ``clone`` and ``__deepcopy__`` are patched while an optimizer has masters. They return what torch
 returns.
 """
 
@@ -20,7 +20,7 @@ from castwise.core.masters.parameter import master_of
 _own_data: Any = torch.Tensor.data
 _own_deepcopy: Any = nn.Parameter.__deepcopy__
 _lock = threading.RLock()
-"""Held twice by a thread in which an attachment is collected meanwhile."""
+"""Reentrant, because a thread that holds it may garbage-collect an attachment."""
 
 
 def follow_parameters() -> None:
@@ -48,7 +48,7 @@ def leave_parameters() -> None:
 
 def _data(parameter: Any) -> Tensor:
     """The parameter's memory without autograd history. Writes to it are counted as the master's, not as the parameter's."""
-    if torch.compiler.is_compiling():  # of a class of a user's: Dynamo follows properties of those
+    if torch.compiler.is_compiling():  # of a subclass defined by the user: Dynamo traces properties of those
         return parameter.detach()  # type: ignore[no-any-return]
     own: Tensor = _own_data.__get__(parameter)
     if not is_low(own):

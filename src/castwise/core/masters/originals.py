@@ -1,7 +1,7 @@
-"""Original values of parameters that are stored low without a master: frozen ones, and those of no optimizer yet.
+"""Original values of parameters that are stored low without a master: frozen ones, and those in no optimizer yet.
 
-A session remembers what it rounds. A master that is made later starts from it, checkpoints hold it, and
-:func:`restore` puts it back. Elements that were changed in the parameter since then are taken from the parameter.
+A session remembers the values that it rounds. A master that is made later starts from them, checkpoints hold them, and
+:func:`restore` restores them. Elements of the parameter that were changed since are taken from the parameter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_low(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, detached and in the same memory; for a DTensor, its shard."""
+    """This process's part of a tensor, detached and sharing its memory; for a DTensor, its shard."""
     detached = tensor.detach()
     to_local = getattr(detached, "to_local", None)
     return detached if to_local is None else to_local()
@@ -68,16 +68,16 @@ def merge_values(
 ) -> bool:
     """Update full values from low ones that may have been changed by hand.
 
-    Elements that still are the full value rounded keep it; all others are taken over. So a parameter half of which
-    was overwritten loses nothing in the other half.
+    Where a low value still equals the full value rounded, the full value is kept; all others are replaced. So a
+    parameter half of which was overwritten loses nothing in the other half.
 
     Args:
         full: fp32, written to.
         values: Same shape, on the same device.
         through: The low format that they were rounded to, if that is not their dtype.
-        cast: They may have come to their dtype by way of other formats, as by ``model.half().float()``, which autograd
-            does not count as a write; elements that nothing else has changed keep the full value. Where the dtype is the
-            former one that has to be so of all elements: of some it is chance, as after ``parameter.data = average``.
+        cast: They may have been cast through other formats, as by ``model.half().float()``, which autograd does not
+            count as a write; elements that nothing else has changed keep the full value. If the dtype is the former
+            one, this must hold for all elements: for some it happens by chance, as after ``parameter.data = average``.
 
     Returns:
         Whether anything differed. Synchronises with the device.
@@ -98,17 +98,17 @@ def merge_values(
 
 
 def store(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Store a parameter in another format in place, and keep its values: :func:`restore` undoes it.
+    """Store a parameter in another format in place, and remember its values: :func:`restore` undoes it.
 
-    Its gradient and ``grad_dtype`` follow. DTensors are taken, masters' parameters are not; where the format is
-    neither bf16 nor fp16 nothing is remembered.
+    Its gradient and ``grad_dtype`` are converted too. DTensors are allowed, parameters with masters are not; if the
+    format is neither bf16 nor fp16, nothing is remembered.
     """
     former = original_of(parameter)
     if former is None:
         former = parameter.detach()
     values = former.to(dtype)
     if is_low(values) and former.dtype is not dtype:
-        # first: whatever interrupts this, the values are not lost
+        # first, so that an interrupt cannot lose the values
         _originals[parameter] = _Original(former.data, dtype, _torch.tensors.version(parameter))
     _replace(parameter, values)
 
@@ -117,13 +117,13 @@ def remember_original(parameter: Tensor, values: Tensor, stored: torch.dtype | N
     """Keep the values that a parameter had before it was stored low, for the lifetime of the parameter.
 
     Args:
-        parameter: Stored in bf16 or fp16 now; of any other nothing is kept.
-        values: Its values in another format, bf16 before fp16 included, same shape. The tensor itself is kept, not a
+        parameter: Stored in bf16 or fp16 now; for any other, nothing is kept.
+        values: Its values in another format, bf16 before fp16 included, same shape. The tensor is kept, not a
             copy.
-        stored: The format that the parameter was stored in, if it has been cast since.
+        stored: The format in which the parameter was stored, if it has been cast since.
     """
     if is_low(parameter) and values.dtype is not parameter.dtype:
-        # values may be the parameter's former self, detached, which counts writes together with the parameter.
+        # values may be the parameter's former tensor, detached, which counts writes together with the parameter.
         original = _Original(
             values.detach().data, stored or parameter.dtype, _torch.tensors.version(parameter)
         )
@@ -133,7 +133,7 @@ def remember_original(parameter: Tensor, values: Tensor, stored: torch.dtype | N
 def original_of(parameter: Tensor) -> Tensor | None:
     """The original values of a parameter with its later changes, or None.
 
-    A cast, as ``model.float()`` makes it, is no change. Synchronises with the device, to look for changes.
+    A cast such as ``model.float()`` is not a change. Synchronises with the device, to find changes.
     """
     known: _Original | None = _originals.get(parameter)
     if known is None:
@@ -174,7 +174,7 @@ def forget_original(parameter: Tensor) -> None:
 def restore(parameter: Tensor) -> bool:
     """Store a parameter as before it was stored low, with its full values and later changes.
 
-    Its gradient and ``grad_dtype`` follow. For parameters without a master; those with one are restored by
+    Its gradient and ``grad_dtype`` are converted too. For parameters without a master; those with one are restored by
     ``Attachment.detach(write_back=True)``.
 
     Returns:
@@ -191,7 +191,7 @@ def restore(parameter: Tensor) -> bool:
 
 
 def _replace(parameter: Tensor, values: Tensor) -> None:
-    # A grad_dtype that equals the dtype is torch's default, or what is left of it once it was set: it cannot be unset.
+    # A grad_dtype equal to the dtype is torch's default, or a value that was set once: it cannot be unset.
     follows = parameter.grad_dtype is parameter.dtype
     assign(parameter, values)
     if follows:
@@ -201,7 +201,7 @@ def _replace(parameter: Tensor, values: Tensor) -> None:
 def fit_grad(parameter: Tensor, dtype: torch.dtype | None) -> None:
     """Set ``grad_dtype`` of a leaf, and cast its gradient to it.
 
-    It is on the parameter all the time, whatever interrupts this. None allows any dtype, and a gradient then takes
+    An interrupt leaves the gradient on the parameter at any point. None allows any dtype, and a gradient then takes
     the parameter's.
     """
     grad, wanted = parameter.grad, dtype or parameter.dtype

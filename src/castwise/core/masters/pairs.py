@@ -18,8 +18,8 @@ from castwise.core.masters.state import restride_state
 from castwise.errors import StateError
 
 Mark = tuple[int, int, int, int]
-"""What tells later whether a parameter or its master was written since they were equal: the parameter's version, that of its
-``data``, its address, and the master's version."""
+"""Version marks that show later whether a parameter or its master was written since they were equal: the parameter's
+version, that of its ``data``, its address, and the master's version."""
 _UNKNOWN: Mark = (-1, -1, -1, -1)
 
 
@@ -33,9 +33,9 @@ class Pairs:
     """Masters and their parameters.
 
     Args:
-        optimizer: Whose masters; its state follows where a parameter takes other strides.
+        optimizer: The optimizer of the masters; its state is converted if a parameter changes its strides.
         masters: In the order of its groups.
-        marks: By ``id`` of parameters; one without a mark is compared with its master before the next step.
+        marks: By ``id`` of parameters; a parameter without a mark is compared with its master before the next step.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Pairs:
         self._sources = [local(master) for master in self.masters]
         self._data = [master.data_writes for master in self.masters]
         self._plain = all(issubclass(type(parameter), nn.Parameter) for parameter in self.stored)
-        """Whether none is of a class that wraps other tensors, as DTensor."""
+        """Whether no parameter is of a class that wraps other tensors, as DTensor does."""
         self._sample: Sample | None = None
         now = [(marks or {}).get(id(parameter), _UNKNOWN) for parameter in self.stored]
         self._written, self._data_written, self._addresses, self._updated = (
@@ -71,7 +71,7 @@ class Pairs:
             of = self._sources if of is self.masters else self._targets
         return _torch.tensors.versions(of)
 
-    # --- before a step, and where somebody looks ------------------------------------------------------------
+    # --- before a step or a check ---------------------------------------------------------------------------
 
     def pull(self) -> None:
         """Before a step: apply all writes by hand."""
@@ -88,7 +88,7 @@ class Pairs:
                     self._settle(index)
 
     def look(self) -> None:
-        """Before a step, after counted writes were applied: look for writes that torch does not count."""
+        """Before a step, after counted writes were applied: search for writes that torch does not count."""
         if self._sample is None:
             self._sample = Sample(self._targets, self._sources)
         if self._sample.differs():
@@ -155,12 +155,12 @@ class Pairs:
             held[index] = now
         if not ahead:
             if (changed or look) and merge_values(source, target, cast=cast) and cast:
-                if look:  # nothing is written to the model; the next step sees to it
+                if look:  # nothing is written to the model; the next step does it
                     self._updated[index] = mark_of(master)[3]
                     return
                 _torch.tensors.copy_each(
                     [target], [source]
-                )  # what model.half().bfloat16() has rounded comes back
+                )  # values that model.half().bfloat16() has rounded are restored
         elif not changed:
             _torch.tensors.copy_each([target], [source])
         elif not agree(source, target):
@@ -178,7 +178,7 @@ class Pairs:
     # --- after a step ---------------------------------------------------------------------------------------
 
     def push_updated(self) -> None:
-        """After a step: write the masters that it may have updated into the model. Fused kernels do not count as writes, hence the gradients."""
+        """After a step: write masters that have gradients into the model; updates by fused kernels do not count as writes."""
         due = [index for index, parameter in enumerate(self.stored) if parameter.grad is not None]
         if len(due) < len(self.stored):
             now = zip(self.stored, _torch.tensors.versions(self.masters), self._updated, strict=True)
@@ -207,5 +207,5 @@ class Pairs:
 
 
 def _is_cast(master: Any) -> bool:
-    """Whether a parameter has another format than when it got its master, as after ``model.float()``."""
+    """Whether a parameter's format differs from the one it had when it got its master, as after ``model.float()``."""
     return master.stored.dtype is not master.former_dtype

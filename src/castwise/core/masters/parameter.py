@@ -1,11 +1,11 @@
 """The fp32 master of one parameter.
 
-A parameter and its master have one gradient between them, in fp32, and it lives on the parameter. Two attributes
+A parameter and its master share one fp32 gradient, which is stored on the parameter. Two attributes
 of torch make that possible: ``Tensor.grad_dtype`` lets autograd accumulate fp32 gradients on a parameter stored
-in bf16 or fp16, and ``grad`` of the master is a property that reads and writes the parameter's. So whatever
-clears, scales or clips either of the two acts on what is applied, with no copy and after every reduction.
-
-Attributes that users set (``p.use_muon``, ``p.grad_sample``) lie on the parameter as well, whichever of the two they were set on.
+in bf16 or fp16, and ``grad`` of the master is a property that reads and writes the parameter's. So code that
+clears, scales or clips either gradient changes the one that is applied, without a copy and after every reduction.
+Attributes that users set (``p.use_muon``, ``p.grad_sample``) are stored on the parameter as well, whichever of the two
+they were set on.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _masters: Any = WeakTensorKeyDictionary()
 class Master:
     """Mixin of every master of a parameter :attr:`stored`; a master is also a tensor.
 
-    A master hashes as its parameter does and equals it, so that tables keyed by the model's own parameters
-    (``optimizer.state[model.weight]``, ``torch.distributed.checkpoint``) find it, and adding a parameter to an
-    optimizer that already has its master is refused by torch as a duplicate.
+    A master hashes as its parameter does and equals it, so that tables keyed by the model's parameters
+    (``optimizer.state[model.weight]``, ``torch.distributed.checkpoint``) find it, and torch refuses, as a duplicate,
+    to add a parameter to an optimizer that already has its master.
     """
 
     stored: nn.Parameter
@@ -50,16 +50,16 @@ class Master:
     former_grad_dtype: torch.dtype | None
     """Its ``grad_dtype`` before it had a master; None: any."""
     former_dtype: torch.dtype
-    """What it was stored in then."""
+    """The parameter's dtype before it had a master."""
     data_writes: DataWrites
-    """Those through the parameter's ``data`` (see ``following``)."""
+    """Writes through the parameter's ``data`` (see ``following``)."""
 
     @property
     def data(self) -> Tensor:
-        """The master's values without autograd history, in its own memory.
+        """The master's values without autograd history, sharing its memory.
 
-        What is written to them counts as a write to the master, as it does not with torch's own ``data``: SAM and
-        Lookahead write weights in this way outside of ``step``, and the model must get them.
+        A write to them counts as a write to the master, unlike with torch's ``data``: SAM and
+        Lookahead write weights in this way outside of ``step``, and the model must be updated.
         """
         tensor: Any = self
         return tensor.detach()  # type: ignore[no-any-return]
@@ -77,7 +77,7 @@ class Master:
     def grad(self) -> Tensor | None:
         """The gradient that parameter and master share, in fp32.
 
-        A gradient that was left on the parameter in a lower format is replaced there by its fp32 value.
+        A gradient in a lower format on the parameter is replaced there by its fp32 value.
         """
         grad = self.stored.grad
         if grad is not None:
@@ -94,7 +94,7 @@ class Master:
         if value is not None and is_low(value) and self.stored.grad_dtype is torch.float32:
             value = value.to(
                 torch.float32
-            )  # from an optimizer that takes the gradient's dtype to be the parameter's
+            )  # from an optimizer that assumes that the gradient has the parameter's dtype
         self.stored.grad = value
 
     @grad.deleter
@@ -103,7 +103,7 @@ class Master:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter requires a gradient: setting it on the optimizer's parameter, as GAN loops do, sets it on the model's."""
+        """Whether the parameter requires a gradient: setting it on a master, as GAN loops do, sets it on the model's parameter."""
         return self.stored.requires_grad
 
     @requires_grad.setter
@@ -123,7 +123,7 @@ class Master:
         """Register a hook on the parameter, which is in autograd's graph."""
         return self.stored.register_post_accumulate_grad_hook(hook)
 
-    # --- attributes: those of a tensor are the master's own, all others the parameter's -----------------------
+    # --- attributes: those of a tensor belong to the master, all others to the parameter ----------------------
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
@@ -181,11 +181,11 @@ class Master:
 
 
 _OF_COMPILERS = "_dynamo_"
-"""How the names of attributes begin by which torch.compile notes what a tensor itself is."""
+"""Prefixes of attributes in which torch.compile stores facts about a tensor."""
 
 
 def _is_own(master: Any, name: str) -> bool:
-    """Whether an attribute belongs to the master; slots of a user's parameter class do not."""
+    """Whether an attribute belongs to the master; slots of a parameter class of the user do not."""
     if name in Master.__annotations__ or name.startswith(_OF_COMPILERS):
         return True
     if not _is_plain(type(master)) and name in _own_attributes.__get__(master):
@@ -223,9 +223,9 @@ def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Paramet
 
     Args:
         stored: Parameter in bf16 or fp16.
-        values: What to start from, any floating dtype, same shape; if None, what is remembered as the parameter's
-            original, else the parameter itself. An fp32 tensor with the parameter's strides on its device is taken
-            as it is, without a copy.
+        values: Start values, any floating dtype, same shape; if None, the parameter's remembered
+            original, else the parameter. An fp32 tensor with the parameter's strides on its device is used
+            without a copy.
 
     Returns:
         fp32, with the parameter's shape, strides and device.
@@ -235,7 +235,7 @@ def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Paramet
         return existing
     if values is None:
         values = original_of(stored)
-    # Tensor.data, unlike detach(), does not count writes together with where it comes from.
+    # Tensor.data, unlike detach(), does not share a version counter with its source.
     data = source = (stored if values is None else values).detach().data
     if (
         source.dtype is not torch.float32
@@ -245,7 +245,7 @@ def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Paramet
         data = torch.empty_like(stored, dtype=torch.float32, requires_grad=False).copy_(source)
     if _is_plain(type(stored)):
         master: Any = nn.Parameter.__new__(type(stored), data.as_subclass(Tensor))
-    else:  # DTensor and the like: nn.Parameter keeps their class, and so must the master
+    else:  # nn.Parameter keeps the class of DTensor and other tensor subclasses, and so must the master
         master = nn.Parameter(data.detach(), requires_grad=True)
     return _as_master_of(stored, master)
 
@@ -260,7 +260,7 @@ def _as_master_of(stored: nn.Parameter, values: Any) -> nn.Parameter:
     fields = vars(values)
     if _is_plain(
         type(values)
-    ):  # a user's attributes are looked up on the parameter, but for those named as a method of tensors
+    ):  # attributes set by the user are looked up on the parameter, except those with the name of a tensor method
         fields.clear()
         fields.update((name, value) for name, value in vars(stored).items() if hasattr(Tensor, name))
     fields.update(
@@ -275,9 +275,10 @@ def _as_master_of(stored: nn.Parameter, values: Any) -> nn.Parameter:
 
 
 class _DifferentiatedByStored:
-    """A master whose gradient has a graph, as ``backward(create_graph=True)`` makes it.
+    """A master whose gradient has a graph, as ``backward(create_graph=True)`` creates it.
 
-    The graph knows the parameter, and second-order optimizers (AdaHessian) differentiate by what they hold.
+    The graph refers to the parameter, and second-order optimizers (AdaHessian) differentiate with respect to what they
+    hold.
     """
 
     @classmethod
@@ -294,7 +295,7 @@ def _class_of(name: str, base: type, kind: type) -> type:
     return made
 
 
-# Made here, and not with the first master: what torch.compile has compiled of an optimizer by then depends on torch's list.
+# Created at import, not with the first master: an optimizer that torch.compile compiled earlier depends on torch's list.
 _class_of("Differentiated", _DifferentiatedByStored, _class_of("Master", Master, nn.Parameter))
 
 
@@ -305,7 +306,7 @@ def master_of(parameter: Tensor) -> nn.Parameter | None:
 
 
 def model_param_of(parameter: Tensor) -> Tensor:
-    """The model's parameter for an optimizer's one: that of a master; anything else is returned unchanged."""
+    """The model's parameter behind a master; any other parameter is returned unchanged."""
     return parameter.stored if isinstance(parameter, Master) else parameter
 
 
@@ -315,20 +316,20 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
     Args:
         master: From :func:`make_master`.
         write_back: The parameter becomes fp32 and takes the master's values and memory. Otherwise it stays low, and
-            the master's values are remembered as its original. None: values are left alone, those remembered too.
+            the master's values are remembered as its original. None: values are left alone, the remembered ones too.
 
     Returns:
-        The parameter. Nothing happens to it where the master was released before, by another optimizer.
+        The parameter, unchanged if another optimizer released the master before.
     """
     parameter: nn.Parameter = master.stored
     current: Any = master_of(parameter)
     if current is not master:
         return parameter
     follows = master.former_grad_dtype is master.former_dtype
-    # The master is forgotten last: whatever interrupts this, one of the two holds the full values.
+    # The master is forgotten last, so that after an interrupt one of the two still holds the full values.
     if write_back or (write_back is False and not is_low(parameter)):
         if parameter.shape == master.shape and not parameter.is_meta:
-            values = master.data  # and its memory, if it lies as the parameter does
+            values = master.data  # and its memory, if it has the parameter's strides
             if values.stride() != parameter.stride() or values.device != parameter.device:
                 values = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
             assign(parameter, values)
@@ -341,12 +342,12 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
 
 
 def allow_low_grad(parameter: nn.Parameter) -> None:
-    """Allow gradients in the parameter's own dtype; reading the master's gradient widens them."""
+    """Allow gradients in the parameter's dtype; reading the master's gradient converts them to fp32."""
     parameter.grad_dtype = None
 
 
 def narrow_grad(parameter: nn.Parameter) -> None:
-    """Round a widened gradient to the parameter's own dtype again."""
+    """Round an fp32 gradient to the parameter's dtype again."""
     grad = parameter.grad
     if grad is not None and grad.dtype is not parameter.dtype:
         parameter.grad = grad.to(parameter.dtype)
@@ -358,7 +359,7 @@ def take_grad_fp32(parameter: nn.Parameter) -> Tensor:
     assert low is not None
     grad = low.to(torch.float32)
     if parameter.grad_dtype is not torch.float32:
-        parameter.grad_dtype = None  # any dtype, so that whoever writes low gradients can go on doing so
+        parameter.grad_dtype = None  # any dtype, so that code which writes low gradients can go on doing so
     parameter.grad = grad
     return grad
 

@@ -1,8 +1,9 @@
 """Pickles of prepared models and optimizers: equal to those after ``Amp.close``, without castwise's objects.
 
-It loads where castwise is not, by ``torch.load(weights_only=True)`` too where the model's own classes are allowed. Borders and
-other hooks are left out, and tensors are in the formats that they had without the plan, with the values of their masters; an
-optimizer in the same pickle holds the same parameters. ``copy.deepcopy`` keeps borders, since averages of weights are made by it.
+They load where castwise is not installed, also by ``torch.load(weights_only=True)`` if the model's classes are allowed.
+Borders and other hooks are left out, and tensors are in the formats that they had without the plan, with the values of
+their masters; an optimizer in the same pickle holds the same parameters. ``copy.deepcopy`` keeps borders, since
+averages of weights are made by it.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ class OfThisProcess:
 
 
 _made: Any = WeakTensorKeyDictionary()
-"""What stands for a tensor in the pickle that is being made, held by that alone, and the versions that it was made from."""
+"""Replacements of tensors in the current pickle, held by that pickle only, and the versions that they were made
+from."""
 
 
 @functools.cache
 def make_pickles_plain() -> None:
     """Make models and optimizers pickle without castwise, permanently: copies of prepared models outlive their session.
 
-    What holds nothing of castwise's pickles as ever, by whatever a class has of its own.
+    Objects without castwise's additions pickle as before, by the method of their class.
     """
     for kind, plain in ((nn.Module, _plain_module), (Optimizer, _plain_optimizer)):
         _torch.hooks.around_function(kind, "__reduce_ex__", functools.partial(_around, kind, plain))
@@ -67,7 +69,9 @@ def _around(kind: Any, plain: Callable[[Any, Any], Any], _: Callable[..., Any]) 
         return plain(thing, part) if isinstance(part, dict) else part
 
     def reduce(thing: Any, protocol: Any) -> Any:
-        reduced = super(kind, thing).__reduce_ex__(protocol)  # a base that follows torch's may have its own
+        reduced = super(kind, thing).__reduce_ex__(
+            protocol
+        )  # a base class that inherits torch's may override it
         if not isinstance(reduced, tuple) or is_being_copied():
             return reduced
         return reduced[0], *(of(thing, part) for part in reduced[1:3]), *reduced[3:]
@@ -76,7 +80,7 @@ def _around(kind: Any, plain: Callable[[Any, Any], Any], _: Callable[..., Any]) 
 
 
 def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
-    """The hook tables that change without castwise's hooks; a user's hook that castwise wrapped is unwrapped."""
+    """The hook tables that change, without castwise's hooks; a user's hook that castwise wrapped is unwrapped."""
     changed: dict[str, Any] = {}
     dropped: set[Any] = set()
     for name, table in state.items():
@@ -102,7 +106,7 @@ def _with(table: Any, others: Mapping[Any, Any], gone: Iterable[Any] = ()) -> An
 
 
 def _theirs(hook: Any) -> Any:
-    """The user's hook behind a wrapper; None for castwise's own."""
+    """The user's hook behind a wrapper; None for castwise's hooks."""
     if not _is_ours(hook):
         return hook
     inner = getattr(hook, "__wrapped__", None)
@@ -127,7 +131,9 @@ def _plain_module(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
             }
             if others:
                 changed[name] = _with(tensors, others)
-    call = state.get("_compiled_call_impl")  # of a class with a way of its own: torch's leaves it out
+    call = state.get(
+        "_compiled_call_impl"
+    )  # a class with its own method of pickling: torch's method leaves it out
     if (before := _torch.calls.without_guard(call)) is not call:
         changed["_compiled_call_impl"] = before
     methods = [name for name, value in state.items() if isinstance(value, Method)]
@@ -135,7 +141,7 @@ def _plain_module(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tensor: Any) -> Any:
-    """A tensor of a model without the plan; itself if the plan did not change its storage."""
+    """A tensor of a model as it would be without the plan; unchanged if the plan did not change its storage."""
     if not isinstance(tensor, Tensor) or (dtype := former_dtype(tensor)) is tensor.dtype:
         return tensor
     if isinstance(tensor, nn.Parameter):

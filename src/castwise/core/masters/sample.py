@@ -1,7 +1,7 @@
 """A few elements of every parameter, compared with its master to detect writes that torch does not count.
 
-Those are writes through numpy, DLPack, or kernels of other libraries. Whoever writes a whole parameter in such a way is seen
-at once, whoever writes a part of one when the part is met.
+Those are writes through numpy, DLPack, or kernels of other libraries. A write to a whole parameter is detected
+at once, a write to a part of one when the sample reaches that part.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 ELEMENTS = 8
-"""Adjacent elements of a parameter's memory that are looked at."""
+"""Number of adjacent elements of a parameter's memory that are compared."""
 READ = 64
-"""Looks between two at which the host asks an accelerator what was seen."""
+"""On an accelerator, the host reads the result at every one of this many checks."""
 
 
 class Sample:
     """Elements of parameters and their masters.
 
     Args:
-        targets: What parameters hold, detached.
-        sources: What their masters hold; of the same shapes.
+        targets: Values of parameters, detached.
+        sources: Values of their masters; of the same shapes.
     """
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -46,8 +46,8 @@ class Sample:
     def differs(self) -> bool:
         """Whether any sampled parameter differs from its master, rounded.
 
-        On a CPU this is told at once. On an accelerator it is told at every :data:`READ`-th look, which waits for the device,
-        of all looks since the last.
+        On a CPU the result is immediate. On an accelerator it is read at every :data:`READ`-th check, which waits for
+        the device, for all checks since the last.
         """
         self._turn()
         found = False
@@ -86,4 +86,4 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _differ(low: Tensor, rounded: Tensor) -> Tensor:
-    return ((low != rounded) & (low == low)).any()  # NaN is of a step
+    return ((low != rounded) & (low == low)).any()  # a NaN came from a step

@@ -17,16 +17,16 @@ from castwise.core.masters.originals import is_low
 
 
 def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, fit: bool = True) -> None:
-    """Move state to other keys, in the form that the optimizer itself would have created for them.
+    """Move state to other keys, in the form that the optimizer would have created for them.
 
-    Whatever interrupts this, each state is under its old key or its new one, and doing it again completes it.
+    After an interrupt, each state is under its old key or its new one, and repeating the call completes the move.
 
     Args:
         optimizer: Written to.
-        targets: New keys by old ones, or the same where parameters were stored anew; those without state are passed over.
-            State of a new key's shape takes its dtype, device and strides; low state of any other shape (Adafactor's rows
-            and columns, LBFGS's flat history) takes its dtype. ``step`` stays as it is.
-        fit: False: the state stays as it is, under the new key.
+        targets: New keys by old ones, equal for parameters that were converted in place; those without state are
+            ignored. State of a new key's shape takes its dtype, device and strides; low state of any other shape
+            (Adafactor's rows and columns, LBFGS's flat history) takes its dtype. ``step`` stays unchanged.
+        fit: False: the state is moved to the new key unchanged.
     """
     if not targets:
         return
@@ -36,8 +36,8 @@ def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, 
         if target is not None and fit:
             state = optimizer.state[key] = {name: _fit_entry(name, v, target) for name, v in state.items()}
         moved[key if target is None else target] = state
-    # A master and its parameter are one key to a dictionary, so one has to go before the other comes. Both steps are one
-    # call of C, inside which no interrupt is heard; ``Tensor.__hash__``, which is Python, is not called there.
+    # A master and its parameter are one key to a dictionary, so one must be removed before the other is added. Both are one
+    # call in C, during which no interrupt is handled; ``Tensor.__hash__``, which is Python, is not called there.
     steps: tuple[Callable[[], None], ...] = (
         optimizer.state.clear,
         functools.partial(optimizer.state.update, moved),
@@ -48,9 +48,9 @@ def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, 
 def restride_state(optimizer: Optimizer) -> None:
     """Give the state of every parameter the parameter's strides and device.
 
-    Fused optimizers on a CPU walk parameter, gradient and state by memory, not by index, and so update the wrong
-    elements, without a word, when their strides differ. That happens when the memory format of a model changes
-    after the first step, and when a state dict of one memory format is loaded into another.
+    Fused optimizers on a CPU iterate over parameter, gradient and state in memory order, not by index, and so silently
+    update the wrong elements if their strides differ. That happens when the memory format of a model changes after the
+    first step, and when a state dict of one memory format is loaded into another.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -62,7 +62,7 @@ def restride_state(optimizer: Optimizer) -> None:
                     continue
                 if not _torch.tensors.is_dense(
                     value
-                ):  # SGD's momentum begins as a copy of the gradient; it has no strides
+                ):  # SGD's momentum starts as a copy of the gradient; it has no strides
                     continue
                 if value.stride() != parameter.stride() or value.device != parameter.device:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(
@@ -85,7 +85,7 @@ def _fit(value: Any, target: Tensor) -> Any:
         if (value.dtype, value.stride(), value.device) == (target.dtype, target.stride(), target.device):
             return value
         return torch.empty_like(target, requires_grad=False).copy_(value)
-    # a number such as NAdam's product of momenta stays fp32 beside parameters of any format, as torch keeps it
+    # a number such as NAdam's product of momenta stays fp32 beside parameters of any format, as in torch
     if is_low(value) or (is_low(target) and value.dtype is torch.float32 and value.dim() > 0):
         return value.to(target.dtype)
     return value

@@ -1,6 +1,6 @@
 """Hooks around an optimizer's step, compiled or not.
 
-Under a compiled step these two frames are left alone by Dynamo, and what they call is run with Dynamo off; in eager mode
+In a compiled step Dynamo skips these two frames and runs what they call uncompiled; in eager mode
 they cost one call each.
 """
 
@@ -39,7 +39,7 @@ def after_step(attachment: Any, optimizer: Optimizer, args: tuple[Any, ...], kwa
 def _before_compiled_step(
     attachment: Any, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call | None:
-    """Dynamo's guards bypass ``Master.grad``: they must see the gradients where they look."""
+    """Dynamo's guards bypass ``Master.grad``, so store the gradients where the guards read them."""
     call: Call | None = attachment.before_step(optimizer, args, kwargs)
     for master in attachment.masters:
         mirror_grad(master, master.grad)

@@ -14,15 +14,17 @@ from castwise.core import _torch
 from castwise.errors import StateError
 
 live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Every attachment that has masters to keep, by its id; the attachments see to it, from any thread."""
+"""Every attachment that has masters, by its id; attachments add and remove themselves, from any thread."""
 
 
 def attachments(model: nn.Module | None = None) -> Iterator[Any]:
     """The live attachments, of one model or all.
 
-    What trains other models alone is left alone: it may be another thread's, or broken.
+    Attachments of other models only are left out: they may be in use by another thread, or broken.
     """
-    for reference in live.valuerefs():  # a list, made at once: other threads attach and detach meanwhile
+    for (
+        reference
+    ) in live.valuerefs():  # a list, created atomically: other threads attach and detach meanwhile
         attachment = reference()
         if attachment is not None and (model is None or attachment.concerns(model)):
             yield attachment
@@ -41,21 +43,21 @@ def settle(model: nn.Module) -> None:
 
 
 def refresh(model: nn.Module) -> None:
-    """Update masters from all writes to a model, also through ``parameter.data``. Looks at values, so it waits for the device."""
+    """Update masters from all writes to a model, also through ``parameter.data``. Compares values, so it waits for the device."""
     for attachment in attachments(model):
         attachment.refresh_from_model()
 
 
 def join_files(model: nn.Module, *_: Any) -> None:
-    """Hook after ``load_state_dict`` of a model: masters loaded by its optimizers may now fit its weights."""
+    """Hook after ``load_state_dict`` of a model: masters loaded by its optimizers may now match its weights."""
     for attachment in attachments(model):
         attachment.join_files()
 
 
 def sync_first(module: nn.Module, *_: Any) -> None:
-    """Hook before ``forward`` and ``state_dict`` of a model. It holds nothing, so models still pickle and copy.
+    """Hook before ``forward`` and ``state_dict`` of a model. It has no state, so models still pickle and copy.
 
-    Where torch.compile has compiled it away, the same is done before each call of what was compiled.
+    If torch.compile has removed it while tracing, the same is done before each call of the compiled code.
     """
     if not is_compiling():
         sync(module)
@@ -72,12 +74,14 @@ class _Compiled:
     def __call__(self) -> None:
         module = self._module()
         if module is not None:
-            with contextlib.suppress(StateError):  # of a model that was cast; its next step says so
+            with contextlib.suppress(
+                StateError
+            ):  # the model was cast; its next step raises an error that says so
                 sync(module)
 
 
 def _sync_compiled(address: int) -> bool:
-    """For Dynamo, which calls it while tracing the hook; in torch 2.11 it passes numbers but no modules."""
+    """Called by Dynamo while it traces the hook; torch 2.11 passes numbers but no modules."""
     callback = _Compiled(_torch.dynamo.object_at(address))
     callback()
     _torch.dynamo.before_compiled_calls(callback)

@@ -1,7 +1,7 @@
 """Update rules of optimizers that torch does not have, on lists of tensors, in few kernels.
 
-Tensors of one call are on one device, those of a list of one dtype. What is bf16 or fp16 is widened to fp32
-and rounded once, at the end. Nothing waits for the device.
+All tensors of one call are on one device, all tensors of a list have one dtype. bf16 and fp16 tensors are converted to
+fp32 and rounded once, at the end. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def lamb_(
 
     Args:
         params: Of any shapes; written to.
-        grads: One for each, left as they are.
+        grads: One for each parameter, not changed.
         means: Running means of the gradients, written to.
         squares: Running means of their squares, written to.
         lr: Learning rate.
-        betas: Weights of the former means.
+        betas: Decay factors of the running means.
         eps: Added to the root of the mean square.
-        weight_decay: Factor of the parameter in its direction.
+        weight_decay: Coefficient of the parameter in the direction.
         step: Number of this step, from 1.
-        divisor: 0-dim: what gradients are divided by first, to clip them.
+        divisor: 0-dim: gradients are divided by it first, to clip them.
         bias_correction: Whether means are divided by the sum of their weights.
-        grad_averaging: Whether a gradient counts in its mean by ``1 - betas[0]``, else by 1.
-        decoupled: Whether decay is added to the direction, else to the gradient.
-        adapt_all: Whether tensors without decay get a direction of their own length, too.
+        grad_averaging: Whether a gradient has weight ``1 - betas[0]`` in its mean, else 1.
+        decoupled: Whether weight decay is added to the direction, else to the gradient.
+        adapt_all: Whether the direction of tensors without weight decay is scaled too.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019;
     options as in Apex.
@@ -104,18 +104,18 @@ def novograd_(
 
     Args:
         params: Of any shapes; written to.
-        grads: One for each, left as they are.
+        grads: One for each parameter, not changed.
         means: Running means of the gradients, written to.
         norms: Running norms of the gradients, 0-dim, written to: for ``order`` 2 the root of a mean square,
-            else the mean. One that begins holds the norm of the first gradient, or zero.
+            else the mean. They start as the norm of the first gradient, or zero.
         lr: Learning rate.
-        betas: Weights of the former means and norms.
+        betas: Decay factors of the running means and norms.
         eps: Added to the norm.
-        weight_decay: Factor of the parameter in its direction.
+        weight_decay: Coefficient of the parameter in the direction.
         step: Number of this step, from 1.
         order: Of the norm: 2 or infinity.
-        bias_correction: Whether means and norms are divided by the sum of their weights, as if begun at zero.
-        grad_averaging: Whether a gradient counts in its mean by ``1 - betas[0]``, else by 1.
+        bias_correction: Whether means and norms are divided by the sum of their weights, as if started at zero.
+        grad_averaging: Whether a gradient has weight ``1 - betas[0]`` in its mean, else 1.
         inside: Whether gradients are divided, and decay is added, before the mean is taken, as in the paper.
 
     Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of
@@ -153,7 +153,7 @@ def novograd_(
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together, in fp32, or fp64 where one is, on the device of the first."""
+    """The 2-norm of all tensors together, in fp32, or fp64 if one tensor is, on the device of the first."""
     dtype = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
     norms = _torch.tensors.each_norm(list(tensors), 2, dtype)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -165,6 +165,6 @@ def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _round_to(*lists: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
-    """Round a widened tensor back into its original."""
+    """Round an fp32 tensor back into its low original."""
     pairs = [pair for each in lists for pair in zip(*each, strict=True) if pair[0] is not pair[1]]
     _torch.tensors.copy_each([target for target, _ in pairs], [value for _, value in pairs])

@@ -24,13 +24,13 @@ def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
     """The model's state dict without low values.
 
     Args:
-        model: Its own ``state_dict`` decides the keys, hooks and extra state included; tied keys are all there.
+        model: Its ``state_dict`` determines the keys, hooks and extra state included; tied weights keep all their keys.
         prefix: Put in front of every key.
 
     Returns:
-        Parameters that have a master, or whose original is remembered, as that, sharing its memory as ``state_dict``
-        does; other bf16 and fp16 tensors as fp32 copies; everything else as it is. Synchronises with the device, since weights that
-        were changed by hand are looked for first.
+        For parameters with a master or a remembered original, that tensor, sharing its memory as in ``state_dict``; for
+        other bf16 and fp16 tensors, fp32 copies; everything else unchanged. Synchronises with the device, since it
+        first searches for weights that were changed by hand.
     """
     sync(model)
     refresh(model)
@@ -50,8 +50,8 @@ def in_fp32(value: Tensor) -> Tensor:
     """The full values of a tensor of a model, detached.
 
     Returns:
-        Its master's memory, else that of the original that is remembered of it, else an fp32 copy of a low tensor
-        and any other tensor itself.
+        Its master's memory, else that of its remembered original, else an fp32 copy of a low tensor, or any other
+        tensor unchanged.
     """
     master = master_of(value)
     if master is not None:
@@ -64,9 +64,9 @@ def in_fp32(value: Tensor) -> Tensor:
 def named_masters(
     masters: Sequence[nn.Parameter], stored: Sequence[nn.Parameter], models: Iterable[nn.Module]
 ) -> dict[str, Tensor]:
-    """Masters, detached and in their own memory, under names that are the same in every process.
+    """Masters, detached and sharing their memory, under names that are the same in every process.
 
-    Parameters of ``models`` have the names that they have there; any other is named by its position.
+    Parameters of ``models`` have their names there; any other is named by its position.
     """
     known: dict[int, str] = {}
     for model in models:
@@ -85,7 +85,7 @@ def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Write saved values into the masters of :func:`named_masters`.
 
     Raises:
-        CheckpointError: Other names or shapes; nothing was changed.
+        CheckpointError: The names or shapes differ; nothing was changed.
     """
     wrong = sorted(into.keys() ^ state.keys())
     wrong += [
@@ -103,11 +103,11 @@ def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
 class LoadIntoMasters:
     """Hook of a module: ``load_state_dict`` writes the unrounded values of a checkpoint into the masters.
 
-    So it does for what is remembered of parameters without masters. Values in the format of the parameter take
-    nothing from what rounds to them: ``model.load_state_dict(model.state_dict())`` changes nothing.
+    It also writes to the remembered originals of parameters without masters. A value in the parameter's format does not
+    replace a full value that rounds to it: ``model.load_state_dict(model.state_dict())`` changes nothing.
 
     In a copy of the model, whose parameters have no masters, it has no module and does nothing. ``copy.deepcopy``
-    of a module comes by here after its parameters, which is how copies are found (see ``copies``).
+    of a module copies this hook after its parameters, which is how copies are found (see ``copies``).
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -138,7 +138,7 @@ class LoadIntoMasters:
         local_metadata: Mapping[str, Any],
         *_: Any,
     ) -> None:
-        """Write the entries of ``state_dict`` for the parameters of ``module`` itself into their masters."""
+        """Write the entries of ``state_dict`` for the direct parameters of ``module`` into their masters."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
             excuse(parameter)
@@ -147,7 +147,7 @@ class LoadIntoMasters:
             if full is None or not isinstance(value, Tensor) or value is parameter:
                 continue
             if value.shape != parameter.shape or value.is_meta:
-                continue  # torch reports it in its own words
+                continue  # torch raises an error for it
             note_load(parameter, value)
             alike = hasattr(value, "device_mesh") == hasattr(full, "device_mesh")
             if alike and value.dtype is parameter.dtype and is_low(value):
@@ -164,10 +164,10 @@ class LoadIntoMasters:
 def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
     """Install the hooks that synchronise a model with its masters: before ``forward``, ``state_dict`` and loading.
 
-    ScriptModules in it take no such hooks, and are passed over. ``log`` gets what removes the hooks before any is
-    put on.
+    ScriptModules in it do not support such hooks, and are skipped. ``log`` gets the undo entry before any hook is
+    installed.
     """
-    first = functools.partial(sync_first)  # told from that of another optimizer of the model
+    first = functools.partial(sync_first)  # told apart from the hook of another optimizer of the model
     loaded = functools.partial(join_files)
     hooked: list[tuple[weakref.ref[nn.Module], Callable[..., Any]]] = []
 

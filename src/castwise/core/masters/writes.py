@@ -20,8 +20,8 @@ _lock = threading.Lock()
 class DataWrites:
     """The aliases that were returned as ``data`` of one parameter, and their write counts.
 
-    Each counts its own writes, as in torch: if they counted together, a write through one would fail a backward that needs
-    what was read through another.
+    Each has a separate version counter, as in torch: with a shared one, a write through one alias would make a backward
+    fail that saved a tensor read through another.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The state of a model before any plan: which tensors are stored low or quantised, and which may be widened.
 
-``transformers`` and others load a checkpoint in the format that it was written in. Frozen parameters that arrive low
+``transformers`` and others load a checkpoint in the format in which it was written. Frozen parameters that arrive low
 are a *base*, as under LoRA: nothing updates them, so nothing is lost by leaving them as they are. Quantised weights
-mean nothing without the code that reads them, and no plan touches them.
+are meaningless without the code that reads them, and no plan touches them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from castwise.core.plans.plan import PRESETS, Plan
 from castwise.errors import PlanError
 
 WIDEN = (False, True, "all")
-"""Allowed for ``widen=``: nothing; what is trained and the buffers beside it; the frozen base too."""
+"""Allowed for ``widen=``: nothing; trained parameters and the buffers in their modules; the frozen base too."""
 _PLAIN = (torch.float32, torch.float64, *LOW_DTYPES)
-"""Formats of weights that mean what they say."""
+"""Formats in which a weight is a plain number, not encoded."""
 PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
@@ -41,8 +41,8 @@ def check_widen(call: str, widen: object) -> None:
 def is_sealed(tensor: Tensor) -> bool:
     """Whether a floating tensor holds encoded values, so that a cast would destroy them.
 
-    That are fp8, tensors that run operators by code of their own (torchao's), and frozen parameters of a class
-    that is not torch's (those of bitsandbytes may say bf16 and hold packed bits).
+    Those are fp8 tensors, tensors with their own operators (torchao's), and frozen parameters of a class
+    that is not torch's (bitsandbytes has some that report bf16 and hold packed bits).
     """
     if tensor.is_floating_point() and tensor.dtype not in _PLAIN:
         return True
@@ -55,7 +55,7 @@ def is_sealed(tensor: Tensor) -> bool:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether a module's own weights are quantised, so that its other tensors (scales, a bias) are left alone."""
+    """Whether a module's direct weights are quantised, so that its other tensors (scales, a bias) are left alone."""
     own = list(module.parameters(recurse=False))
     if any(is_sealed(p) or p.dtype in PACKED for p in own):
         return True
@@ -97,9 +97,9 @@ def widening(model: nn.Module, widen: Any) -> Callable[[str, Tensor], bool]:
 def widen_for(plan: Plan, model: nn.Module) -> Any:
     """What to widen when a plan is compared with fp32 on a model that may arrive low.
 
-    A plan that computes in fp32 alone is fp32 for the whole model. Under others what is trained is widened, and a base
-    in another low format than the plan's. A plan that computes in fp32 and hands outputs on as they come leaves a model
-    with a low base as it was given (:func:`as_given`).
+    A plan that only computes in fp32 is fp32 for the whole model. Under other plans, trained parameters are widened,
+    and so is a base in another low format than the plan's. A plan that computes in fp32 and returns outputs unchanged
+    leaves a model with a low base as it is (:func:`as_given`).
     """
     if plan.stores_low:
         return False
@@ -110,9 +110,9 @@ def widen_for(plan: Plan, model: nn.Module) -> Any:
 
 
 def as_given(model: nn.Module) -> Plan | None:
-    """The plan under which a model that arrives low runs as without a plan.
+    """The plan that runs a model that arrives low as it runs without a plan.
 
-    None where it arrives in fp32, or what it trains is stored in several formats.
+    None if it arrives in fp32, or if its trained parameters are stored in several formats.
     """
     low = low_tensors(model)
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
@@ -129,7 +129,7 @@ def widen_(model: nn.Module) -> dict[str, torch.dtype]:
     """Store all bf16 and fp16 tensors of a model without gradients in fp32, in place, except quantised ones.
 
     Returns:
-        What that was stored in before, by path, for :func:`store_`.
+        The former formats, by path, for :func:`store_`.
     """
     own = {name for path, m in model.named_modules() if is_quantised(m) for name in _names(path, m)}
     wide = {name: t for name, t in low_tensors(model).items() if name not in own and not is_sealed(t)}

@@ -1,18 +1,20 @@
 """Borders: the start and end of a module that has its own format.
 
-A :class:`Border` is put around the whole model and around every region, as a pair of forward hooks: on the way in
-it casts inputs and puts the region's frame in force, on the way out it restores what was there and casts outputs.
-``forward`` itself is never replaced, so a prepared model copies and compiles; pickles leave borders out (:mod:`castwise.masters.pickles`).
+A :class:`Border` is put around the whole model and around every region, as a pair of forward hooks: at entry
+it casts inputs and activates the region's frame, at exit it restores the former frame and casts outputs.
+``forward`` itself is never replaced, so a prepared model copies and compiles; pickles leave borders out
+(:mod:`castwise.masters.pickles`).
 
-An output is rounded no more than its next consumer needs. Where operators around are autocast, they cast their inputs
-themselves: outputs leave as wide as they are, and formats that the operators would refuse leave in fp32. Where they
-are not, outputs are cast to the format around, since nothing else would; the wide value stays beside the rounded one
-for a border that it is handed to as it is: a neighbouring region in fp32, or the end of the model. A 0-dim tensor, such
-as a loss, widens nothing that it meets and is not rounded.
+An output is rounded no more than its next consumer needs. If operators outside the border are autocast, they cast their
+inputs themselves: outputs leave unrounded, and formats that the operators would refuse are cast to fp32. If they
+are not, outputs are cast to the outer format, since nothing else would; the wide value is kept beside the rounded one
+for a border that receives it unchanged: a neighbouring fp32 region, or the end of the model. A 0-dim tensor, such
+as a loss, does not widen other operands and is not rounded.
 
-Where operators are not autocast and a module keeps a table wider than the plan computes (:attr:`~castwise.core.model.resolve.ModulePlan.meets`),
-its frame has the operators that refuse a wide tensor beside a low one take both low, and casts nothing else; its children with
-low parameters have borders, inside which operators run untouched.
+If operators are not autocast and a module keeps a table wider than its compute format
+(:attr:`~castwise.core.model.resolve.ModulePlan.meets`), its frame casts both operands to the low format for operators
+that refuse a wide tensor with a low one, and casts nothing else; its children with low parameters have borders, inside
+which operators run unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from castwise.core.plans.text import shown
 from castwise.errors import StateError
 
 _WIDE = "_castwise_wide"
-"""Attribute of a rounded output: what it was before, and its version then."""
+"""Attribute of a rounded output: its unrounded value, and its version at rounding."""
 
 
 _NOT_COPIED = ("_lease", "begin", "entries", "first", "loaded", "read", "rounding")
@@ -56,8 +58,8 @@ class Entries:
     """The autograd nodes that were recently created inside a border.
 
     Attributes:
-        spans: For each call that made any, the number of the first one and the number after the last.
-        silent: Whether a call made none, as one without gradients does.
+        spans: For each call that created nodes, the number of the first one and the number after the last.
+        silent: Whether a call created none, as one without gradients does.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class Entries:
         self._open: list[int] = []
 
     def enter(self) -> None:
-        """Record the start of a call. Without gradients torch makes nodes for casts of weights all the same."""
+        """Record the start of a call. Even without gradients torch creates nodes for casts of weights."""
         self._open.append(_torch.autograd.sequence_number() if torch.is_grad_enabled() else sys.maxsize)
 
     def leave(self) -> None:
@@ -87,21 +89,22 @@ class Border:
     """The border of a region, or of the whole model: a pair of forward hooks.
 
     Attributes:
-        frame: What is in force inside.
+        frame: The frame inside.
         cast_inputs: Dtype of floating inputs inside; None leaves them.
         cast_only: Dtypes of the inputs that are cast; None for all.
         cast_outputs: Dtype of floating outputs outside; None leaves them.
-        outer: Frame around the border by the module tree; None around the whole model.
+        outer: Frame of the enclosing module; None around the whole model.
         root: Whether this is the border of the whole model.
-        follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides. A
-            border whose frame alone has overrides notes it by the way.
-        entries: Where calls are noted, while they are asked for.
-        rounding: Looks at the inputs of the first calls, where they are rounded.
-        first: Of the whole model a trained parameter and its format, which stands for all of them in front of a call in training.
-        begin: Around a whole model: called with whether it trains, when a forward of it begins outside of compiled code.
+        follow_backward: Whether backward must know the frame of the forward, as with operator overrides. A
+            border whose frame alone has overrides records it anyway.
+        entries: Records calls, while anything uses them.
+        rounding: Checks the inputs of the first calls, if inputs are rounded.
+        first: Only around a whole model: a trained parameter and its format, checked for all of them before a training
+            call.
+        begin: Around a whole model: called with whether it trains, when an uncompiled forward of it begins.
         loaded: Around a whole model: called when a state was loaded into it.
         read: Around a whole model: called before its state is read.
-        site: What the frame is made from.
+        site: The settings from which the frame is made.
     """
 
     frame: Frame
@@ -140,7 +143,7 @@ class Border:
             self._lease.close()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook where inputs need no cast."""
+        """Forward pre-hook for inputs that need no cast."""
         if is_compiling():
             if is_exporting() and self.frame.enabled:
                 _refuse_export(type(module).__name__)
@@ -227,7 +230,7 @@ class Border:
             tracing.graph_pop()
         else:
             if not frames.leave(self):
-                return output  # an exception came before enter
+                return output  # an exception was raised before enter
             if self.entries is not None:
                 self.entries.leave()
             if (
@@ -290,7 +293,7 @@ def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not tensor.is_floating_point() or tensor.dtype is dtype or tensor.dim() == 0:
         return tensor
     low = tensor.to(dtype)
-    # without versions nobody would know that the rounded one was written to
+    # without versions, a write to the rounded tensor would not be noticed
     if is_compiling() or not tensor.is_inference():
         low._castwise_wide = (tensor, _torch.tensors.version(low))  # type: ignore[attr-defined]
     return low
@@ -316,7 +319,7 @@ class Method:
 
     @property
     def __wrapped__(self) -> Any:
-        """The method itself, for code that reads its signature or overrides it."""
+        """The wrapped method, for code that reads its signature or overrides it."""
         return getattr(type(self.module), self.name).__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -340,8 +343,8 @@ class Door:
     """Hooks that run a part of a prepared model inside the model's border when it is called from outside.
 
     Attributes:
-        border: Of the model.
-        entered: Of the calls that run now, whether each came from outside.
+        border: The model's border.
+        entered: For each running call, whether it came from outside.
     """
 
     border: Border
@@ -363,10 +366,10 @@ class Door:
 
 
 def check_forward(module: nn.Module) -> None:
-    """Check that ``torch.autocast`` does not wrap a module's own ``forward``, where it would override the plan.
+    """Check that ``torch.autocast`` does not wrap a module's ``forward``, where it would override the plan.
 
     Raises:
-        StateError: Somebody has.
+        StateError: It does.
     """
     device_type = _torch.calls.autocast_within(module.__dict__.get("forward"))
     if device_type is not None:
@@ -381,7 +384,7 @@ def check_forward(module: nn.Module) -> None:
 def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
     """Remove borders that were copied with a prepared model.
 
-    ``log`` gets what puts them back before any is removed.
+    ``log`` gets the undo entry before any is removed.
     """
     taken: list[tuple[Any, Any, Any]] = []
     for module in model.modules():
@@ -425,9 +428,9 @@ def root_of(model: nn.Module) -> Border | None:
 
 
 def explain(error: BaseException, models: Iterable[nn.Module], loss: torch.Tensor | None = None) -> None:
-    """Add to a dtype error what cures it, if weights were used outside of prepared models.
+    """Add the cure to a dtype error that is due to weights used outside of prepared models.
 
-    With a ``loss``, where it came from its backward.
+    ``loss``: given if the error came from its backward.
     """
     for model in models:
         if (border := root_of(model)) is None or border.site is None:
@@ -442,7 +445,7 @@ def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
     """Check that a model has the methods that are to run under the plan.
 
     Raises:
-        StateError: It has not, or these are not names.
+        StateError: It does not, or these are not names.
     """
     if isinstance(methods, str) or not (
         isinstance(methods, Iterable) and all(isinstance(method, str) for method in methods)
@@ -468,7 +471,7 @@ def _frame_for(plan: Plan, compute: str, device_type: str, rows: Mapping[str, ru
 
 
 def _cast_outputs(plan: Plan, inside: str, around: str) -> torch.dtype | None:
-    """The format that a region's outputs are cast to; see the module."""
+    """The format to which a region's outputs are cast; see the module docstring."""
     if not casts_operators(plan, around):
         return FORMATS[around].dtype
     return None if inside in (around, "fp32") else torch.float32
@@ -485,12 +488,12 @@ def install(
     """Install the borders of a resolution on a model.
 
     Args:
-        model: What was resolved; its class, ``forward`` and parameters stay what they are.
-        resolution: Of a plan for this model.
-        device_type: Where the model runs.
-        methods: Names of methods other than ``forward`` that are called from outside, checked before.
+        model: The resolved model; its class, ``forward`` and parameters do not change.
+        resolution: The resolution of a plan for this model.
+        device_type: Device of the model.
+        methods: Names of methods other than ``forward`` that are called from outside, already checked.
         before: Called with the model before each of these methods, as forward pre-hooks are before ``forward``.
-        log: Called with what removes all of it again before anything is put on.
+        log: Called with the undo entry before anything is installed.
 
     Returns:
         The border of the whole model.
@@ -504,13 +507,13 @@ def install(
         and computes & ({"fp16"} if _torch.cpu.cpu_has_bf16() else {"fp16", "bf16"})
         and any(isinstance(m, nn.LSTM) and not m.proj_size for m in model.modules())
     ):
-        # torch.autocast asks oneDNN for an LSTM, but for one with projections, that it has in fp16 on no CPU so far, and in bf16
-        # on none without AVX-512 ("could not create a primitive descriptor"). Casting around the whole operator runs it low
+        # torch.autocast runs an LSTM without projections by oneDNN, which so far supports none in fp16 on any CPU, and none in bf16
+        # on a CPU without AVX-512 ("could not create a primitive descriptor"). Casting around the whole operator runs it low
         # by torch's own kernels instead.
         rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN does not support this LSTM on this CPU"))
     follow = bool(rows)
     if resolution.mixes:
-        # these rows act on what cannot run otherwise; a frame's border tells backward of them by the way
+        # these rows only affect operators that could not run otherwise; a frame's border records them for backward anyway
         extra = rules.stored_low(plan.rules, device_type)
         rows |= {op: row for op, row in extra.items() if op not in dict(plan.ops)}
     made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}
@@ -536,9 +539,9 @@ def install(
     root_input: torch.dtype | None = None
     if plan.params == "compute" or root_place.compute != plan.compute:
         root_input = FORMATS[root_place.compute].dtype
-    # operators that cast take fp32 and the plan's format as they come, and round no more than what they compute with
+    # operators that cast accept both fp32 and the plan's format, and round only what they compute with
     casts = root_input is not None and casts_operators(plan, root_place.compute)
-    alive = weakref.ref(model)  # what removes the borders must not keep the model
+    alive = weakref.ref(model)  # the undo entry must not keep the model alive
     borders: list[tuple[weakref.ref[nn.Module], Border]] = []
 
     def remove() -> None:
@@ -557,7 +560,7 @@ def install(
             border.close()
 
     def put(module: nn.Module, border: Border) -> None:
-        # first: an interrupt must not find a hook that nobody knows
+        # first: after an interrupt every installed hook must be known
         borders.append((weakref.ref(module), border))
         if border.cast_inputs is not None or border.follow_backward:
             module.register_forward_pre_hook(border.enter_and_cast, with_kwargs=True)

@@ -1,11 +1,11 @@
-"""A plan and a model make a resolution: the format of each module, the storage of each tensor, the borders.
+"""Apply a plan to a model to get a resolution: the format of each module, the storage of each tensor, the borders.
 
-:func:`resolve` changes nothing and is computed once; whatever carries a plan out (borders, storage, shard groups)
+:func:`resolve` changes nothing and is computed once; all code that applies a plan (borders, storage, shard groups)
 reads it. ``print(amp.resolve(model))`` shows it.
 
 Patterns are globs over module paths in which ``*`` stays within one level and ``**`` crosses levels
 (``encoder.layers.*.norm``, ``**.norm``), or ``type:`` and a glob over the names of a module's class and its bases.
-Where several regions match a module the last one wins; a module that none matches belongs to the region around it.
+If several regions match a module the last one wins; a module that none matches belongs to the enclosing region.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from castwise.errors import PatternError
 _WEIGHTED = (
     nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiMarginLoss, nn.MultiLabelSoftMarginLoss,
 )  # fmt: skip
-"""Losses with the weights of classes in a buffer."""
+"""Losses that keep class weights in a buffer."""
 _ONE_OPERATOR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -90,8 +90,8 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
     """The region that matches each named module directly, by path; the last match wins.
 
     Raises:
-        PatternError: A pattern that matches no module, or none whose forward runs. Type patterns may match
-            nothing: a plan that keeps ``type:BatchNorm*`` in fp32 is right for a model without one.
+        PatternError: A pattern matches no module, or none whose forward runs. Type patterns may match
+            nothing: a plan that keeps ``type:BatchNorm*`` in fp32 is valid for a model without one.
     """
     modules = dict(model.named_modules())
     silent = _never_called(model)
@@ -153,11 +153,11 @@ class ModulePlan:
     Attributes:
         path: Module path; empty for the model itself.
         kind: Name of the module's class.
-        compute: Format that it runs in.
-        stored: Format that its own parameters are to be stored in; None leaves them as they are.
-        around: Format of what lies around a border; None where no border is, and for the model itself.
-        meets: Its own operators find a wider table of its own beside low tensors; those that refuse such a mixture take
-            it in ``compute``.
+        compute: Its compute format.
+        stored: Storage format of its direct parameters; None leaves them as they are.
+        around: Format outside its border; None without a border, and for the model itself.
+        meets: Its operators combine a wider table of the module with low tensors; operators that refuse such a mixture
+            run in ``compute``.
     """
 
     path: str
@@ -175,10 +175,11 @@ class Resolution:
     Attributes:
         plan: The plan; for one stage of a pipeline without the regions of other stages.
         places: Each module, by path, in the model's order.
-        storage: Path of a parameter or buffer -> dtype that it is to be stored in, for those that must change.
-        kept: Floating buffers that stay as they are in a module whose parameters are stored low.
-        mixes: Operators are cast and may find weights low that their tables take to be fp32.
-        left_low: Paths of trained parameters that arrived in bf16 or fp16, which the plan does not ask for, and stay so.
+        storage: Path of a parameter or buffer -> its new dtype, for those that must change.
+        kept: Floating buffers that keep their dtype in a module whose parameters are stored low.
+        mixes: Operators are cast and may get low weights for which their rules expect fp32.
+        left_low: Paths of trained parameters that arrived in bf16 or fp16 and stay so, although the plan does not ask
+            for it.
         sealed: Paths of parameters that are left alone, with all of their module, since they are quantised.
     """
 
@@ -192,11 +193,11 @@ class Resolution:
 
     @property
     def borders(self) -> tuple[ModulePlan, ...]:
-        """The modules with a format of their own, or with rule tables that include wider formats."""
+        """The modules with their own format, or with tables wider than their compute format."""
         return tuple(place for place in self.places.values() if place.around is not None)
 
     def stored_in(self, path: str) -> torch.dtype | None:
-        """The low dtype that a module's own parameters are stored in; None for fp32."""
+        """The low dtype in which a module's direct parameters are stored; None for fp32."""
         stored = self.places[path].stored
         return FORMATS[stored].dtype if stored in LOW else None
 
@@ -239,25 +240,29 @@ def resolve(
 ) -> Resolution:
     """Determine the effect of a plan on a model; changes neither.
 
-    A parameter shared by several regions takes the widest of their formats; fp64 stays. Buffers are state: they keep their dtype
-    unless a region with ``params`` names their very module. Where operators are not autocast, what can
-    be told to be a constant follows the parameters, as in ``module.half()``: what a parametrization keeps beside its
-    weight, the class weights of losses, and masks that are added to scores. All else stays. Operators take no fp32
-    table beside low tensors; so a module with a table of two and more dimensions runs in fp32 where no parameters are
-    inside, and otherwise has a border of its own (:attr:`ModulePlan.meets`), as have those of its children that hold low
-    parameters. So has a parametrization, other than torch's norms, whose operators may lack low kernels. A module without
-    ``forward`` can have no border: what it keeps stays where it is whole numbers alone.
-    What arrived low stays so, also where a float model's would be fp32, unless ``widen`` says otherwise, it is in
-    another low format than the plan's, or a region of a low plan runs in fp32. Quantised modules stay as they are.
-    A BatchNorm keeps its parameters with its statistics, since torch has no kernel for low ones beside fp32 ones, and
-    where operators are autocast a layer under spectral_norm keeps its weight with its vectors.
+    A parameter shared by several regions takes the widest of their formats; fp64 stays. Buffers are state: they keep
+    their dtype unless a region with ``params`` matches their very module. If operators are not autocast, recognisable
+    constants follow the parameters, as in ``module.half()``: tensors that a parametrization keeps beside its weight,
+    the class weights of losses, and masks that are added to scores. All other buffers stay.
+
+    Operators refuse an fp32 table with low tensors. So a module with a table of two or more dimensions runs in fp32 if
+    no parameters are inside, and otherwise gets its own border (:attr:`ModulePlan.meets`), as do those of its children
+    that hold low parameters. So does a parametrization, other than torch's norms, whose operators may lack low kernels.
+    A module without ``forward`` can have no border: its buffers follow the parameters too, unless they hold only whole
+    numbers.
+
+    Tensors that arrived low stay low, also where those of a float model would be fp32, except under ``widen``, in
+    another low format than the plan's, or in an fp32 region of a low plan. Quantised modules stay as they are. A
+    BatchNorm keeps its parameters in the format of its statistics, since torch has no kernel for low parameters with
+    fp32 statistics, and if operators are autocast, a layer under spectral_norm keeps its weight in the format of its
+    vectors.
 
     Args:
         plan: The plan.
         model: In any state of training.
-        device_type: Where it runs.
+        device_type: Device of the model.
         part: It is one stage of a pipeline: regions that match nothing belong to other stages.
-        inference: Store the weights low of layers that the plan computes low anyway.
+        inference: Store weights low in layers that the plan computes low anyway.
         widen: Store in fp32 what arrived low and the plan does not store low: one of ``arrival.WIDEN``.
 
     Raises:
@@ -277,7 +282,7 @@ def resolve(
     wide = widening(model, widen)
 
     def as_is(path: str, tensor: Tensor) -> torch.dtype:
-        # operators take neither two low formats nor, in a region that is to run in fp32, a low weight
+        # operators refuse two low formats together and, in an fp32 region, a low weight
         other = plan.stores_low and tensor.dtype is not plan.compute_dtype
         fp32_region = plan.compute in LOW and places[path].compute == "fp32"
         meets = tensor.dtype in LOW_DTYPES and (other or fp32_region)
@@ -350,7 +355,7 @@ def resolve(
 
 
 def _mixes(plan: Plan, modules: Mapping[str, nn.Module], places: Mapping[str, ModulePlan]) -> bool:
-    """Whether weights are stored low beyond the layers whose operators take only low inputs."""
+    """Whether low weights exist outside the layers whose operators take only low inputs."""
     return any(casts_operators(plan, place.compute) for place in places.values()) and any(
         places[path].stored in LOW
         and not _is_one_operator(module)
@@ -366,7 +371,7 @@ def _place_tables(
     places: dict[str, ModulePlan],
     storage: dict[str, torch.dtype],
 ) -> None:
-    """Find the modules whose parameters are wider than their compute format where operators are not cast, and make them run."""
+    """If operators are not cast: find modules with parameters wider than their compute format, and give them a border."""
     paths = {module: path for path, module in modules.items()}
     final = {tensor: storage.get(name, tensor.dtype) for name, tensor in named_tensors(modules[""])}
     for path, module in modules.items():
@@ -374,7 +379,7 @@ def _place_tables(
         if place.compute not in LOW or casts_operators(plan, place.compute) or not _runs(module):
             continue
         if not plan.stores_low and place.stored not in LOW:
-            continue  # nothing low is there to meet
+            continue  # there are no low tensors to combine it with
         low = FORMATS[place.compute].dtype
         if _factorises(module) and place.stored in LOW and place.around is None:
             places[path] = dataclasses.replace(place, around=place.compute, meets=True)
@@ -415,9 +420,9 @@ def _runs(module: nn.Module) -> bool:
 
 
 def _called_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules with their own operators that a forward probably calls: its children, and those of containers.
+    """The modules with operators that a forward probably calls: its children, and those of containers.
 
-    Left out are layers of one operator that takes a wide input low by itself, and embeddings, which take no floating one.
+    Layers of one operator that accepts a wide input are left out, and so are embeddings, which take no floating input.
     """
     for child in module.children():
         if isinstance(child, _CONTAINERS):
@@ -478,7 +483,7 @@ def _parents(path: str, modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]
 def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
     """Whether a buffer is recognisably a constant that is combined with activations, and not state, counters or positions."""
     if "parametrizations" in path.split(".") or hasattr(module, "weight_orig"):
-        return True  # the vectors of spectral_norm are multiplied with the weight
+        return True  # the vectors of spectral_norm are multiplied by the weight
     if isinstance(module, _WEIGHTED):
         return True
     if not _torch.tensors.is_dense(buffer) or buffer.dim() < 2 or buffer.is_meta or buffer.numel() == 0:
@@ -525,7 +530,7 @@ def _lower_layers(plan: Plan, device_type: str) -> dict[type[nn.Module], bool]:
         return {}
     table = rules.base_table(plan.rules, device_type)
     chosen = {op: row.rule for op, row in table.items()} | dict(plan.ops)
-    if plan.rules == "native":  # torch.autocast casts for them inside, by operators of cuDNN and oneDNN
+    if plan.rules == "native":  # torch.autocast casts for them internally, by operators of cuDNN and oneDNN
         chosen = {"lstm": "lower", "gru": "lower", "rnn_tanh": "lower", "rnn_relu": "lower", **chosen}
     return {
         kind: all(chosen.get(op) in ("lower", "unfused") for op in operators)

@@ -18,18 +18,19 @@ _SAMPLE = 1 << 14
 class RoundedInputs:
     """Checks the inputs of a model's first calls before they are rounded, and warns once.
 
-    Values are compared where they are one number per example, and elsewhere where the format is coarser than whole numbers:
-    timesteps, positions, raw counts. Features that lie close to each other say nothing. These calls wait for the device.
+    Values are compared if they are one number per example, or if the format cannot represent their whole numbers:
+    timesteps, positions, raw counts. Features that are close to each other are no reason to warn. These calls wait for
+    the device.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._looks = dtype, _LOOKS
 
     def look(self, kind: str, inputs: Any) -> bool:
-        """Check the inputs of a call of a model whose class is called ``kind``.
+        """Check the inputs of a call of a model of class ``kind``.
 
         Returns:
-            Whether to look again at the next call.
+            Whether to check again at the next call.
 
         Warns:
             UserWarning: Distinct values become equal.
@@ -62,7 +63,7 @@ class RoundedInputs:
 def _that_collapse(values: Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
     """Two distinct values that are equal in ``dtype``, if they matter."""
     flat = values.reshape(-1)[:_SAMPLE]
-    flat = flat[flat.to(dtype).isfinite()]  # what overflows is another matter
+    flat = flat[flat.to(dtype).isfinite()]  # overflow is not checked here
     if values.dim() > 1 or values.numel() == 1:
         flat = flat[flat.abs() >= 2 / torch.finfo(dtype).eps]
     flat = flat.sort().values

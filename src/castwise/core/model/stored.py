@@ -104,7 +104,7 @@ def refuse_cast(model: nn.Module) -> None:
     """Before a training call of a model: raise if any of its trained parameters was cast.
 
     Raises:
-        StateError: Somebody has.
+        StateError: One was.
     """
     for name, parameter in model.named_parameters():
         if is_cast(parameter) and parameter.requires_grad:
@@ -114,7 +114,8 @@ def refuse_cast(model: nn.Module) -> None:
 def explain_cast(error: BaseException | None, model: nn.Module) -> None:
     """Add to an operator's error that parameters were cast since the model was prepared, if so.
 
-    The hook that calls this cannot raise an error of its own (torch silences it), so the message on its way out is extended.
+    The hook that calls this cannot raise an error (torch silences it), so the message of the error being raised is
+    extended.
     """
     if not isinstance(error, RuntimeError) or not error.args or not isinstance(error.args[0], str):
         return

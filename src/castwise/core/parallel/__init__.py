@@ -1,8 +1,8 @@
-"""Many processes, one plan: what each kind of parallelism needs.
+"""What each kind of parallelism needs so that many processes run by one plan.
 
-``wrappers``: DistributedDataParallel, recognised. ``fsdp``: FSDP2, and its shard groups. ``pipeline``: losses inside pipeline
-schedules. ``compression``: gradients sent in bf16 or fp16. ``rendezvous``: where processes meet, restarted ones too. ``whole``: a
-whole copy of a model that is cut, on every rank.
+``wrappers``: detects DistributedDataParallel. ``fsdp``: FSDP2, and its shard groups. ``pipeline``: losses inside
+pipeline schedules. ``compression``: gradients sent in bf16 or fp16. ``rendezvous``: how processes meet, also restarted
+ones. ``whole``: a whole copy of a sharded model on every rank.
 """
 
 from __future__ import annotations

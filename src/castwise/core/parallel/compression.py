@@ -1,8 +1,8 @@
 """Gradients sent in bf16 or fp16, as communication hooks of DistributedDataParallel.
 
-torch's own ``bf16_compress_hook`` wants NCCL, and its ``fp16_compress_hook`` casts before it divides by the number of
-ranks, so that sums of scaled gradients overflow where their mean would not. These divide first, in fp32, and work
-on every backend.
+torch's own ``bf16_compress_hook`` requires NCCL, and its ``fp16_compress_hook`` casts before it divides by the number
+of ranks, so that sums of scaled gradients overflow where their mean would not. These hooks divide first, in fp32, and
+work on every backend.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def compress_to_bf16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
 def compress_to_fp16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients in fp16, as :func:`compress_to_bf16` does: 11 bits of each gradient.
 
-    What overflows fp16 arrives as infinity on all ranks alike, and under a plan with a loss scale the step is
-    skipped and the scale shrinks; what lies below 6e-8 is lost.
+    Values that overflow fp16 become infinite on all ranks, and under a plan with a loss scale the step is
+    skipped and the scale shrinks; values below 6e-8 are lost.
     """
     return _compressed(group, bucket, torch.float16)
 
 
-if dist.is_available():  # DistributedDataParallel compares the annotations themselves, not their texts
+if dist.is_available():  # DistributedDataParallel compares the annotation objects, not their text
     for _hook in (compress_to_bf16, compress_to_fp16):
         _hook.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[Tensor]})  # type: ignore[attr-defined]

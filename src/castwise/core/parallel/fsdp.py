@@ -2,7 +2,7 @@
 
 FSDP2 keeps each parameter as an fp32 shard and gathers it in ``param_dtype``: the shards are the masters of a plan that
 stores parameters low. All parameters of a group are gathered in one dtype, so a region that stores its parameters in
-another format is a group of its own.
+another format needs a separate group.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def check_groups(resolution: Resolution, model: nn.Module) -> None:
     """Check that FSDP2 gathers every parameter in the format in which the plan stores it.
 
     Raises:
-        StateError: It does not; names the parameter, the group and what to do.
+        StateError: It does not; the error names the parameter, the group and what to do.
     """
     for path, name, _, policy, want in _sharded(resolution, model):
         got = None if policy.param_dtype is torch.float32 else policy.param_dtype
@@ -108,16 +108,16 @@ def check_groups(resolution: Resolution, model: nn.Module) -> None:
             raise StateError(
                 f"prepare: FSDP2 gathers {name} in {said[0]}, in the group of {path or type(model).__name__!r}, but the plan "
                 f"{resolution.plan} has it in {said[1]}. Shard by the plan: amp.fully_shard(model, blocks=...), or "
-                "fully_shard(module, mp_policy=amp.mp_policy(module, model)) with a group of its own for each region that "
+                "fully_shard(module, mp_policy=amp.mp_policy(module, model)) with a separate group for each region that "
                 "stores parameters in another format."
             )
 
 
 def check_shards(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
-    """Check that shards still have the dtype of the model's first run, which FSDP2 relies on.
+    """Check that shards still have the dtype of the model's first run, which FSDP2 assumes.
 
     Raises:
-        StateError: One is to be stored otherwise.
+        StateError: The plan stores one in another dtype.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, known in _torch.distributed.fsdp_knows(model).items():
@@ -132,11 +132,11 @@ def check_shards(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None
 
 
 def shard_dtypes(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """The dtype that each shard is to be stored in.
+    """The new dtype of each shard.
 
-    FSDP2 keeps shards in fp32, which are masters enough, and gathers them low; so they stay as they are, and those of trained
-    parameters that arrived low become fp32. Under a plan without masters the shards themselves are low and the optimizer's
-    state follows.
+    FSDP2 keeps shards in fp32, which serve as masters, and gathers them low; so they stay as they are, and those of
+    trained parameters that arrived low become fp32. Under a plan without masters the shards are low, and so is the
+    optimizer's state.
     """
     plan = resolution.plan
     found = {}
@@ -152,13 +152,13 @@ def shard_dtypes(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch
 
 
 class _Frozen:
-    """Parameters of a sharded model that may later train in dtypes other than those FSDP2 and the plan expect."""
+    """Parameters of a sharded model that may later train in other dtypes than FSDP2 and the plan expect."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._units = _torch.distributed.fsdp_units(model)
         low = _torch.distributed.fsdp_groups(model) if plan.keeps_masters else ()
         self._low = [weakref.ref(shard) for _, _, shard, _ in low if shard.dtype in LOW_DTYPES]
-        """Shards that arrived low and stay so as long as they are frozen; trained ones are masters, in fp32."""
+        """Shards that arrived low and stay so while they are frozen; trained ones are masters, in fp32."""
 
     def look(self) -> None:
         units = [unit for reference in self._units if (unit := reference()) is not None]
@@ -187,7 +187,7 @@ def _look(model: nn.Module, *_: Any) -> None:
 
 
 def follow_unfreezing(model: nn.Module, plan: Plan, log: Callable[[Callable[[], None]], object]) -> None:
-    """Make frozen shards train once they are unfrozen after the first run; ``log`` gets a function that ends this."""
+    """Make frozen shards trainable when they are unfrozen after the first run; ``log`` gets the undo entry."""
     if not _torch.distributed.fsdp_units(model):
         return
     alive = weakref.ref(model)

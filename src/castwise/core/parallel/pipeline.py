@@ -1,9 +1,9 @@
 """Losses inside pipeline schedules.
 
-A schedule of ``torch.distributed.pipelining`` runs backward itself, microbatch by microbatch, and starts it from what
-its loss function returns. So the scale goes in there, on the way back alone: the value that the schedule reports stays
-the loss, the gradient that it starts from is the scale. Where the schedule would divide gradients by the number of
-microbatches in the end, that goes in there too: scaled fp16 gradients would overflow before.
+A schedule of ``torch.distributed.pipelining`` runs backward itself, microbatch by microbatch, from the result of
+its loss function. So the scale is applied there, in backward only: the schedule still reports the unscaled
+loss, and its backward starts from the scale. If the schedule would divide gradients by the number of
+microbatches at the end, that factor is applied there too: scaled fp16 gradients would overflow before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def stages_of(schedule: Any) -> list[Any]:
     """The stages that this rank runs.
 
     Raises:
-        StateError: Not a schedule of ``torch.distributed.pipelining``.
+        StateError: It is not a schedule of ``torch.distributed.pipelining``.
     """
     try:
         return _torch.distributed.schedule_stages(schedule)
@@ -55,8 +55,8 @@ def adapt(schedule: Any, scale: Callable[[], Tensor | None], open_window: Callab
 
     Args:
         schedule: Made with a ``loss_fn``; one without only runs forward.
-        scale: The scale as a 0-dim fp32 tensor; None where the plan has none.
-        open_window: Called before each forward of a stage on this rank, the first thing that every rank does.
+        scale: The scale as a 0-dim fp32 tensor; None if the plan has none.
+        open_window: Called before each forward of a stage on this rank, the first action of every rank.
     """
 
     def wrap(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:

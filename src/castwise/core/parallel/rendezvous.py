@@ -1,8 +1,8 @@
 """Rendezvous of processes, including those that torchrun has restarted.
 
-torchrun's agent keeps one store for all its restarts, with the keys that ended processes have left there: torch's own
-``init_process_group`` reads the addresses of the dead from it, and fails or waits. Here each start of the processes
-gets a part of the store of its own.
+torchrun's agent keeps one store for all its restarts, with the keys of processes that have ended: torch's
+``init_process_group`` reads the addresses of ended processes from it, and fails or hangs. Here each start uses
+a separate part of the store.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ def init_process_group(
     """Start ``torch.distributed`` so that it also works in processes that torchrun has restarted.
 
     Use it in place of ``torch.distributed.init_process_group`` in a script under ``torchrun --max-restarts``, on one
-    machine or several: that one meets ended processes in torchrun's store, fails or hangs. Without torchrun or another
-    launcher the process is a group by itself, so that the same script runs as ``python train.py`` too.
+    machine or several: torch's function finds the addresses of ended processes in torchrun's store, and fails or hangs.
+    Without torchrun or another launcher, the process forms a group by itself, so that the same script also runs as
+    ``python train.py``.
 
     Args:
-        backend: Such as ``"gloo"`` or ``"nccl"``; None for torch's choice by device.
-        timeout: How long to wait for the other processes, here and in collectives; None for five minutes
-            here and torch's own times there.
+        backend: For example ``"gloo"`` or ``"nccl"``; None for torch's choice by device.
+        timeout: How long to wait for the other processes, here and in collectives; None for five minutes here and
+            torch's defaults in collectives.
         device_id: As torch takes it: the GPU of this process.
         pg_options: As torch takes it.
 
     Raises:
-        StateError: Other processes did not come in time.
-        RuntimeError: torch's own, for a store that cannot be reached.
-        ValueError: torch's own, for a group that runs already, or an environment without ``MASTER_ADDR`` and its like.
+        StateError: Other processes did not arrive in time. RuntimeError: From torch: the store cannot be reached.
+            ValueError: From torch: a group exists already, or the environment lacks ``MASTER_ADDR`` or a similar
+            variable.
     """
     dist.init_process_group(
         backend,
@@ -57,7 +58,7 @@ def init_process_group(
 
 
 def _meeting_place(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Rendezvous arguments for torch's ``init_process_group``; empty where torch's default works."""
+    """Rendezvous arguments for torch's ``init_process_group``; empty if torch's default works."""
     env = os.environ
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
@@ -73,9 +74,9 @@ def _meeting_place(timeout: datetime.timedelta) -> dict[str, Any]:
 def _attempt(store: Any, rank: int, world: int) -> str:
     """A name for this start of the processes, the same on all, since the store keeps keys of earlier starts.
 
-    Rank 0 makes it. It cannot tell a live rank's word from a dead one's, so it answers all of them under names that are
-    made anew each time, until every rank has shown that it has read the answer. The number of the restart would not do:
-    each agent counts its own.
+    Rank 0 creates it. It cannot tell messages of live ranks from those of ended ones, so it answers all of them under
+    new names each time, until every rank has confirmed that it has read the answer. The number of the restart cannot be
+    used: each agent counts its own.
     """
     own = uuid.uuid4().hex
     if rank > 0:

@@ -17,14 +17,14 @@ _USE = "looking"
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether a model is under ``fully_shard``, or holds a DTensor."""
+    """Whether ``fully_shard`` was called on a model, or it holds a DTensor."""
     return any(map(_torch.distributed.is_fsdp, model.modules())) or any(map(is_dtensor, _tensors(model)))
 
 
 def ranks_of(model: nn.Module) -> Ranks:
     """The processes that hold a model together: those of its DistributedDataParallel or meshes; else only this one.
 
-    Called on all of them: their messages go by a gloo group of their own.
+    All of them call it; their messages use a separate gloo group.
     """
     ddp = ddp_of(model)
     if ddp is not None:
@@ -47,11 +47,11 @@ def gathered(tensor: Tensor) -> Tensor:
 def whole_copy(model: nn.Module, call: str) -> nn.Module:
     """A copy of a sharded model for each rank: whole plain tensors, and modules as before sharding.
 
-    Hooks, buffers, modes and what requires a gradient are the model's, which is left as it is. Its ranks call it together;
-    each needs memory for all parameters, and twice the largest of them while they are gathered.
+    Hooks, buffers, train modes and ``requires_grad`` are those of the model, which is not changed. Its ranks call it
+    together; each needs memory for all parameters, and twice the largest of them while they are gathered.
 
     Raises:
-        WorkloadError: There is no room for it, or the model cannot be copied; on all ranks alike.
+        WorkloadError: There is not enough memory, or the model cannot be copied; on all ranks.
     """
     ranks, shards = ranks_of(model), _shards(model)
     room = ranks.each(lambda: _make_room([*dict.fromkeys(shards.values())], call))
@@ -98,5 +98,5 @@ def _mesh(shard: Tensor) -> Any:
 
 
 def _shards(model: nn.Module) -> dict[Tensor, Tensor]:
-    """The DTensor behind each tensor that the model holds."""
+    """The DTensor behind each of the model's tensors."""
     return {t: t for t in _tensors(model) if is_dtensor(t)} | _torch.distributed.fsdp_shards(model)

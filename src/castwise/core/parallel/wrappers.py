@@ -1,7 +1,7 @@
 """Detect DistributedDataParallel and FSDP wrappers.
 
-DistributedDataParallel wraps a model after it was prepared, without a call to castwise. But a module that becomes another's child
-is announced by a public hook of torch, and that is where a prepared model learns of it. So it is with FSDP1.
+DistributedDataParallel wraps a model after it was prepared, without a call to castwise. But a public hook of torch runs
+when a module becomes another's child, and it shows that a prepared model was wrapped. The same holds for FSDP1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _announce(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 
 
 def refuse_fsdp1(call: str, module: nn.Module) -> None:
-    """Raise for FSDP1, whose flat parameters and norms do not work with a plan, around or inside a prepared model.
+    """Raise for FSDP1 around or inside a prepared model: its flat parameters and norms do not work with a plan.
 
     Raises:
         StateError: Always.
@@ -62,7 +62,7 @@ def on_fsdp1(listener: Callable[[nn.Module], None]) -> None:
 def on_ddp(listener: Callable[[DistributedDataParallel, nn.Module], None]) -> None:
     """Call ``listener(ddp, module)`` whenever DistributedDataParallel wraps a module, before it broadcasts weights.
 
-    Its process group is known by then.
+    Its process group exists by then.
     """
     if not _listeners:
         register_module_module_registration_hook(_announce)
@@ -74,7 +74,7 @@ def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.
     """The parameters whose gradients a DistributedDataParallel averages.
 
     Raises:
-        StateError: One of them is cut by tensor parallelism, which it cannot hold.
+        StateError: One of them is sharded by tensor parallelism, which DistributedDataParallel does not support.
     """
     params = [p for name, p in module.named_parameters() if name not in ddp.parameters_to_ignore]
     for name, parameter in module.named_parameters():
@@ -88,7 +88,7 @@ def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """A model and the modules that it merely wraps."""
+    """A model and the modules inside its wrappers."""
     while True:
         yield model
         inner = _torch.calls.without_compiler(model)
@@ -119,11 +119,11 @@ def inside_ddp(model: nn.Module) -> nn.Module:
 
 
 def ddp_around(module: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that already wraps a module. Looks through all objects, so it takes some time."""
+    """The DistributedDataParallel that already wraps a module. Searches all objects, so it takes some time."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     for thing in gc.get_objects():
-        # isinstance would ask proxies, which answer with warnings
+        # isinstance would call into proxies, which answer with warnings
         inner = getattr(thing, "module", None) if issubclass(type(thing), DistributedDataParallel) else None
         if inner is not None and any(child is module for child in inner.modules()):
             found: DistributedDataParallel = thing

@@ -25,9 +25,9 @@ class Format:
     """One binary floating-point format.
 
     Attributes:
-        name: castwise's name of it, such as ``"bf16"``.
-        bits: Width of one stored value. For tf32, which is only ever an operand inside a matrix unit and is
-            stored as fp32, the 19 bits that the unit reads.
+        name: castwise's name, such as ``"bf16"``.
+        bits: Width of one stored value. For tf32, which exists only inside a matrix unit and is stored as fp32, the 19
+            bits that the unit reads.
         exponent_bits: Width of the exponent field.
         mantissa_bits: Width of the fraction field, the implicit leading one not counted.
         max: Largest finite value.
@@ -54,7 +54,7 @@ class Format:
     @property
     def dtype(self) -> torch.dtype:
         """The torch dtype that stores values of this format (``torch.float32`` for tf32)."""
-        import torch  # here, since reports need the numbers alone, and do without torch
+        import torch  # imported here, since reports need only the numbers and run without torch
 
         dtype = getattr(torch, self.torch_name)
         assert isinstance(dtype, torch.dtype)
@@ -94,11 +94,11 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType({
 """Every format by name."""
 
 LOW: Final = ("bf16", "fp16")
-"""The formats that a model can compute in and store its parameters in instead of fp32."""
+"""The formats other than fp32 in which a model can compute and store its parameters."""
 
 if TYPE_CHECKING:
     LOW_DTYPES: tuple[torch.dtype, ...]
-    """The torch dtypes of these."""
+    """The torch dtypes of :data:`LOW`."""
 
 
 def __getattr__(name: str) -> tuple[torch.dtype, ...]:

@@ -8,8 +8,8 @@ The line is the name of a preset and then any number of ``+field=value``, in thi
            | "regions." PATTERN "=" ( FORMAT | "params:" FORMAT | "compute:" FORMAT "/params:" FORMAT )
            | "loss_scale=none" | "loss_scale=default" | "loss_scale." FIELD "=" NUMBER
 
-Patterns are percent-encoded as in a URL, apart from the characters that module paths and globs are made of.
-So a line never holds a comma or a blank, and several fit on a command line.
+Patterns are percent-encoded as in a URL, except for the characters of module paths and globs. So a line never holds a
+comma or a blank, and several lines fit on a command line.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from castwise.core.plans.text import close_matches, shown
 from castwise.errors import PlanError, UnknownNameError
 
 Values = Mapping[str, Any]
-"""A plan's fields as JSON has them: regions and the loss scale as mappings, ops as pairs."""
+"""A plan's fields as in JSON: regions and the loss scale as mappings, ops as pairs."""
 
 _PATTERN_SAFE: Final = ".*?[]!:/-_"
 _BAD_ESCAPE: Final = re.compile("%(?![0-9A-Fa-f]{2})")
 _NUMBER: Final = re.compile("-?[0-9.]+(e-?[0-9]+)?", re.IGNORECASE)
-"""Python reads more as numbers: 1_0, and the digits of other scripts."""
+"""Python accepts more as numbers: 1_0, and the digits of other scripts."""
 _WORDS: Final = {"none": None, "true": True, "false": False}
 
 
 def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) -> str:
     """Write a plan as its closest preset and the differences.
 
-    Args are fields, without provenance: the plan's, those of every preset, one of which must have no regions, and
-    those of a default loss scale. A plan that equals a preset is that preset's name, the first one's where several
-    are equal.
+    The arguments are fields, without provenance: the plan's, those of every preset, one of which must have no regions,
+    and those of a default loss scale. A plan that equals a preset is written as that preset's name; of several equal
+    presets, the first.
     """
     lines = [
         [name, *_items(plan, base, loss_scale)]
@@ -52,11 +52,11 @@ def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
     """Read the differences in a line from its preset, whose fields are ``base``; ``loss_scale`` has the default fields.
 
     Returns:
-        All fields of the plan; values are checked for form only.
+        All fields of the plan; only the form of values is checked.
 
     Raises:
         UnknownNameError: No such field.
-        PlanError: An item that is not of the form ``field=value``, a field or an operator given twice, or a pattern that is
+        PlanError: An item is not of the form ``field=value``, a field or an operator is given twice, or a pattern is
             wrongly escaped.
     """
     values = {**base, "regions": [*base["regions"]]}
@@ -71,12 +71,12 @@ def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
             )
         name, _, rest = path.partition(".")
         former = given.get(path)
-        if name == "loss_scale":  # nothing beside none; the default may have fields after it
+        if name == "loss_scale":  # loss_scale=none stands alone; loss_scale=default may be followed by fields
             whole = (
                 i for p, i in given.items() if p.startswith(name) and (not rest or i == "loss_scale=none")
             )
             former = former or next(whole, None)
-        if former is not None and name != "regions":  # of regions the last one that matches holds
+        if former is not None and name != "regions":  # the last matching region wins
             raise PlanError(
                 f"Plan.parse({shown(text)}): {shown(former)} and {shown(item)} set the same thing. Leave one of them out."
             )

@@ -20,22 +20,23 @@ _REGION_FORMATS: Final = ("fp64", "fp32", "bf16", "fp16")
 _LONGEST_PATTERN: Final = 1_000
 _UNWRITTEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _MOST_STEPS: Final = 2**63 - 1
-"""What a device can count to."""
+"""The largest step count that a device can hold."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a model with a format of its own.
+    """A part of a model with its own format.
 
     Attributes:
         pattern: Glob over module paths (``encoder.layers.*.norm``), or ``type:`` and a glob over the names of
             a module's class and its bases (``type:BatchNorm*``).
-        compute: Format the region runs in, whatever surrounds it: fp64, fp32, bf16, fp16 (a dtype is taken
+        compute: Compute format of the region, whatever surrounds it: fp64, fp32, bf16, fp16 (a dtype is accepted
             too), or None for the plan's.
-        params: Format its parameters are stored in, from the same choice, or None for the plan's.
+        params: Storage format of its parameters, from the same choice, or None for the plan's.
 
     Raises:
-        PlanError: A pattern that is empty, of more than 1,000 characters or not of printed ones, a format that a region cannot have, or neither format given.
+        PlanError: The pattern is empty, has more than 1,000 characters or unprintable ones, a format is not allowed for
+            a region, or neither format is given.
     """
 
     pattern: str
@@ -85,8 +86,8 @@ class Region:
 class LossScale:
     """How the loss is scaled to keep fp16 gradients out of underflow.
 
-    The defaults are those of ``torch.amp.GradScaler`` with one difference: a floor. torch lets the scale fall
-    to zero, where it stays and no step is taken ever again; at the floor castwise can say so instead.
+    The defaults are those of ``torch.amp.GradScaler`` with one difference: a floor. torch lets the scale fall to zero,
+    after which every step is skipped; castwise can raise an error at the floor instead.
 
     Attributes:
         init: First scale.
@@ -94,13 +95,13 @@ class LossScale:
         backoff: Factor on the scale after a step with non-finite gradients, between 0 and 1.
         interval: Steps with finite gradients before the scale grows.
         hysteresis: Steps with non-finite gradients before the scale shrinks; 1 shrinks at once.
-        floor: Smallest scale, or None. With the default of 2**-14, overflow at the floor takes gradients
-            above 1e9 (65504 * 2**14), which no scale cures.
+        floor: Smallest scale, or None. With the default of 2**-14, only gradients above 1e9 (65504 * 2**14) overflow at
+            the floor, and no scale can prevent that.
         ceiling: Largest scale, or None.
-        dynamic: False keeps ``init`` throughout.
+        dynamic: False keeps the scale at ``init``.
 
     Raises:
-        PlanError: A number out of its range.
+        PlanError: A number is out of its range.
     """
 
     init: float = 65536.0
@@ -120,7 +121,7 @@ class LossScale:
             number = _finite(value)
             if number is None or number <= 0:
                 raise self._error(name)
-            # So that 2**16 and 65536.0 make one plan with one digest.
+            # So that 2**16 and 65536.0 give equal plans with one digest.
             object.__setattr__(self, name, number)
         for name in ("interval", "hysteresis"):
             value = getattr(self, name)
@@ -156,7 +157,7 @@ class FrozenMapping(Mapping[str, Any]):
     """A read-only, hashable mapping of JSON values; nested mappings and lists are frozen too.
 
     Raises:
-        PlanError: A key or a value that JSON cannot hold; it calls the mapping ``path``.
+        PlanError: A key or a value cannot be represented in JSON; the error names it by ``path``.
     """
 
     __slots__ = ("_items",)
@@ -165,7 +166,7 @@ class FrozenMapping(Mapping[str, Any]):
         for key in items:
             if not isinstance(key, str):
                 raise PlanError(
-                    f"Plan: {path} has the key {shown(key)}, which JSON cannot hold. Allowed: strings."
+                    f"Plan: {path} has the key {shown(key)}, which cannot be a key in JSON. Allowed: strings."
                 )
         self._items = {key: _freeze(value, f"{path}.{key}") for key, value in items.items()}
 
@@ -198,8 +199,8 @@ def from_mapping(cls: Any, values: object, what: str) -> Any:
     """Make a dataclass (Plan, Region, LossScale) from a mapping, which errors call ``what``.
 
     Raises:
-        UnknownNameError: A key that is no field.
-        PlanError: No mapping, a missing key, or a value that its field does not take.
+        UnknownNameError: A key is not a field.
+        PlanError: It is not a mapping, a key is missing, or a value is not allowed for its field.
     """
     fields = dataclasses.fields(cls)
     names = [f.name for f in fields]
@@ -222,7 +223,7 @@ def one_of(call: str, value: object, allowed: tuple[str, ...]) -> str:
     """Return ``value`` if it is one of the allowed names.
 
     Raises:
-        PlanError: It is not; the sentence that every field of a fixed choice shares.
+        PlanError: It is not. Every field with a fixed choice of values has this message.
     """
     if not isinstance(value, str) or value not in allowed:
         raise PlanError(
@@ -238,7 +239,7 @@ def format_name(call: str, value: object, allowed: tuple[str, ...]) -> str:
         PlanError: It is not.
     """
     if isinstance(value, (torch.dtype, Format, str)) and value not in allowed:
-        # one_of says it better: it knows the field and which formats it takes
+        # the error of one_of is better: it names the field and its allowed formats
         with suppress(UnknownNameError):
             value = get_format(value).name
     return one_of(call, value, allowed)

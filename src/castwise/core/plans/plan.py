@@ -1,7 +1,7 @@
 """Plan: the whole precision decision of a training run as one frozen value.
 
 A plan is plain data. It is hashable, prints as one line that :meth:`Plan.parse` reads back, round-trips
-through JSON and has a digest that is the same in every process. What it says is carried out elsewhere.
+through JSON and has a digest that is the same in every process. Other modules apply it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from castwise.errors import PlanError, UnknownNameError
 __all__ = ["PRESETS", "LossScale", "Plan", "Region", "as_plan"]
 
 _LONGEST: Final = 1 << 24
-"""Bytes of a file: far more than any plan has, far less than memory."""
+"""Largest file that is read, in bytes: far more than any plan has, far less than memory."""
 _FP32_MODES: Final = ("as_is", "ieee", "tf32", "bf16")
 _COMPILE_MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-"""torch.compile's own, and their names."""
+"""The modes of torch.compile, by torch's names."""
 
 
 def _choice(default: str, *allowed: str) -> Any:
@@ -52,37 +52,37 @@ def _choice(default: str, *allowed: str) -> Any:
 class Plan:
     """The whole precision decision of a training run.
 
-    Two plans that decide the same are equal, hash alike and have one digest, whoever measured them:
-    ``provenance`` takes no part in that and is not printed.
+    Two plans with the same decisions are equal and have the same hash and digest, whoever measured them: ``provenance``
+    is not compared and not printed.
 
     Attributes:
-        compute: What ``lower`` operators run in: fp32, bf16 or fp16 (a dtype is taken too).
-        params: How the model stores its parameters: ``fp32``, or ``compute`` for the compute format. Where operators
-            are not cast, that casts the model's floating inputs too.
-        master: ``fp32``: the optimizer works on fp32 copies of the parameters that are stored low. ``none``:
-            it works on them directly.
-        regions: Parts with formats of their own; the last that matches a module wins. A list, or a mapping
-            from pattern to compute format or to Region's fields, is taken too.
+        compute: Format in which ``lower`` operators run: fp32, bf16 or fp16 (a dtype is accepted too).
+        params: Storage format of the model's parameters: ``fp32``, or ``compute`` for the compute format. If operators
+            are not cast, ``compute`` also casts the model's floating inputs.
+        master: ``fp32``: the optimizer works on fp32 copies of the parameters that are stored low. ``none``: it updates
+            them directly.
+        regions: Parts with their own formats; the last that matches a module wins. A list, or a mapping from pattern to
+            compute format or to Region's fields, is accepted too.
         rules: Base table of operator rules, one of `castwise.core.plans.rules.BASES`; ``none`` casts no operator.
-        ops: Pairs of operator and rule on top of the base table, sorted. A list or a mapping is taken too.
-            That the operators exist is checked where the plan is carried out, because the libraries of custom
-            ones may be imported after the plan is made.
-        fp32_matmul: What fp32 matrix products may use inside: ``as_is`` (the process's setting), ``ieee``,
+        ops: Pairs of operator and rule that override the base table, sorted. A list or a mapping is accepted too.
+            Whether the operators exist is checked when the plan is applied, because libraries of custom operators may
+            be imported after the plan is made.
+        fp32_matmul: Format that fp32 matrix products may use internally: ``as_is`` (the process's setting), ``ieee``,
             ``tf32``, ``bf16``.
         fp32_conv: The same for convolutions.
         memory_format: ``as_is`` or ``channels_last``.
         optimizer: ``as_given`` or ``fused``.
         compile: ``as_given``, or a mode of ``torch.compile`` to compile a prepared model in: ``default``,
             ``reduce-overhead``, ``max-autotune``, ``max-autotune-no-cudagraphs``.
-        host_memory: ``as_given``, or ``keep``: while the plan is live the process keeps the memory that tensors on the host give
-            back, instead of asking the system for it anew; glibc only.
+        host_memory: ``as_given``, or ``keep``: while the plan is live, the process reuses the freed memory of host
+            tensors instead of returning it to the system; glibc only.
         output: Format of a prepared model's floating outputs: ``fp32`` or ``as_is``.
-        loss_scale: How the loss is scaled, or None. Any compute format may have one; a mapping is taken too.
-        provenance: Who measured the plan, on what, with which result: any mapping of JSON values.
+        loss_scale: How the loss is scaled, or None. Any compute format may have one; a mapping is accepted too.
+        provenance: Who measured the plan, on which hardware, with which result: any mapping of JSON values.
 
     Raises:
-        UnknownNameError: A rule, or a key of a mapping, that does not exist.
-        PlanError: A value that its field does not take, or fields that contradict one another.
+        UnknownNameError: A rule, or a key of a mapping, does not exist. PlanError: A value is not allowed for its
+            field, or fields contradict one another.
     """
 
     compute: str = field(default="bf16", metadata={"formats": ("fp32", *LOW)})
@@ -151,7 +151,7 @@ class Plan:
                 "compute='fp32'."
             )
 
-    # --- what a plan amounts to -----------------------------------------------------------------------------
+    # --- properties derived from the fields -------------------------------------------------------------------
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -181,7 +181,7 @@ class Plan:
         return frozenset({self.compute, *(region.compute for region in self.regions if region.compute)})
 
     def summary(self) -> str:
-        """The plan in a sentence, for reports and messages."""
+        """The plan in one sentence, for reports and messages."""
         parts = [f"computes in {self.compute}"]
         if self.autocasts:
             whose = {"native": "torch.autocast's", "cuda": "CUDA's", "apex": "Apex O1's", "none": "no"}[
@@ -218,7 +218,7 @@ class Plan:
 
     @classmethod
     def preset(cls, name: str) -> Plan:
-        """The preset of a name, see `PRESETS`.
+        """The preset with a name, see `PRESETS`.
 
         Raises:
             UnknownNameError: No such preset.
@@ -232,7 +232,7 @@ class Plan:
             ) from None
 
     def __str__(self) -> str:
-        """Write the plan as one line that :meth:`parse` reads back, as `castwise.core.plans.line` describes."""
+        """Write the plan as one line that :meth:`parse` reads back, in the grammar of `castwise.core.plans.line`."""
         return write_line(_values(self), _preset_values(), to_json(LossScale()))
 
     @classmethod
@@ -249,8 +249,8 @@ class Plan:
             The plan, without provenance.
 
         Raises:
-            UnknownNameError: No such preset or field.
-            PlanError: A malformed line or a value that its field does not take.
+            UnknownNameError: No such preset or field. PlanError: The line is malformed, or a value is not allowed for
+                its field.
         """
         if not isinstance(text, str):
             raise PlanError(
@@ -270,7 +270,9 @@ class Plan:
         decided = _values(self)
         for f in dataclasses.fields(self):
             if f.metadata.get("later") and decided[f.name] == f.default:
-                del decided[f.name]  # records of plans from before there was such a field still name them
+                del decided[
+                    f.name
+                ]  # records of plans from before the field existed still name them by this digest
         canonical = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -290,8 +292,8 @@ class Plan:
             The plan, provenance included.
 
         Raises:
-            UnknownNameError: A key that no plan, region or loss scale has.
-            PlanError: Malformed JSON, or a value that its field does not take.
+            UnknownNameError: A key does not exist in a plan, region or loss scale.
+            PlanError: The JSON is malformed, or a value is not allowed for its field.
         """
         return cls._from_json("Plan.from_json", text)
 
@@ -308,14 +310,14 @@ class Plan:
         """Read a plan from a JSON file.
 
         Args:
-            path: A file that :meth:`save` or a hand wrote.
+            path: A file that :meth:`save` or a user wrote.
 
         Returns:
             The plan, provenance included.
 
         Raises:
-            UnknownNameError: A key that no plan, region or loss scale has.
-            PlanError: A file that cannot be read, malformed JSON, or a value that its field does not take.
+            UnknownNameError: A key does not exist in a plan, region or loss scale.
+            PlanError: The file cannot be read, the JSON is malformed, or a value is not allowed for its field.
         """
         call = f"Plan.load({shown(os.fsdecode(path))})"
         try:
@@ -356,7 +358,7 @@ class Plan:
 
 
 def _read(path: str | os.PathLike[str]) -> str:
-    with open(path, "rb") as file:  # which raises ValueError for a path that no file can have
+    with open(path, "rb") as file:  # raises ValueError for a path that no file can have
         data = file.read(_LONGEST + 1)
     if len(data) > _LONGEST:
         raise ValueError(f"it has more than {_LONGEST:,} bytes")
@@ -444,7 +446,7 @@ def with_rule(plan: Plan, op: str, rule: str) -> Plan:
     """A plan with a rule for an operator, which replaces its former one.
 
     Raises:
-        PlanError: A rule that could never work.
+        PlanError: The rule could never work.
     """
     ops = {name.removeprefix("aten::"): given for name, given in plan.ops}
     return dataclasses.replace(plan, ops=tuple({**ops, op: rule}.items()))
@@ -461,8 +463,8 @@ def as_plan(value: Plan | str | os.PathLike[str] | torch.dtype) -> Plan:
         The plan.
 
     Raises:
-        UnknownNameError: No such preset, and no file of that name.
-        PlanError: A value that names no plan, or a file that holds none.
+        UnknownNameError: No such preset, and no file of that name. PlanError: The value does not name a plan, or the
+            file does not hold one.
     """
     if isinstance(value, Plan):
         return value

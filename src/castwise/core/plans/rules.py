@@ -1,10 +1,9 @@
 """Rules for operators' inputs: base tables with a reason per row, and overrides of them.
 
-Operators carry ATen's base names without the overload (``exp``, ``layer_norm``), an in-place name with its
-underscore (``exp_``), or ``namespace::name`` for custom operators. A rule holds for every overload.
-
-An operator without a row is not touched: its inputs pass as they are and, where it is made of other operators
-(``einsum`` calls ``bmm``), those follow rows of their own.
+Operators carry ATen's base names without the overload (``exp``, ``layer_norm``), an in-place name with its underscore
+(``exp_``), or ``namespace::name`` for custom operators. A rule holds for every overload. An operator without a row is
+not changed: its inputs are not cast, and if it calls other operators (``einsum`` calls ``bmm``), those follow their own
+rows.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ __all__ = [
 ]
 
 RULES: Final[tuple[Rule, ...]] = get_args(Rule)
-"""``lower``: floating inputs are cast to the compute format. ``fp32``: cast to fp32. ``widest``: cast to the
-widest floating format among them (fp16 with bf16 gives fp32). ``as_is``: no cast, neither here nor in the
-operators that this one is made of. ``unfused``: cast to the compute format and run as separate operators instead of
-one kernel, for those in `UNFUSED`. ``banned``: calling it is an error; that another operator's kernel calls it is none."""
+"""``lower``: floating inputs are cast to the compute format. ``fp32``: cast to fp32. ``widest``: cast to the widest
+floating format among them (fp16 with bf16 gives fp32). ``as_is``: no cast, neither here nor in the operators that
+this one calls. ``unfused``: cast to the compute format and run as separate operators instead of one kernel, for
+those in `UNFUSED`. ``banned``: calling it raises an error, except from another operator's kernel."""
 
 UNFUSED: Final = ("scaled_dot_product_attention",)
-"""Operators that the rule ``unfused`` knows the parts of."""
+"""Operators that the rule ``unfused`` can split into parts."""
 
 BASES: Final = ("native", "cuda", "apex", "none")
-"""``native``: what torch.autocast does on the device at hand. ``cuda``: what it does on CUDA, on any device.
+"""``native``: the lists of torch.autocast for the current device. ``cuda``: its lists for CUDA, on any device.
 ``apex``: the lists of Apex's opt level O1. ``none``: no operator is cast."""
 
 DEVICE_TYPES: Final = tuple(_torch.dispatcher.AUTOCAST_KEYS)
@@ -70,13 +69,13 @@ class Row:
         op: ATen base name, in-place name or ``namespace::name``.
         rule: One of `RULES`.
         reason: Why, in a clause.
-        only_low: ``banned`` raises only when a floating input is bf16 or fp16, as Apex does, and ``lower`` casts
-            only then; otherwise always. ``widest`` casts only where the first input is no low one: norms take a low
-            input beside wide weights by themselves.
-        opaque: The rule also holds inside an operator that is made of others, as in torch.autocast. False
+        only_low: ``banned`` raises only if a floating input is bf16 or fp16, as Apex does, and ``lower`` casts
+            only then; otherwise always. ``widest`` casts only if the first input is not low: norms accept a low
+            input with wide weights.
+        opaque: The rule also holds inside an operator that calls others, as in torch.autocast. False
             only in `overrides`, for an operator that the device's native list casts and CUDA's table does not
-            list: it gets no cast of its own, and its parts are looked up one by one, as on CUDA.
-        message: What the error of a ban says instead of castwise's own words; for rules that another library made.
+            list: it is not cast itself, and the operators that it calls are looked up one by one, as on CUDA.
+        message: Error message of a ban, instead of castwise's; for rules that another library made.
     """
 
     op: str
@@ -93,10 +92,10 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
 
     Args:
         base: One of `BASES`.
-        device_type: One of `DEVICE_TYPES`; what ``native`` means depends on it.
+        device_type: One of `DEVICE_TYPES`; ``native`` depends on it.
 
     Returns:
-        Operator name to row. Operators without a row are not touched.
+        Operator name to row. Operators without a row are not changed.
 
     Raises:
         UnknownNameError: No such base or device type.
@@ -118,7 +117,7 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
             table = {op: row for op, row in table.items() if op not in tables.CUDA_ONLY}
         if device_type != "cuda" and base != "native":
             table |= _rows(tables.RNN_STAND_INS)
-    # One table serves several versions of torch: operators and their autocast kernels come and go between them.
+    # One table serves several versions of torch, which add and remove operators and their autocast kernels.
     if base in ("native", "cuda"):
         there = _torch.dispatcher.autocast_registrations("cuda")
         missing = {op for op in tables.CUDA_SINCE_2_12 if f"aten::{op}" not in there}
@@ -141,8 +140,8 @@ def check_rule(op: str, rule: str) -> None:
 
     Raises:
         UnknownNameError: No such rule.
-        PlanError: A name that no operator can have, a cast into an operator that writes in place, or ``unfused`` for an
-            operator whose parts are not known.
+        PlanError: No operator can have the name, the rule would cast for an in-place operator, or ``unfused`` does not
+            support the operator.
     """
     call = f"ops=({op!r}, {rule!r})"
     _check_name(call, "rule", rule, RULES)
@@ -159,25 +158,25 @@ def check_rule(op: str, rule: str) -> None:
     if _is_in_place(op) and rule not in ("as_is", "banned"):
         raise PlanError(
             f"{call}: an in-place operator keeps its tensor's format, so the cast would be lost. Allowed: "
-            f"as_is, banned. Give the rule to {op[:-1]!r} and call that instead."
+            f"as_is, banned. Set the rule for {op[:-1]!r} and call that instead."
         )
 
 
 def advice(op: str) -> str:
-    """Allowed alternatives to a banned operator, in words; :func:`check_rule` accepts all of them."""
+    """Allowed alternatives to a banned operator, as text; :func:`check_rule` accepts all of them."""
     if _is_in_place(op):
         return (
             f"Call {op[:-1]!r} instead, which leaves its input as it is, or give the plan "
             f'ops=(("{op}", "as_is"),) to round the result into the tensor that is there.'
         )
-    return f'To run it as an fp32 island give the plan ops=(("{op}", "fp32"),); other rules: lower, widest, as_is.'
+    return f'To run it in fp32, give the plan ops=(("{op}", "fp32"),); other rules: lower, widest, as_is.'
 
 
 def operator_overloads(name: str) -> tuple[_torch.operators.OpOverload, ...]:
     """The overloads that a rule for an operator applies to.
 
     Returns:
-        For a plain name every overload on tensors that writes to none of its arguments; for an in-place name
+        For a plain name, every overload on tensors that writes to none of its arguments; for an in-place name,
         the overloads that write to their first.
 
     Raises:
@@ -185,7 +184,7 @@ def operator_overloads(name: str) -> tuple[_torch.operators.OpOverload, ...]:
         PlanError: The operator has no such overload: all of them write to their arguments, or none takes
             tensors.
     """
-    # Custom operators come and go with their libraries, ATen's stay.
+    # Custom operators appear and disappear with their libraries; ATen's stay.
     return _aten_overloads(name) if _split(name)[0] == "aten" else _overloads(name)
 
 
@@ -198,13 +197,12 @@ def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Ma
         device_type: One of `DEVICE_TYPES`.
 
     Returns:
-        Operator name to row, empty where native autocast already does all that is asked. Empty for ``none``
-        without ``ops`` too, where the caller runs without autocast; with ``ops``, ``none`` turns every row of
-        the native table off.
+        Operator name to row, empty if native autocast already does all of it. Also empty for ``none`` without ``ops``,
+        for which the caller does not enable autocast; with ``ops``, ``none`` disables every row of the native table.
 
     Raises:
-        UnknownNameError: No such base, device type, rule or operator.
-        PlanError: An override that could never work, see `check_rule`.
+        UnknownNameError: No such base, device type, rule or operator. PlanError: An override could never work, see
+            `check_rule`.
     """
     return _overrides(base, tuple((op, rule) for op, rule in ops), device_type)
 
@@ -216,8 +214,8 @@ def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) ->
     if base == "none" and not ops:
         return MappingProxyType(table)
     for op in native.keys() - table.keys():
-        # Apex patches Python functions, so what an operator calls inside is out of its reach; on CUDA the
-        # parts of an operator without a row are looked up one by one.
+        # Apex patches Python functions, so it cannot change what an operator calls internally; on CUDA the
+        # operators called by one without a row are looked up one by one.
         table[op] = Row(op, "as_is", _UNLISTED, opaque=base != "cuda")
     for name, rule in ops:
         check_rule(name, rule)
@@ -230,29 +228,29 @@ def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) ->
     return MappingProxyType({op: row for op, row in sorted(table.items()) if _differs(row, native.get(op))})
 
 
-_MEETS: Final = "it refuses a wide table beside low tensors"
+_MEETS: Final = "it refuses a wide table with low tensors"
 
 
 @cache
 def meetings(device_type: str) -> Mapping[str, Row]:
-    """Rows that cast all inputs low for operators that reject mixed wide and low inputs, and cast no other operator.
+    """Rows that cast all inputs low for operators that refuse wide inputs with low ones, and cast no other operator.
 
-    Factorisations and solvers, which have no low kernels or wrong ones, take and give fp32.
+    Factorisations and solvers, whose low kernels are missing or wrong, run in fp32 and return fp32.
     """
     native = base_table("native", device_type)
     table = {op: Row(op, "as_is", _UNLISTED) for op, row in native.items() if row.rule != "widest"}
     low = [op for op, row in native.items() if row.rule == "lower"]
     table |= {op: Row(op, "lower", _MEETS, only_low=True) for op in (*low, *tables.REFUSES.split())}
     table |= {op: row for op, row in _rows(tables.STORED_LOW).items() if row.rule == "fp32"}
-    table["cdist"] = Row("cdist", "widest", _MEETS)  # which has no low kernel on CPUs
+    table["cdist"] = Row("cdist", "widest", _MEETS)  # it has no low kernel on CPUs
     return _there(table)
 
 
 @cache
 def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
-    """Additional rows for operators that the base table does not list, for parameters stored low.
+    """Additional rows, for parameters stored low, for operators that the base table does not list.
 
-    Tables are made for weights in fp32. Low ones meet wide inputs, which some operators refuse: they take both in the
+    Tables assume fp32 weights. Some operators refuse low weights with wide inputs: they get both in the
     wider format, as if the weights were stored in it. Others have no low kernels or wrong ones. Nothing else is cast.
     """
     table = base_table(base, device_type)
@@ -269,7 +267,7 @@ def _there(table: Mapping[str, Row]) -> Mapping[str, Row]:
 def _differs(row: Row, native: Row | None) -> bool:
     if native is not None:
         return (row.rule, row.only_low) != (native.rule, native.only_low)
-    # Without a native row an operator gets no cast anyway, but the parts it is made of may. Tables list those alone.
+    # Without a native row an operator gets no cast anyway, but those that it calls may. Tables list only those.
     listed = row.rule != "as_is" or row.reason != _CHOSEN
     return listed or any(
         _torch.dispatcher.is_dispatched(op) and _torch.operators.is_composite(op)
@@ -311,7 +309,7 @@ def _overloads(name: str) -> tuple[_torch.operators.OpOverload, ...]:
     if not found:
         raise PlanError(
             f"operator {name!r}: every overload of it writes to its arguments or takes no tensor, so no rule "
-            "can hold for it. Give the rule to the operator that computes the value."
+            "applies to it. Set a rule for the operator that computes the value."
         )
     return found
 

@@ -177,7 +177,7 @@ _NORMS = "batch_norm group_norm instance_norm layer_norm native_layer_norm rms_n
 
 REFUSES: Final = """addmv bilinear cross dot embedding_bag group_norm index_add index_put inner instance_norm layer_norm
 lerp linalg_cross linalg_multi_dot masked_scatter mv native_layer_norm rms_norm scatter scatter_add tensordot vdot"""
-"""Operators that refuse a wide tensor beside low ones. batch_norm is none for those that cast all of them low: its
+"""Operators that refuse a wide tensor with low ones. batch_norm is not one for tables that cast all of them low: its
 statistics stay."""
 
 STORED_LOW: Final = (
@@ -197,20 +197,20 @@ STORED_LOW: Final = (
         linalg_solve_ex linalg_solve_triangular linalg_vander logdet matrix_exp nuclear_norm pdist slogdet""",
     ),
 )
-"""What else operators need whose weights are stored low, where torch.autocast takes them to be fp32."""
+"""Further rows for parameters stored low, which operators need because torch.autocast assumes that weights are fp32."""
 
 MPS_DIFFERS: Final = (
     Group("lower", _CONV, "_mps_convolution"),
     Group("fp32", "MPS lacks a low kernel for it", "conv_transpose3d"),
     Group("fp32", _NORM, "batch_norm"),
 )
-"""Rows that MPS has besides or instead."""
+"""Rows that MPS has in addition or instead."""
 
 CUDA_ONLY: Final = frozenset({"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"})
-"""Kernels of CUDA's own libraries: no call reaches them on another device."""
+"""Kernels of CUDA's libraries: no call reaches them on another device."""
 
 RNN_STAND_INS: Final = (Group("lower", _RNN, "gru lstm mkldnn_rnn_layer rnn_relu rnn_tanh"),)
-"""What runs in place of ``_cudnn_rnn`` on a device that lacks it."""
+"""The operators that run in place of ``_cudnn_rnn`` on a device that lacks it."""
 
 _APEX_RANGE = """acos asin cosh cumprod cumsum erfinv exp expm1 log log10 log2 pow reciprocal renorm rsqrt
 sinh tan"""
@@ -256,7 +256,7 @@ APEX: Final = (
         "widest",
         _MIXED,
         """add addcdiv addcmul atan2 bilinear cat cross div dot eq equal ge gt le lt mul ne rsub stack sub
-        vdot""",  # which calls dot, but not while a compiler traces it
+        vdot""",  # it calls dot, but not while a compiler traces it
     ),
     Group("banned", _BCE, "binary_cross_entropy", only_low=True),
     Group(
@@ -281,7 +281,7 @@ USE_IN_PLACE: Final = {
     "logsumexp": ("exp_",),
     "square_": ("pow_",),
 }
-"""Operators whose kernels call in-place ones inside: what a ban on those does not mean."""
+"""Operators whose kernels call in-place operators internally: a ban on those does not apply inside."""
 
 FUNCTIONS: Final = {
     "cross_entropy": "cross_entropy_loss",
@@ -298,4 +298,4 @@ FUNCTIONS: Final = {
     "tanhshrink": "tanh and sub",
     "upsample": "upsample_nearest2d, upsample_bilinear2d and their like, by mode",
 }
-"""Functions of torch.nn.functional that are not operators, and the operators that they run."""
+"""Functions of torch.nn.functional that are not operators, and the operators that they call."""

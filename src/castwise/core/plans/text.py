@@ -1,4 +1,4 @@
-"""Reading untrusted text, and showing any value in a message, without torch."""
+"""Read untrusted text, and show any value in a message, without torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Any, Final
 
 DEEPEST: Final = 50
-"""How many levels a plan's JSON may have, so that nothing that walks it meets Python's own limit."""
+"""Maximum nesting depth of a plan's JSON, so that code which traverses it stays below Python's recursion limit."""
 LARGEST: Final = 10**1000
-"""Whole numbers of more digits are not taken: Python prints none of more than 4,300."""
+"""Integers of more digits are refused: Python prints none of more than 4,300."""
 _CONTAINERS: Final = (Mapping, list, tuple)
 
 
@@ -51,7 +51,7 @@ def close_matches(value: object, options: Iterable[str]) -> str:
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
-    """``a, b and 3 more``."""
+    """Join names as ``a, b and 3 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -60,8 +60,8 @@ def read_json(text: str, deepest: int = DEEPEST) -> Any:
     """Read untrusted JSON; NaN and the infinities are accepted as by Python's ``json``.
 
     Raises:
-        ValueError: No JSON, a key given twice, numbers too long or values nested deeper than ``deepest``; a clause says which
-            and where.
+        ValueError: It is not JSON, a key is given twice, or numbers are too long or values nested deeper than
+            ``deepest``; the message says which and where.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique)
@@ -71,7 +71,7 @@ def read_json(text: str, deepest: int = DEEPEST) -> Any:
         raise ValueError(f"JSON nested more than {deepest} levels deep") from None
     except (
         ValueError
-    ) as error:  # Python's own limit, beyond which reading takes quadratic time, or a key given twice
+    ) as error:  # Python's limit on digits, above which reading takes quadratic time, or a key given twice
         said = "it has a number with too many digits" if "digits" in str(error) else str(error)
         raise ValueError(f"ambiguous JSON: {said}") from None
     if nested_deeper(value, deepest):
@@ -102,9 +102,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def matches_path(glob: str, path: str) -> bool:
-    """Whether a glob matches the whole of a module path, such as ``encoder.layers.0.norm``.
+    """Whether a glob matches a whole module path, such as ``encoder.layers.0.norm``.
 
-    ``*`` and ``?`` stand for any characters and for one, but for dots; two and more ``*`` for any, dots too.
+    ``*`` stands for any characters and ``?`` for one, except dots; ``**`` stands for any characters, dots too.
     """
     return _compiled(glob).fullmatch(path) is not None
 
@@ -113,8 +113,8 @@ def matches_path(glob: str, path: str) -> bool:
 def _compiled(glob: str) -> re.Pattern[str]:
     """Compile a glob into an expression whose matching time is not exponential in the number of wildcards.
 
-    After a ``*``, and for all that stands between two ``**``, the first place that fits leaves the most for the rest, so no
-    other is tried: ``(?>...)``. Only what has to reach the end of the path is.
+    After a ``*``, and for a part between two ``**``, the first match leaves the most for the rest, so no
+    other match is tried: ``(?>...)``. Only the part that must reach the end of the path needs backtracking.
     """
 
     def fit(first: str, *further: str) -> str:

@@ -11,7 +11,7 @@ from castwise.core.plans.plan import PRESETS, LossScale, Plan, Region
 from castwise.errors import CastwiseError
 
 _MOST: Final = 3
-"""Names of regions or operators that are listed; more are counted."""
+"""Maximum number of regions or operators that are listed by name; beyond it they are counted."""
 _RULES: Final = {
     "fp32": "in fp32", "lower": "cast to the compute format", "widest": "in its widest input's format",
     "as_is": "not cast", "unfused": "unfused", "banned": "banned",
@@ -19,10 +19,10 @@ _RULES: Final = {
 
 
 def in_words(plan: Plan | str) -> str:
-    """A plan as ``bf16-mixed; conv1 and head in fp32; channels_last; fused optimizer``.
+    """Describe a plan, as ``bf16-mixed; conv1 and head in fp32; channels_last; fused optimizer``.
 
     Args:
-        plan: A plan, or its line; a line that is no plan of this version is returned as it is.
+        plan: A plan, or its line; a line that this version cannot parse is returned unchanged.
     """
     if isinstance(plan, str):
         try:
@@ -99,7 +99,7 @@ def _scale(scale: LossScale | None, base: LossScale | None) -> str:
 
 
 def _part(region: Region) -> str:
-    """The name of a region for people: a class, or a module; a bare number gets the word module."""
+    """The display name of a region: a class, or a module; a bare number gets the word module."""
     pattern = region.pattern.removeprefix("type:")
     return f"module {pattern}" if pattern[0].isdigit() else pattern
 

@@ -1,11 +1,12 @@
-"""Loss scaling: a pure rule for the scale, and the GradScaler around it.
+"""Loss scaling: a pure rule that updates the scale, and the GradScaler that applies it.
 
-``state``: the rule, as a function and as device operations. ``grad_scaler``: the scaler, which keeps the scales of named losses
-(``losses``), what is known of each optimizer's gradients (``flags``), and what unscales them (``unscaling``). ``gradients``:
-operations on them. ``result`` and ``outcomes``: what became of a step, and of all so far. ``closure``: steps that evaluate the loss themselves. ``window``: whose gradients there
-are, at which scale; ``held``: which of one optimizer's hold it. ``buffers``: what a skipped step must not leave poisoned.
-``watch``: steps outside ``Amp.step``. ``step_guard``: the scaler of plans without a loss scale.
-``foreign``: state dicts of Apex and Colossal-AI.
+``state``: the rule, as a function and as device operations. ``grad_scaler``: the scaler, which keeps the scales of
+named losses (``losses``), the non-finite flags of each optimizer (``flags``) and the unscaling (``unscaling``).
+``gradients``: operations on gradients. ``result`` and ``outcomes``: whether a step was made or skipped, for one step
+and over time. ``closure``: steps of optimizers that evaluate the loss themselves. ``window``: which gradients hold a
+scale, and which scale; ``held``: the same for one optimizer's parameters. ``buffers``: restores buffers after a skipped
+step. ``watch``: steps outside ``Amp.step``. ``step_guard``: the scaler of plans without a loss scale. ``foreign``:
+state dicts of Apex and Colossal-AI.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Buffers that training writes: a step that is skipped leaves none of them poisoned.
+"""Restore buffers that became non-finite in a step that was skipped.
 
-A forward writes running statistics, codebooks and averages before anybody knows whether its step will be made. Where the
-step is skipped because something is not finite, each floating buffer that became non-finite in its window gets back, whole,
-what it held when the window's first forward began. Any other buffer stays as the forward left it, as in a loop by hand:
-each is judged by itself, since nothing says which buffers belong together.
+A forward writes running statistics, codebooks and averages before it is known whether the step will be made. If
+the step is skipped because of a non-finite value, each floating buffer that became non-finite in that window gets back
+the whole value that it had when the window's first forward began. Every other buffer stays as the forward left it, as
+in a hand-written loop: each buffer is judged separately, since nothing says which buffers belong together.
 
-No version counter sees the kernels of BatchNorm, writes through ``.data``, or compiled code. So values are copied in every
-window whether or not they changed: all floating buffers at first, later small ones and those whose values were seen to
-change. A large buffer that does not change, such as a mask or a table, is compared at doubling distances.
+Version counters do not count writes by BatchNorm's kernels, writes through ``.data``, or writes in compiled code. So
+values are copied in every window whether or not they changed: all floating buffers at first, later the small ones and
+those that were seen to change. A large buffer that does not change, such as a mask or a table, is compared at doubling
+intervals.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from castwise.core.scaler.copies import Copies, Table, empty_again, has_nan, is_
 from castwise.core.scaler.result import Restored
 
 _LARGE = 1 << 16
-"""Bytes above which a buffer that does not change is not copied."""
+"""Size in bytes above which a buffer that does not change is not copied."""
 _UNSEEN = 8
-"""After this many rounds without a call of the whole model in eager mode, copies are made after steps."""
+"""After this many rounds without an eager call of the whole model, copies are made after steps."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _registered = 0
-"""How often a module became another's child, in this process."""
+"""How often a module was registered as a child of another one in this process."""
 
 
 def _note_module(*_: object) -> None:
@@ -54,9 +55,9 @@ class Buffers:
     """The buffers of a session's models.
 
     Attributes:
-        number: How many steps have ended: the number of the window.
-        rounds: How often an optimizer has stepped again; several may step after one forward.
-        backwards: How many losses the session has seen.
+        number: Number of the window: how many steps have ended.
+        rounds: How often an optimizer has stepped again; several optimizers may step after one forward.
+        backwards: How many losses have been passed to ``backward``.
     """
 
     def __init__(self) -> None:
@@ -67,10 +68,10 @@ class Buffers:
         self._counts: Counter[str] = Counter()
         self._unread: dict[tuple[str, ...], Tensor] = {}
         self.before_forward: Callable[[], object] = int
-        """Puts back what a batch has poisoned whose gradients were looked at and then passed over."""
+        """Restores buffers after a batch whose gradients were checked and then not used."""
 
     def follow(self, model: nn.Module) -> KeptBuffers:
-        """Keep the buffers of a model, for as long as the caller keeps what is returned."""
+        """Track the buffers of a model, for as long as the caller keeps the returned object."""
         _watch_modules()
         kept = KeptBuffers(model, self)
         self._kept = [*(one for one in self._kept if one() is not None), weakref.ref(kept)]
@@ -81,7 +82,7 @@ class Buffers:
         return [kept for one in self._kept if (kept := one()) is not None]
 
     def end_window(self, optimizer: Optimizer) -> None:
-        """After a step of this optimizer, made or skipped."""
+        """Count a step of this optimizer, made or skipped."""
         self.number += 1
         last, now = self._stepped
         if id(optimizer) in now:
@@ -94,11 +95,12 @@ class Buffers:
                 kept.begin_window()
 
     def put_back(self, flag: Tensor | None = None, of: KeptBuffers | None = None) -> list[Restored]:
-        """Put back the buffers that became non-finite since their window began.
+        """Restore the buffers that became non-finite since their window began.
 
         Args:
-            flag: 0-dim fp32: do so where it is above zero, without waiting for the device. None: the step was skipped.
-            of: Those of one model alone.
+            flag: 0-dim fp32: restore where it is above zero, without waiting for the device. None: the step was
+                skipped.
+            of: Restore only the buffers of this model.
         """
         alive = self._alive()
         found: list[Restored] = []
@@ -117,7 +119,7 @@ class Buffers:
 
     @property
     def restored(self) -> dict[str, int]:
-        """How often each buffer was put back. Waits for the device where a fused optimizer on it decided."""
+        """How often each buffer was restored. Waits for the device if a fused optimizer decided there."""
         unread, self._unread = self._unread, {}
         for names, counts in unread.items():
             self._counts.update(dict(zip(names, counts.tolist(), strict=True)))
@@ -125,11 +127,11 @@ class Buffers:
 
 
 class KeptBuffers:
-    """Copies of one model's buffers, as they were when its window began.
+    """Copies of one model's buffers, with their values at the start of its window.
 
     Attributes:
         kind: The model's class.
-        seen: The last round in which the whole model was called, outside of compiled code.
+        seen: The last round in which the whole model was called outside of compiled code.
     """
 
     def __init__(self, model: nn.Module, session: Buffers) -> None:
@@ -137,9 +139,9 @@ class KeptBuffers:
         self.seen = -_UNSEEN - 1
         self._taken = -1
         self._unused = (-1, -1)
-        """The window of the last forward with gradients, and the losses that had been seen when it began."""
+        """The window of the last forward with gradients, and the number of losses when it began."""
         self._unsure = False
-        """Whether only forwards without gradients were seen in this window, as where statistics are computed anew."""
+        """Whether this window has had only forwards without gradients, as when statistics are recomputed."""
         alive = weakref.ref(self)
 
         def end(_: object) -> None:
@@ -152,23 +154,23 @@ class KeptBuffers:
         self._layout = (-1, -1)
         self._groups: list[Copies] = []
         self._empty: list[tuple[Table, str, str]] = []
-        """Buffers that are None as yet."""
+        """Buffers that are None so far."""
         self._is_bare = False
-        """Whether the model has no buffers that could be kept."""
+        """Whether the model has no buffers to copy."""
         self._still: dict[str, _Still] = {}
         self._moving: set[str] = set()
         self._told: set[str] = set()
         self._windows = 0
 
     def forget(self) -> None:
-        """Let go of all that belongs to the model."""
+        """Drop everything that belongs to the model."""
         self._tables, self._groups, self._empty = [], [], []
         self._still.clear()
 
     # --- copies ---------------------------------------------------------------------------------------------
 
     def begin(self, training: bool) -> None:
-        """A forward of the whole model begins: the first one in a window that trains, or may write, finds what is good."""
+        """At the start of a forward of the whole model: the first one in a window copies the buffers if it may write them."""
         session = self._session
         if self._is_bare and self._layout == (_registered, sum(map(len, self._tables))):
             self.seen = session.rounds
@@ -181,7 +183,7 @@ class KeptBuffers:
         if self._taken == session.number and not (self._unsure and grad):
             return
         if not (training or grad) or (self._groups and _torch.tensors.is_stand_in_call()):
-            return  # nothing is written, or other buffers are in their place, perhaps
+            return  # nothing is written, or buffers may have been replaced
         if self._taken == session.number:
             _torch.tensors.outside_dispatch_modes(_torch.tensors.without_grad, self._take_sound)
         else:
@@ -190,9 +192,9 @@ class KeptBuffers:
         self._unsure = not grad
 
     def forget_unused(self) -> None:
-        """Put back what a forward has poisoned of which no loss came, as where a loss that is not finite is passed over.
+        """Restore buffers after a forward whose loss was never used, as when a loop skips a non-finite loss.
 
-        A NaN tells of it; an infinity by itself may be meant, and of a forward that is used in another way nothing is known.
+        Only a NaN triggers this: an infinity may be intended, and the forward may have been used in another way.
         """
         if self._unused != (self._session.number, self._session.backwards):
             return
@@ -209,12 +211,12 @@ class KeptBuffers:
             self._session.put_back(torch.stack([flag.to(home) for flag in found]).any().float(), self)
 
     def begin_window(self) -> None:
-        """Take what lies there now as good, and look now and then for large buffers that change, or do not."""
+        """Take the current values as good, and check from time to time which large buffers change."""
         self._windows += 1
         self.take(look=self._windows > 1 and self._windows & (self._windows - 1) == 0)
 
     def take(self, *, look: bool = False) -> None:
-        """Take what lies there now as good."""
+        """Take the current values as good."""
         changed = (
             self._layout != (_registered, sum(map(len, self._tables)))
             or any(table.get(key) is not None for table, key, _ in self._empty)
@@ -236,7 +238,7 @@ class KeptBuffers:
             group.copy_sound()
 
     def _lay_out(self) -> None:
-        """Make room for copies of the buffers that there are."""
+        """Allocate copies for the buffers that exist now."""
         model = self._model()
         found = [] if model is None else [*_torch.hooks.buffer_tables(model)]
         self._tables = [table for _, table in found]
@@ -254,7 +256,7 @@ class KeptBuffers:
                     kind = buffer.device, buffer.dtype, buffer.dim() == 1
                     groups.setdefault(kind, Copies()).add(table, key, name)
                 elif is_lazy(buffer) or _torch.tensors.is_transformed(buffer):
-                    self._layout = (-1, -1)  # what comes in its place is looked at then
+                    self._layout = (-1, -1)  # the buffer that replaces it is checked then
         self._groups = [*groups.values()]
         self._is_bare = not (groups or self._empty or self._still or self._layout[0] < 0)
         for group in self._groups:
@@ -263,7 +265,7 @@ class KeptBuffers:
     # --- large buffers that do not change -----------------------------------------------------------------------
 
     def _stirred(self) -> bool:
-        """Whether a buffer that did not change was written or replaced, as far as versions tell."""
+        """Whether a buffer that had not changed was written or replaced, by its version counter."""
         moved = [
             name for name, still in self._still.items() if still.mark != _mark(still.table.get(still.key))
         ]
@@ -273,7 +275,7 @@ class KeptBuffers:
         return bool(moved)
 
     def _look(self) -> bool:
-        """Compare large buffers with what they were; whether what is to be copied changed. Waits for the device."""
+        """Compare large buffers with their last value; return whether the set to copy changed. Waits for the device."""
         before = [*self._still]
         for name, still in [*self._still.items()]:
             buffer = still.table[still.key]
@@ -303,7 +305,7 @@ class KeptBuffers:
     # --- putting back -------------------------------------------------------------------------------------------
 
     def put_back(self, flag: Tensor | None) -> list[Restored]:
-        """As :meth:`Buffers.put_back`."""
+        """Restore as in :meth:`Buffers.put_back`."""
         found: list[Restored] = _torch.tensors.outside_dispatch_modes(
             _torch.tensors.without_grad, self._put_back, flag
         )
@@ -319,7 +321,7 @@ class KeptBuffers:
         return found
 
     def _tell(self) -> None:
-        """Warn of buffers that hold a NaN and of which there is no copy, and of parameters that are used as buffers."""
+        """Warn of buffers that hold a NaN and have no copy, and of parameters that are used as buffers."""
         model = self._model()
         kept = {name for group in self._groups for name in group.names}
         lost = []
@@ -336,7 +338,7 @@ class KeptBuffers:
         if lost:
             warnings.warn(
                 f"A step was skipped because something was not finite, and these buffers of {self.kind} hold a NaN and cannot "
-                f"be restored: {some(lost)}. Their earlier values were not kept, since they were made in this window or had "
+                f"be restored: {some(lost)}. No copy of them exists, because they were created in this window or had "
                 f"not changed before. Load them from a checkpoint, or set them again.",
                 RuntimeWarning,
                 stacklevel=2,
@@ -361,7 +363,7 @@ class KeptBuffers:
 
 
 class _Still(NamedTuple):
-    """A large buffer that did not change, and what it was when that was last seen."""
+    """A large buffer that did not change, and its state when it was last compared."""
 
     table: Table
     key: str
@@ -375,6 +377,6 @@ def _mark(buffer: Tensor | None) -> tuple[int, int]:
 
 
 def _content(buffer: Tensor) -> int:
-    """A number that is another one where bits of a buffer are others."""
+    """A checksum that changes when bits of the buffer change."""
     values = values_of(buffer)
     return int(values.view(_INTEGERS[values.itemsize]).sum(dtype=torch.int64))

@@ -1,10 +1,11 @@
-"""Gradients that were cleared while they held the loss scale: what is made of copies of them is too large by it.
+"""Notice updates computed from gradients that were cleared while they still held the loss scale.
 
-Gradient surgery (PCGrad, CAGrad) computes gradients of one task after the other, keeps copies, clears, and sets what it has made
-of them. ``zero_grad()`` followed by gradients of one's own is legal as well (Reptile, DiLoCo, evolution strategies), and nothing
-on a tensor says where its values are from. So a sample of what was cleared is kept: gradients that are set later hold the scale
-where they are about as large as these were and point where these pointed. Differences of weights are smaller by orders of
-magnitude, since they are made by gradients without the scale.
+Gradient surgery (PCGrad, CAGrad) computes the gradients of one task after the other, keeps copies, clears them, and
+then sets a combination of the copies. If the copies held the loss scale, so does the combination. But ``zero_grad()``
+followed by the user's own gradients is legal as well (Reptile, DiLoCo, evolution strategies), and a tensor does not
+record where its values come from. So a sample of the cleared gradients is kept: gradients that are set later are taken
+to hold the scale if they have about the same size and direction. Differences of weights are smaller by orders of
+magnitude, since the updates that produced them were unscaled.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from torch import Tensor
 from castwise.core.scaler import gradients
 
 PARAMETERS, ELEMENTS = 16, 64
-"""A look at gradients takes this many of them, and this many evenly spaced elements of each."""
+"""Number of gradients in a sample, and number of evenly spaced elements taken from each."""
 _KEPT = 16
-"""Times that gradients were cleared, the last of them."""
+"""How many of the last clears are remembered."""
 _SMALLEST = 64.0
-"""Below this loss scale sizes tell nothing."""
+"""Below this loss scale, sizes do not tell scaled from unscaled gradients."""
 _SIZE, _DIRECTION = 0.02, 0.5
-"""The share of the largest of those that were cleared, and that of its length in the space that they span, from which gradients are
-taken to be made of them."""
+"""Thresholds above which gradients count as made from cleared ones: their size relative to the largest cleared
+gradient, and the share of their length that lies in the space spanned by the cleared ones."""
 
 
 class Cleared:
-    """What of an optimizer's gradients was cleared since its last step."""
+    """Samples of an optimizer's gradients that were cleared since its last step."""
 
     def __init__(self) -> None:
         self._samples: list[Mapping[int, Tensor]] = []
 
     def note(self, params: Sequence[Tensor], scale: float | None) -> None:
-        """The gradients of some parameters hold a loss scale, and are about to be cleared. ``scale``: None if unknown."""
+        """Record that gradients of some parameters hold a loss scale and are about to be cleared. ``scale``: None if unknown."""
         if params and (scale is None or scale >= _SMALLEST):
             some = params[:: -(-len(params) // PARAMETERS)]
             sampled = {id(p): _sample(p.grad) for p in some if p.grad is not None}
             self._samples = [*self._samples[1 - _KEPT :], sampled]
 
     def were_used_for(self, params: Sequence[Tensor]) -> bool:
-        """Whether gradients are made of what was cleared, as far as size and direction tell. Waits for the device."""
+        """Whether the current gradients were made from cleared ones, by size and direction. Waits for the device."""
         now = [(id(p), p.grad) for p in params if p.grad is not None]
         common = [(key, grad) for key, grad in now if all(key in sample for sample in self._samples)]
         if not self._samples or not common:

@@ -1,7 +1,7 @@
-"""Steps of optimizers that evaluate the loss themselves, LBFGS above all: taken back where a gradient is not finite.
+"""Steps of optimizers that evaluate the loss themselves, such as LBFGS: undone if a gradient is not finite.
 
-Two ways: :func:`step_or_restore` where castwise calls the step, and :class:`ClosureStep` where the script does, whose step
-nothing may stop on its way.
+There are two ways: :func:`step_or_restore` if castwise calls the step, and :class:`ClosureStep` if the script does,
+where the step cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from castwise.core.scaler.gradients import stored
 
 
 class _NonFiniteEvaluation(Exception):
-    """An evaluation of the closure gave a gradient that is not finite; the step is taken back."""
+    """An evaluation of the closure gave a non-finite gradient; the step is undone."""
 
 
 def _copy(value: Any) -> Any:
@@ -38,9 +38,9 @@ def _copy(value: Any) -> Any:
 
 
 class Snapshot:
-    """Parameters, state and options of an optimizer as they were before a step.
+    """Parameters, state and options of an optimizer before a step.
 
-    Costs a copy of all of them, which only steps with a closure pay.
+    It copies all of them; only steps with a closure pay for that.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -53,7 +53,7 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        """Put everything back; parameters, and options that are tensors, in place."""
+        """Restore everything; parameters, and options that are tensors, in place."""
         with torch.no_grad():
             for parameter, value in self._values:
                 parameter.copy_(value)
@@ -73,12 +73,13 @@ def step_or_restore(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, bool]:
-    """Let an optimizer step by a closure, and take the step back at the first evaluation with a gradient that is not finite.
+    """Make a step with a closure, and undo it at the first evaluation with a non-finite gradient.
 
     ``look`` is called after each evaluation; it unscales the gradients and returns their non-finite flags.
 
     Returns:
-        What ``optimizer.step(closure, *args, **kwargs)`` returned, None if it was taken back; and whether it was.
+        What ``optimizer.step(closure, *args, **kwargs)`` returned, or None if the step was undone; and whether it was
+        undone.
     """
     snapshot = Snapshot(optimizer)
 
@@ -97,40 +98,41 @@ def step_or_restore(
 
 
 class Guard(Protocol):
-    """What handles steps that are called outside ``Amp.step``."""
+    """Interface to whatever handles steps that are called outside ``Amp.step``."""
 
     tries: int
-    """How often a closure may be evaluated anew, at half the loss scale each time."""
+    """How often a closure may be evaluated again, at half the loss scale each time."""
 
     def scale(self) -> torch.Tensor:
         """A copy of the loss scale, 0-dim."""
 
     def put_back_scale(self, scale: torch.Tensor) -> None:
-        """Have that loss scale again."""
+        """Set the loss scale back to that value."""
 
     def evaluating(self) -> AbstractContextManager[object]:
-        """While a closure runs: gradients of others that it clears are no skipped steps."""
+        """Mark that a closure runs: gradients of other optimizers that it clears do not count as skipped steps."""
 
     def look_at_evaluation(self, optimizer: Optimizer, *, again: bool, zeros: bool) -> bool:
-        """Whether a gradient is not finite; if so all are taken away, or zeros take their place.
+        """Whether a gradient is not finite; if so, all gradients are removed or replaced by zeros.
 
-        ``again``: the closure is evaluated once more in that case.
+        ``again``: the closure will be evaluated once more in that case.
         """
 
     def sync(self, optimizer: Optimizer) -> None:
-        """Bring the model up to date with an optimizer's masters."""
+        """Copy an optimizer's masters into the model."""
 
 
 class ClosureStep:
-    """A step by a closure outside ``Amp.step``, so that it goes on when an evaluation gives a gradient that is not finite.
+    """A step with a closure outside ``Amp.step`` that continues when an evaluation gives a non-finite gradient.
 
-    The closure is evaluated again where a smaller loss scale may help. Where nothing helped, the rest of the step sees no gradients
-    and evaluates nothing, and :meth:`end` takes back what it did meanwhile.
+    The closure is evaluated again if a smaller loss scale may help. If nothing helped, the rest of the step gets no
+    gradients and evaluates nothing, and :meth:`end` undoes what the step did meanwhile.
 
     Args:
-        optimizer: Whose step it is, before the step.
-        closure: What it evaluates.
-        guard: Gives who looks after the optimizer; None until it is prepared, as the closure itself may have it.
+        optimizer: The optimizer that steps, before its step.
+        closure: The closure that it evaluates.
+        guard: Returns the guard of the optimizer; None until the optimizer is prepared, which the closure itself may
+            do.
         keep: Whether the step may evaluate more than once, so that it may have updated something before it fails.
     """
 
@@ -146,12 +148,12 @@ class ClosureStep:
         self._snapshot = Snapshot(optimizer) if keep else None
         self._params = stored(optimizer)
         self._loss: Any = None
-        """The last that was sound, or else the first: a line search takes its numbers for what they are."""
+        """The last finite loss, else the first: a line search uses these numbers."""
         self.failed = False
-        """Whether the rest of the step sees no gradients."""
+        """Whether the rest of the step gets no gradients."""
 
     def evaluate(self) -> Any:
-        """What the optimizer calls for the closure."""
+        """The function that the optimizer calls as its closure."""
         tries, scale = 0, None
         while not self.failed:
             guard = self._guard()
@@ -167,7 +169,7 @@ class ClosureStep:
                 scale = guard.scale()
             try:
                 bad = guard.look_at_evaluation(self._optimizer, again=again, zeros=self._keep)
-            except BaseException:  # it is an error, before anything has changed
+            except BaseException:  # raises before anything has changed
                 self.failed = True
                 self.end()
                 raise
@@ -175,16 +177,18 @@ class ClosureStep:
                 self._loss = loss
                 return loss
             self.failed, tries = not again, tries + 1
-            if self.failed and scale is not None:  # none helps, so that it falls once, as after any step
+            if (
+                self.failed and scale is not None
+            ):  # no smaller scale helps, so the scale falls once, as after any step
                 guard.put_back_scale(scale)
         return self._loss
 
     def _adds_to(self, before: Mapping[int, weakref.ref[torch.Tensor]]) -> bool:
-        """Whether gradients that lay there have been added to, which another evaluation would not make again."""
+        """Whether the closure added to existing gradients, which another evaluation would not recompute."""
         return any(id(p) in before and p.grad is not None and before[id(p)]() is p.grad for p in self._params)
 
     def end(self) -> None:
-        """The step has ended: put everything back if it failed."""
+        """End the step; restore everything if it failed."""
         if self.failed and self._snapshot is not None:
             self._snapshot.restore()
             if (guard := self._guard()) is not None:
@@ -192,7 +196,7 @@ class ClosureStep:
 
 
 def _is_finite(loss: Any) -> bool:
-    """Whether a loss is, or each of several; what a closure that returns none computed is not known."""
+    """Whether a loss, or each of several, is finite; True if the closure returned none."""
     if isinstance(loss, float):
         return math.isfinite(loss)
     return all(bool(one.detach().isfinite().all()) for one in tensors_in(loss))

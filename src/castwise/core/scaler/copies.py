@@ -1,4 +1,4 @@
-"""Copies of buffers, and which of them are worse than their copy."""
+"""Copies of buffers, and the comparison of buffers with their copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from castwise.core import _torch
 from castwise.core.scaler.result import Restored
 
 Table = dict[str, Tensor | None]
-"""Where a module has its buffers."""
+"""The dict in which a module stores its buffers."""
 _FORMATS = frozenset((
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
@@ -20,7 +20,7 @@ _FORMATS = frozenset((
 
 
 class Copies:
-    """Copies of the buffers of one model that have device and format in common, one behind the other in one tensor."""
+    """Copies of those buffers of one model that share a device and a format, concatenated in one tensor."""
 
     def __init__(self) -> None:
         self.tables: list[Table] = []
@@ -29,7 +29,7 @@ class Copies:
         self._ids: list[int] = []
 
     def add(self, table: Table, key: str, name: str) -> None:
-        """Take in the buffer that lies in the table of a module."""
+        """Add the buffer that is stored in a module's dict."""
         self.tables.append(table)
         self.keys.append(key)
         self.names += (name,)
@@ -38,7 +38,7 @@ class Copies:
         return [*map(dict.get, self.tables, self.keys)]
 
     def lay_out(self) -> None:
-        """Make room for copies of what lies there now."""
+        """Allocate copies of the current buffers."""
         buffers = self._now()
         values = [*map(values_of, buffers)]
         device, self._dtype = values[0].device, buffers[0].dtype
@@ -46,7 +46,9 @@ class Copies:
         self._flat_ones = self._plain and values[0].dim() == 1
         self._shapes, self._sizes = [one.shape for one in values], [one.numel() for one in values]
         self._ids = [*map(id, buffers)]
-        with torch.inference_mode(False):  # which would make tensors that nobody may write to later
+        with torch.inference_mode(
+            False
+        ):  # in inference mode torch would make tensors that cannot be written later
             self._flat = torch.empty(sum(self._sizes), dtype=values[0].dtype, device=device)
             self.copies = self._pieces(self._flat)
             self._lengths = torch.tensor(self._sizes, device=device)
@@ -57,14 +59,14 @@ class Copies:
         return [piece.view(shape) for piece, shape in zip(flat.split(self._sizes), self._shapes, strict=True)]
 
     def fits(self, buffer: Tensor | None, copy: Tensor) -> bool:
-        """Whether a buffer is like the one that a copy was made of."""
+        """Whether a buffer still has the device, dtype and shape of its copy."""
         if buffer is None or buffer.dtype is not self._dtype or not is_kept(buffer):
             return False
         values = values_of(buffer)
         return values.shape == copy.shape and values.device == copy.device
 
     def copy(self) -> bool:
-        """Copy what lies there now; False where it does not fit."""
+        """Copy the current values; False if a buffer no longer fits its copy."""
         now = self._now()
         ids = [*map(id, now)]
         if ids != self._ids:
@@ -76,12 +78,12 @@ class Copies:
             return True
         try:
             _torch.tensors.copy_each(self.copies, now if self._plain else [*map(values_of, now)])
-        except RuntimeError:  # it was resized where it lies
+        except RuntimeError:  # it was resized in place
             return False
         return True
 
     def copy_sound(self) -> None:
-        """Copy those that did not become non-finite; nothing where one does not fit."""
+        """Copy those buffers that did not become non-finite; copy nothing if one does not fit."""
         now = self._now()
         if all(map(self.fits, now, self.copies)):
             flat = torch.cat([values_of(buffer).reshape(-1) for buffer in now])
@@ -89,7 +91,7 @@ class Copies:
             self._ids = [*map(id, now)]
 
     def has_new_nan(self) -> Tensor:
-        """Whether a NaN lies where there is none in the copy: a 0-dim bool on the device."""
+        """Whether a buffer holds a NaN where its copy holds none: a 0-dim bool on the device."""
         flat = torch.cat([
             (values_of(buffer) if self.fits(buffer, copy) else copy).reshape(-1)
             for buffer, copy in zip(self._now(), self.copies, strict=True)
@@ -97,12 +99,12 @@ class Copies:
         return (_numbers(flat, self._dtype).isnan() & ~_numbers(self._flat, self._dtype).isnan()).any()
 
     def put_back(self, flag: Tensor | None) -> list[Restored]:
-        """Put back what became non-finite; see :meth:`Buffers.put_back`."""
+        """Restore buffers that became non-finite; see :meth:`Buffers.put_back`."""
         now = self._now()
         fitting = [True] * len(now)
         if [*map(id, now)] != self._ids:
             fitting = [*map(self.fits, now, self.copies)]
-        # through .data: a graph of this window may have saved a buffer, and would refuse one that was written to since
+        # through .data: a graph of this window may have saved a buffer, and backward would raise if its version had changed
         values = [
             (buffer if self._plain else values_of(buffer)).data if fits else copy
             for buffer, copy, fits in zip(now, self.copies, fitting, strict=True)
@@ -131,18 +133,18 @@ class Copies:
         return found
 
     def _worse(self, flat: Tensor) -> Tensor:
-        """By buffer, whether an element is not finite where the copy's is, or NaN where the copy's is infinite."""
+        """For each buffer, whether an element is non-finite where the copy's is finite, or NaN where the copy's is infinite."""
         new, old = _numbers(flat, self._dtype), _numbers(self._flat, self._dtype)
         worse = (~new.isfinite() & old.isfinite()) | (new.isnan() & ~old.isnan())
         counts = nn.functional.pad(worse.cumsum(0, dtype=torch.int32), (1, 0))
         return counts[self._ends].diff() > 0
 
     def _spread(self, by_buffer: Tensor) -> Tensor:
-        """What holds for each buffer, for each of its elements."""
+        """Expand a value per buffer to a value per element."""
         return by_buffer.repeat_interleave(self._lengths, output_size=self._flat.numel())
 
     def _replace(self, at: int, buffer: Tensor | None) -> bool:
-        """Put a copy in the place of a buffer of another shape or format; whether it was not finite, and the copy is."""
+        """Replace a buffer of another shape or format by its copy; return whether only the buffer was non-finite."""
         copy = self.copies[at]
         if buffer is None or not is_kept(buffer) or _is_finite(buffer):
             return False
@@ -156,7 +158,7 @@ class Copies:
 
 
 def empty_again(table: Table, key: str) -> bool:
-    """Put None in the place of a buffer that was None and is not finite now; whether it was so. Waits for the device."""
+    """Set a buffer to None again if it was None and is non-finite now; return whether it was. Waits for the device."""
     buffer = table[key]
     if buffer is None or not is_kept(buffer) or _is_finite(buffer):
         return False
@@ -165,8 +167,8 @@ def empty_again(table: Table, key: str) -> bool:
 
 
 def is_kept(buffer: Tensor) -> bool:
-    """Whether a buffer can be kept: numbers that can be infinite or NaN, each in memory of its own."""
-    if type(buffer) is not Tensor and not hasattr(buffer, "placements"):  # a DTensor has them
+    """Whether a buffer can be copied: a floating dtype, dense, with memory for each element."""
+    if type(buffer) is not Tensor and not hasattr(buffer, "placements"):  # DTensors have such a mesh
         return False
     if buffer.dtype not in _FORMATS or not _torch.tensors.is_dense(buffer) or buffer.is_meta:
         return False
@@ -177,7 +179,7 @@ def is_kept(buffer: Tensor) -> bool:
 
 
 def values_of(buffer: Tensor) -> Tensor:
-    """What this process holds of a buffer, in the same memory, as real numbers or as bytes that can be copied."""
+    """The local values of a buffer, in the same memory, as real numbers or as bytes that can be copied."""
     if hasattr(buffer, "placements"):
         buffer = _torch.distributed.local_tensor(buffer)
     if buffer.is_complex():
@@ -186,7 +188,7 @@ def values_of(buffer: Tensor) -> Tensor:
 
 
 def _numbers(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What :func:`_values` made of a buffer of that dtype as numbers that can be asked whether they are finite."""
+    """View the result of :func:`values_of` in a dtype for which ``isfinite`` exists."""
     return values.view(dtype).float() if values.dtype is torch.uint8 else values
 
 

@@ -1,4 +1,4 @@
-"""What is known of optimizers' gradients between two updates of the scale: a stage and flags each."""
+"""The state of each optimizer's gradients between two updates of the scale: a stage and non-finite flags."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _fresh() -> dict[str, Any]:
 
 
 class Flags:
-    """Which optimizers' gradients were unscaled, or stepped by, since the last update, and which of them were not finite.
+    """Which optimizers have unscaled or stepped since the last update, and whether their gradients were finite.
 
-    There is one record for each optimizer, in torch's form: its stage, and a flag (0-dim fp32) for each device of its gradients,
-    above zero where a gradient there is not finite. Nothing here touches gradients or waits for the device.
+    There is one record per optimizer, in torch's form: its stage, and a flag (0-dim fp32) for each device of its
+    gradients, above zero if a gradient there is not finite. Nothing here reads gradients or waits for the device.
 
     Attributes:
         states: The records, by the optimizers' ``id``.
@@ -32,15 +32,15 @@ class Flags:
         self.restart()
 
     def restart(self) -> None:
-        """Begin with fresh records; results may still hold the old ones."""
+        """Start with new records; existing results may still hold the old ones."""
         self.states: dict[int, dict[str, Any]] = defaultdict(_fresh)
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Drop an optimizer's record, as if it had been neither unscaled nor stepped."""
+        """Drop an optimizer's record, as if it had neither unscaled nor stepped."""
         self.states.pop(id(optimizer), None)
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's gradients are unscaled, and it has not stepped by them."""
+        """Whether an optimizer's gradients are unscaled and it has not stepped since."""
         state = self.states.get(id(optimizer))
         return state is not None and state["stage"] is OptState.UNSCALED
 
@@ -55,7 +55,7 @@ class Flags:
         return gradients.largest(self.of(optimizers), device).clone()
 
     def set(self, optimizers: Iterable[Optimizer], flag: torch.Tensor) -> None:
-        """Replace the flags of these optimizers by one, such as all ranks have agreed on."""
+        """Replace the flags of these optimizers by one flag, such as the one that all ranks agreed on."""
         for optimizer in optimizers:
             held = self.states[id(optimizer)]["found_inf_per_device"]
             for device in held or (flag.device,):
@@ -76,7 +76,7 @@ class Flags:
             self.add(id(optimizer), {device: flag.to(device, copy=True) for device in devices})
 
     def add(self, key: int, flags: Mapping[torch.device, torch.Tensor]) -> None:
-        """Record that the gradients of an optimizer, by its ``id``, are unscaled, and add flags to those it has."""
+        """Record that an optimizer's gradients are unscaled, and add flags to its record; the optimizer is given by ``id``."""
         state = self.states[key]
         state["stage"], known = OptState.UNSCALED, state["found_inf_per_device"]
         for device, flag in flags.items():

@@ -1,7 +1,7 @@
-"""Loss-scaler state dicts of Apex and Colossal-AI, to and from torch's.
+"""Convert the loss-scaler state dicts of Apex and Colossal-AI to and from torch's.
 
-What a foreign format cannot hold (Apex saves no factors; Colossal-AI no tracker for growth under that name) takes the
-values given, and nothing is made up silently: fields that castwise does not know raise.
+Values that a foreign format does not hold are arguments or defaults given in the docstrings (Apex saves no factors;
+Colossal-AI saves no growth tracker under that name). Fields that castwise does not know raise an error.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from castwise.errors import CheckpointError
 def from_apex(
     state: Mapping[str, Any], *, names: tuple[str, ...] = ("loss",), growth_interval: int = 2000
 ) -> dict[str, Any]:
-    """A state for :meth:`castwise.GradScaler.load_state_dict` from ``apex.amp.state_dict()``.
+    """Convert ``apex.amp.state_dict()`` to a state for :meth:`castwise.GradScaler.load_state_dict`.
 
     Args:
         state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
         names: Names of the losses, in Apex's order of ``loss_id``; further ones are called ``loss1``, ``loss2``, ...
-        growth_interval: Apex does not save it; its own is 2000.
+        growth_interval: Apex does not save it; Apex's default is 2000.
 
     Raises:
-        CheckpointError: Other keys, or none.
+        CheckpointError: The state has other keys, or none.
     """
     found: dict[str, dict[str, Any]] = {}
     for index, (key, value) in enumerate(state.items()):
@@ -53,7 +53,7 @@ def from_apex(
 
 
 def to_apex(state: Mapping[str, Any]) -> OrderedDict[str, dict[str, Any]]:
-    """The state of a :class:`castwise.GradScaler` as ``apex.amp.load_state_dict`` takes it."""
+    """Convert the state of a :class:`castwise.GradScaler` for ``apex.amp.load_state_dict``."""
     return OrderedDict(
         (f"loss_scaler{i}", {"loss_scale": float(loss["scale"]), "unskipped": int(loss["_growth_tracker"])})
         for i, loss in enumerate([state, *state.get("losses", {}).values()])
@@ -72,16 +72,16 @@ _COLOSSAL_POLICY = {"min_scale", "max_scale", "hysteresis"}
 
 
 def from_colossalai(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state for :meth:`castwise.GradScaler.load_state_dict` from Colossal-AI's naive ``DynamicGradScaler``.
+    """Convert the state of Colossal-AI's naive ``DynamicGradScaler`` for :meth:`castwise.GradScaler.load_state_dict`.
 
     Args:
         state: Its ``state_dict()``, whose fields differ between releases: ``scale`` (a tensor of one element or a
             number) and any of growth_factor, backoff_factor, growth_interval, growth_step, hysteresis_step, each
-            with or without a leading underscore. min_scale, max_scale and hysteresis belong to the scaler's
-            arguments and are passed over.
+            with or without a leading underscore. min_scale, max_scale and hysteresis are constructor arguments
+            and are ignored.
 
     Raises:
-        CheckpointError: A field that is none of these, or no scale.
+        CheckpointError: There is an unknown field, or no scale.
     """
     fields = {key.removeprefix("_"): value for key, value in state.items()}
     unknown = set(fields) - set(_COLOSSAL) - _COLOSSAL_POLICY
@@ -102,15 +102,15 @@ def from_colossalai(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_colossalai(state: Mapping[str, Any], *, hysteresis: int = 2) -> dict[str, Any]:
-    """The state of a :class:`castwise.GradScaler` as Colossal-AI's ``DynamicGradScaler.load_state_dict`` takes it.
+    """Convert the state of a :class:`castwise.GradScaler` for Colossal-AI's ``DynamicGradScaler.load_state_dict``.
 
     Args:
-        state: What ``state_dict()`` gave. Further losses are left out: Colossal-AI has one.
-        hysteresis: The scaler's argument, which Colossal-AI saves with its state; 2 is its default.
+        state: The result of ``state_dict()``. Only the first loss is converted: Colossal-AI has one.
+        hysteresis: The scaler's argument, which Colossal-AI saves with its state; its default is 2.
 
     Returns:
-        The fields that Colossal-AI reads, the scale as an fp32 tensor of shape ``[1]``, and its counters beside
-        them, which it does not save itself and ignores.
+        The fields that Colossal-AI reads, with the scale as an fp32 tensor of shape ``[1]``, and the counters,
+        which Colossal-AI neither saves nor reads.
     """
     out = {theirs: state.get(ours, 0) for theirs, ours in _COLOSSAL.items()}
     out["scale"] = torch.tensor([float(state["scale"])], device="cpu")

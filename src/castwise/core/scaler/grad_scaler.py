@@ -1,4 +1,4 @@
-"""``castwise.GradScaler``: torch's, and what its users ask for beyond it."""
+"""``castwise.GradScaler``: torch's GradScaler with additions."""
 
 from __future__ import annotations
 
@@ -24,46 +24,47 @@ from castwise.core.scaler.unscaling import Unscaling
 from castwise.errors import PlanError, StateError
 
 STEPPED = StepResult(None)
-"""What became of a step that the host knows to have been made."""
+"""The outcome of a step that the host knows to have been made."""
 _Outputs = TypeVar("_Outputs", bound=torch.Tensor | Iterable[torch.Tensor])
 _TINY = torch.finfo(torch.float32).tiny
 
 
 class GradScaler(_torch.grad_scaler.OpenGradScaler):
-    """A loss scaler that by default cannot be told from ``torch.amp.GradScaler``, and can do more.
+    """A loss scaler that behaves like ``torch.amp.GradScaler`` by default and has more options.
 
     Beyond torch: hysteresis, a floor and a ceiling; a scale per named loss; agreement between ranks on non-finite
     gradients; closures; the outcome of a step (:meth:`result_of`, :attr:`previous_skipped`) without waiting for the
     device; an error that names parameters when the scale is at its floor and gradients still overflow. A loss in a
     low format is scaled in fp32 whatever its shape (torch scales a 1-d fp16 loss in fp16, to infinity).
 
-    What torch does otherwise at the defaults, too: after ``patience`` it raises, where torch's skips for ever; and the
-    ranks of all meshes that gradients lie on as DTensors skip together, where torch's asks those of the first gradient's.
+    Two defaults differ from torch: after ``patience`` windows it raises, where torch skips for ever; and if gradients
+    are DTensors, the ranks of all their meshes skip together, where torch reduces over the mesh of the first gradient
+    only.
 
     Args:
         device: Device type of the gradients.
         init_scale: First scale.
         growth_factor: Factor after ``growth_interval`` updates with finite gradients, > 1.
         backoff_factor: Factor after an update with non-finite gradients, < 1.
-        growth_interval: As said.
+        growth_interval: Number of updates in a row with finite gradients before the scale grows.
         enabled: False passes everything through.
         hysteresis: Overflows before the scale shrinks; counted until it grows.
         floor: Smallest scale, or None as in torch.
         ceiling: Largest scale, or None as in torch.
-        dynamic: False keeps the scale; steps with non-finite gradients are still skipped.
-        reduce: Called with each 0-dim fp32 flag, to make it the largest over all ranks that act together: in place,
-            or by returning it.
-        process_group: Instead of ``reduce``, a process group whose ranks agree by an all-reduce. With neither, the ranks
-            of DTensor gradients' meshes do.
-        allow_fp16_grads: Unscale fp16 gradients too, where parameters are stored in fp16 without masters.
+        dynamic: False keeps the scale constant; steps with non-finite gradients are still skipped.
+        reduce: Called with each 0-dim fp32 flag, to replace it by the maximum over all ranks that act together: in
+            place, or by returning it.
+        process_group: Instead of ``reduce``, a process group whose ranks agree by an all-reduce. With neither, the
+            ranks of DTensor gradients' meshes agree.
+        allow_fp16_grads: Unscale fp16 gradients too, for parameters that are stored in fp16 without masters.
         patience: Windows in a row with non-finite gradients, the last at the floor, before
-            :class:`~castwise.errors.LossScaleError`. Without a floor, at the smallest normal fp32 number; a scale
-            that is not dynamic is always at its floor.
+            :class:`~castwise.errors.LossScaleError`. Without a floor, the smallest normal fp32 number counts as the
+            floor; a scale that is not dynamic is always at its floor.
 
     Raises:
         PlanError: Limits that contradict each other or ``init_scale``.
         LossScaleError: From :meth:`step`, at the floor.
-        StateError: From :meth:`scale`, when losses with different scales would meet in one gradient.
+        StateError: From :meth:`scale`, if gradients of losses with different scales would be added.
     """
 
     def __init__(
@@ -100,29 +101,29 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         self._flags: Flags = Flags()
         self._unscaling: Unscaling = Unscaling(reduce, process_group, allow_fp16_grads)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        # Whether losses are multiplied.
+        # Whether losses are multiplied by the scale.
         self.scales = self.works
         self._limits = limits
-        # Torch's kernel does the update, up to bounds, unless overflows are counted or nothing moves at all.
+        # Torch's kernel does the update (except for the bounds), unless overflows are counted or the scale is constant.
         self._by_torch = dynamic and hysteresis == 1
         self._overridden = type(self).unscale_ is not torch.amp.GradScaler.unscale_
         self.param_names: Callable[[], Mapping[int, str]] | None = None
-        # Whether a window that updates by itself was stepped in, so that the scale is what the update will make of it.
+        # Whether a step was made in a window that updates by itself, so that the scale is the one after that update.
         self.is_over: Callable[[], bool] | None = None
-        # Whether somebody asked for a scale since the last step, who may divide by it.
+        # Whether the scale was read since the last step; the reader may divide gradients by it.
         self.asked = False
-        # What was found in gradients of such a window that were cleared without a step.
+        # Flags of gradients that were cleared without a step, in a window that updates by itself.
         self.left_out: Callable[[], list[torch.Tensor]] = list
-        # Losses of which such a window's true gradients were returned and not set as yet, and what was found in them.
+        # Losses whose unscaled gradients were returned in such a window and not set yet, with their flags.
         self.returned: Callable[[], list[tuple[str, torch.Tensor]]] = list
-        # The inverse scale last used, and what it is the inverse of where the host knows that.
+        # The inverse scale used last, and its scale if the host knows it.
         self._inverse: tuple[float | None, torch.Tensor | None] = (None, None)
         self._outcomes = Outcomes(eager=floor is not None)
         self._patience = patience
 
     @classmethod
     def from_loss_scale(cls, loss_scale: LossScale, device: str = "cuda", **extras: Any) -> GradScaler:
-        """A scaler by a plan's :class:`~castwise.LossScale`; ``extras`` as in the constructor."""
+        """Build a scaler from a plan's :class:`~castwise.LossScale`; ``extras`` as in the constructor."""
         return cls(
             device,
             loss_scale.init,
@@ -137,14 +138,14 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         )
 
     def is_enabled(self) -> bool:
-        """Whether losses are multiplied."""
+        """Whether losses are multiplied by the scale."""
         return self.scales
 
     # --- scales -------------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> ScalePolicy:
-        """The constants by which the scale moves."""
+        """The constants by which the scale is updated."""
         return dataclasses.replace(
             self._limits,
             growth=self.get_growth_factor(),
@@ -162,15 +163,15 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return self.state_after_update if over else self._losses.state_of
 
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
-        """The scale of a loss, by default that of this window: 0-dim fp32 on the device, so nothing waits for it."""
+        """The scale of a loss, by default that of this window: 0-dim fp32 on the device, without waiting for it."""
         return self._losses.scale_tensor(name)
 
     def next_state(self, found_inf: bool, name: str = DEFAULT) -> ScaleState:
-        """What the state of a loss would be after an update with this outcome. Changes nothing; synchronises."""
+        """The state of a loss after an update with this outcome. Changes nothing; synchronises."""
         return next_state(self._losses.state_of(name), found_inf, self.policy)
 
     def state_after_update(self, name: str = DEFAULT) -> ScaleState:
-        """What the state of a loss will be after :meth:`update`, by the steps so far. Changes nothing; synchronises."""
+        """The state of a loss after :meth:`update`, given the steps so far. Changes nothing; synchronises."""
         state = self._losses.state_of(name)
         if any(bool(flag > 0) for of, flag in self.returned() if of == name):
             state = next_state(state, True, self.policy)
@@ -180,7 +181,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return next_state(state, bool(flag > 0), self.policy)
 
     def _outcome(self, left_out: Iterable[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
-        """The losses whose scales :meth:`update` will move, and whether one of their gradients was not finite."""
+        """The losses whose scales :meth:`update` will change, and whether one of their gradients was not finite."""
         found = [*self._flags.of(), *left_out]
         if not found:
             return {}
@@ -188,7 +189,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         flag = gradients.largest(found, self._losses.scale_tensor().device)
         if not flags:
             return {name: flag}
-        # What no loss overflowed in by itself happened at the window's scale: bringing gradients to it, adding.
+        # An overflow that no single loss caused arose at the window's scale, when gradients were rescaled or added.
         known = gradients.largest([*flags.values()], flag.device)
         return {**flags, name: torch.maximum(flags[name].to(flag.device), (flag > known).float())}
 
@@ -197,7 +198,8 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
 
         Args:
             outputs: Tensor of any shape, or an iterable of them; low formats are scaled in fp32.
-            name: Whose scale. Gradients of losses with different names must not meet: use :meth:`backward` there.
+            name: Name of the loss. Gradients of losses with different names must not be added: use :meth:`backward` for
+                them.
 
         Returns:
             The same structure, scaled.
@@ -222,10 +224,10 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def _open_window(self, name: str, outputs: Any) -> None:
         if self._losses.opened_by is not None:
             way = (
-                "scaler.backward(loss, name, params=...) or Amp.backward(loss, name), which keep the two separate, or call "
+                "scaler.backward(loss, name, params=...) or Amp.backward(loss, name), which keep the two apart, or call "
                 "update()"
                 if self.is_over is None
-                else "amp.backward(loss, name), which keeps the two separate, or call amp.step(optimizer)"
+                else "amp.backward(loss, name), which keeps the two apart, or call amp.step(optimizer)"
             )
             raise StateError(
                 f"scale(loss, {name!r}): the loss {self._losses.opened_by!r} was scaled in this window, and gradients of losses with "
@@ -243,13 +245,13 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     ) -> None:
         """Scale a loss and compute its gradients, keeping those of differently scaled losses apart.
 
-        The first loss of a window costs nothing extra. For any further one the gradients there are set aside, its
-        own are checked, brought to the window's scale in their own dtype and added.
+        The first loss of a window costs nothing extra. For any further one the existing gradients are set aside, the
+        new ones are checked, rescaled to the window's scale in their dtype, and added.
 
         Args:
             loss: Scalar.
-            name: Whose scale.
-            params: Parameters that this or an earlier loss of the window reaches, or a function that gives them.
+            name: Name of the loss, which selects the scale.
+            params: Parameters that this or an earlier loss of the window reaches, or a function that returns them.
             kwargs: As in ``Tensor.backward``.
         """
         losses, base = self._losses, self._losses.opened_by
@@ -277,7 +279,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             gradients.add_up(aside)
 
     def _flag_of_base(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """What is known of the loss that was alone in the window so far, from gradients and from steps made."""
+        """The flag of the first loss of the window, from its gradients and from steps made."""
         home = self._losses.scale_tensor().device
         now = self._unscaling.agreed(gradients.check_and_multiply(grads, None, home))
         return gradients.largest([now, *self._flags.of()], home)
@@ -285,7 +287,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     # --- steps --------------------------------------------------------------------------------------------
 
     def step_or_skip(self, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's step unless a flag of ``state`` is set, and take note."""
+        """Call the optimizer's step unless a flag of ``state`` is set, and record the outcome."""
         skip = False
         for flag in state["found_inf_per_device"].values():
             skip = skip or flag.item() != 0.0
@@ -295,19 +297,19 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def step(
         self, optimizer: Optimizer, *args: Any, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Unscale where that was not done, then step, or skip where a gradient is not finite.
+        """Unscale unless already unscaled, then step, or skip if a gradient is not finite.
 
         Args:
-            optimizer: Its gradients belong to this window.
+            optimizer: An optimizer whose gradients belong to this window.
             args: For ``optimizer.step``; a function as the first is taken as ``closure``.
             closure: Evaluates the loss: clears gradients, computes the loss, calls ``scaler.scale(loss).backward()``
-                and returns the loss. Gradients are unscaled and checked at each evaluation; at the first that is
-                not finite, parameters and state go back to what they were, and the step counts as skipped.
-                Gradients that were computed in this window before (as SAM does) are unscaled first.
+                and returns the loss. Gradients are unscaled and checked at each evaluation; at the first non-finite
+                one, parameters and state are restored, and the step counts as skipped.
+                Gradients that were computed earlier in this window (as SAM does) are unscaled first.
             kwargs: For ``optimizer.step``.
 
         Returns:
-            What ``optimizer.step`` returned, None when it was skipped.
+            What ``optimizer.step`` returned, or None if it was skipped.
 
         Raises:
             LossScaleError: Gradients have been non-finite ``patience`` times in a row with the scale at its floor.
@@ -334,7 +336,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return value
 
     def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        """Take note of a step outside :meth:`step`; None where a fused kernel decides.
+        """Record a step outside :meth:`step`; return None if a fused kernel decides.
 
         Raises:
             LossScaleError: As for :meth:`step`.
@@ -349,14 +351,14 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
                 self._refuse_to_go_on(optimizer)
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        """:meth:`step`, and what became of it."""
+        """Do what :meth:`step` does, and also return the outcome."""
         self.step(optimizer, closure=closure)
         if not self.works or self._outcomes.skips.get(id(optimizer)) is False:
             return STEPPED
         return self.result_of(optimizer)
 
     def _plain_step(self, optimizer: Optimizer) -> Any:
-        """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
+        """Torch's step for an optimizer that does not unscale by itself, without checks that cannot apply here."""
         self.check_scaled("step")
         state = self._flags.states[id(optimizer)]
         if state["stage"] is OptState.READY:
@@ -382,7 +384,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return self._unscaling.unscale(optimizer, inverse, found, allow_fp16=False)
 
     def note_unscaled(self, optimizer: Optimizer) -> None:
-        """Take an optimizer's gradients, however they came there, as unscaled, and look for infinities."""
+        """Record an optimizer's gradients as unscaled, whatever their source, and check them for infinities."""
         one = gradients.number(1.0, self._losses.scale_tensor().device)
         found = self._unscaling.unscale(optimizer, one, torch.zeros_like(one), allow_fp16=True)
         self._flags.add(id(optimizer), found)
@@ -434,7 +436,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     # --- outcomes -----------------------------------------------------------------------------------------
 
     def result_of(self, *optimizers: Optimizer, grad_norm: torch.Tensor | None = None) -> StepResult:
-        """What became of the last steps of these optimizers, in this window or the one before.
+        """The outcome of the last steps of these optimizers, in this window or the one before.
 
         Raises:
             StateError: An optimizer that was not stepped in either.
@@ -446,7 +448,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
 
     @property
     def last_result(self) -> StepResult | None:
-        """What became of the last step of any optimizer; None before the first or when disabled."""
+        """The outcome of the last step of any optimizer; None before the first or when disabled."""
         key = self._outcomes.last_stepped
         return None if key is None else self._outcomes.result(self._flags.states, key)
 
@@ -454,16 +456,16 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def previous_skipped(self) -> bool | None:
         """Whether a step was skipped in the window that the last :meth:`update` closed; None before the first.
 
-        Costs no synchronisation while the device is at most one step behind: outcomes are sent to the host from the
-        first time that one is asked for.
+        Does not synchronise while the device is at most one step behind: after the first read, outcomes are copied to
+        the host in the background.
         """
         return self._outcomes.previous_skipped
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Move every scale used in this window by its own outcome, and open the next window.
+        """Update every scale used in this window by its outcome, and open the next window.
 
         Args:
-            new_scale: Set the scale of the loss that opened the window instead, or of the default loss.
+            new_scale: Instead, set this scale for the loss that opened the window, or else for the default loss.
         """
         if not self.scales:
             return
@@ -479,9 +481,9 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         elif self._by_torch and not flags and len(states) < 2:
             self._update_alone(states)
             if self._limits.ceiling is not None or [*self._outcomes.skips.values()] != [False]:
-                self._clamp()  # it may have moved towards a limit
+                self._clamp()  # rounding may have moved it towards a limit
         else:
-            # Not torch's own: it adds the flags of several optimizers into the first, which a result may still hold.
+            # Not torch's function: it adds the flags of several optimizers into the first, which a result may still hold.
             self.check_scaled("update")
             outcome = self._outcome()
             if not outcome:
@@ -495,13 +497,13 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         self._outcomes.close(states, losses, restart=new_scale is not None)
 
     def note_dropped(self, dropped: Mapping[int, Mapping[torch.device, torch.Tensor]], stepped: bool) -> None:
-        """Take note of gradients that were unscaled and then cleared, and move the scale if they were not finite.
+        """Record gradients that were unscaled and then cleared; update the scale if they were not finite.
 
-        That is an overflow, though no step was skipped for it; finite ones change nothing.
+        That is an overflow, although no step was skipped; finite ones change nothing.
 
         Args:
             dropped: By an optimizer's ``id``, the flags of its gradients.
-            stepped: :meth:`update` comes anyway, for steps that were made in this window.
+            stepped: Steps were made in this window, so :meth:`update` will be called in any case.
         """
         for key, flags in dropped.items():
             bad = read_on_host(flags.values())
@@ -514,13 +516,13 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             self.update()
 
     def note_left(self, returned: dict[str, torch.Tensor]) -> None:
-        """Move the scales of losses whose gradients were computed, were not finite, and were never set on parameters."""
+        """Update the scales of losses whose gradients were returned, were not finite, and were never set on parameters."""
         if self._limits.dynamic:
             self._losses.hold_back(returned)
             self._losses.move(returned, self.policy)
 
     def _update_alone(self, states: dict[int, dict[str, Any]]) -> None:
-        """Torch's update, without the questions that do not arise for one optimizer on the scale's device."""
+        """Torch's update for one optimizer on the scale's device, without checks that cannot apply."""
         scale, tracker = self._losses.current.scale, self._losses.current.growth_tracker
         for state in states.values():
             flags = state["found_inf_per_device"]
@@ -540,7 +542,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's state, with further keys where hysteresis or further losses are in use. Synchronises."""
+        """Torch's state, with further keys if hysteresis or further losses are used. Synchronises."""
         if not self.scales:
             return {}
         state_of = self._state_now()
@@ -551,7 +553,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return {**super().state_dict(), **first, **({"losses": losses} if losses else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of torch's scaler. Scales outside of floor and ceiling are moved to them."""
+        """Load a state of this class, or of torch's scaler. Scales outside floor and ceiling are clamped."""
         if self.scales:
             super().load_state_dict(state_dict)
             self._losses.load(state_dict, self._limits)
@@ -567,6 +569,6 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         }  # fmt: skip
 
 
-# Only scale() may be traced into a graph; the rest is between graphs.
+# Only scale() may be traced into a graph; everything else runs between graphs.
 for _name in ("backward", "step", "update", "result_of", "step_or_skip", "_open_window"):
     _torch.tensors.never_trace(getattr(GradScaler, _name))

@@ -1,4 +1,4 @@
-"""What a scaler does to gradients, and how it names them; nothing here waits for the device unless it says so."""
+"""Operations on gradients, and the names of their parameters; nothing here waits for the device unless its docstring says so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _dtype = operator.attrgetter("dtype")
 
 
 def lift_low(outputs: Any) -> Any:
-    """Outputs with low formats in fp32, so that the product with a scale is formed there; structure is kept.
+    """Convert outputs in low formats to fp32, so that they are scaled in fp32; the structure is kept.
 
     0-dim tensors are left alone: torch promotes their product with a scale itself.
     """
@@ -30,7 +30,7 @@ def lift_low(outputs: Any) -> Any:
 
 
 def held(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The gradients that lie on an optimizer's parameters now."""
+    """The gradients currently on an optimizer's parameters."""
     return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
 
 
@@ -40,15 +40,16 @@ def stored(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def on_each(optimizer: Optimizer) -> list[torch.Tensor | None]:
-    """By parameter of an optimizer, the gradient that lies there as a backward left it.
+    """For each parameter of an optimizer, its gradient as a backward left it.
 
-    Of a parameter with a master it is that of the parameter, in whatever format: reading it changes nothing.
+    For a parameter with a master this is the gradient of the model's parameter, in any format: reading it changes
+    nothing.
     """
     return [parameter.grad for parameter in stored(optimizer)]
 
 
 def ends(optimizer: Optimizer) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The first gradient that lies on a parameter of an optimizer and the last; reading them changes nothing."""
+    """The first and the last gradient on an optimizer's parameters; reading them changes nothing."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             first = getattr(parameter, "stored", parameter).grad
@@ -62,21 +63,21 @@ def ends(optimizer: Optimizer) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def lie_on(optimizer: Optimizer) -> bool:
-    """Whether there is a gradient on any parameter of an optimizer; reading them changes nothing."""
+    """Whether any parameter of an optimizer has a gradient; reading it changes nothing."""
     return any(
         getattr(p, "stored", p).grad is not None for group in optimizer.param_groups for p in group["params"]
     )
 
 
 def move(optimizer: Optimizer) -> bool:
-    """Whether any gradient of an optimizer is not zero; libraries step on zeros, so that there is state to load into."""
+    """Whether any gradient of an optimizer is not zero; libraries step on zero gradients to create state to load into."""
     return any(bool(values(grad).any()) for grad in on_each(optimizer) if grad is not None)
 
 
 def values(grad: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a gradient as dense real numbers: of a DTensor its shard, of a sparse one its values.
+    """The local values of a gradient as dense real numbers: the shard of a DTensor, the values of a sparse gradient.
 
-    Of one that torch has yet to conjugate the numbers as they lie in memory, where they can be multiplied in place.
+    A lazily conjugated gradient is returned as stored in memory, so that it can be multiplied in place.
     """
     grad = _torch.tensors.dense_values(
         _torch.distributed.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
@@ -85,7 +86,7 @@ def values(grad: torch.Tensor) -> torch.Tensor:
 
 
 def mesh_groups(optimizer: Optimizer) -> list[Any]:
-    """The process groups of all meshes that an optimizer's gradients lie on as DTensors, each once."""
+    """The process groups of all meshes of an optimizer's DTensor gradients, each once."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
     found = (getattr(grad, "device_mesh", None) for grad in held(optimizer))
@@ -94,18 +95,18 @@ def mesh_groups(optimizer: Optimizer) -> list[Any]:
 
 
 def number(value: float, device: torch.device | str) -> torch.Tensor:
-    """A flag or factor: 0-dim fp32, whatever the process's default dtype is, as the kernels want it."""
+    """A flag or factor as 0-dim fp32, independent of the default dtype, as the kernels require."""
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
     """One over a scale, rounded once: 0-dim fp32 on its device."""
-    wide = scale if scale.device.type == "mps" else scale.double()  # no fp64 there
+    wide = scale if scale.device.type == "mps" else scale.double()  # such a device has no fp64
     return wide.reciprocal().float()
 
 
 def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The largest of some 0-dim flags, on ``device``; zero if there are none."""
+    """The maximum of some 0-dim flags, on ``device``; zero if there are none."""
     if not flags:
         return number(0.0, device)
     here = [flag.to(device, non_blocking=True) for flag in flags]
@@ -115,12 +116,12 @@ def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
 def check_and_multiply(
     grads: Sequence[torch.Tensor], factor: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Multiply gradients in place, each in its own dtype, and say whether one was not finite: unscaling, in one pass.
+    """Multiply gradients in place, each in its dtype, and return whether one was not finite: unscaling in one pass.
 
     Args:
         grads: On any devices, of any floating dtypes, sparse ones coalesced or not.
         factor: 0-dim fp32; None for one.
-        device: Where the flag shall be.
+        device: Device of the flag.
 
     Returns:
         0-dim fp32 flag: one where a gradient was not finite before.
@@ -141,14 +142,14 @@ def check_and_multiply(
 def unscale_plain(
     optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool = False
 ) -> bool:
-    """Torch's unscaling for the usual case, dense gradients all on the scale's device, in fewer steps.
+    """Torch's unscaling for the usual case, dense gradients that are all on the scale's device, with less overhead.
 
-    Of a DTensor it looks at this rank's shard alone: torch's own operator would make the ranks of the first
-    gradient's mesh agree, and no others. Gradients are multiplied by ``inverse`` in place, and ``flag`` is set to
-    one where one is not finite: 0-dim fp32 both.
+    For a DTensor it checks only this rank's shard: torch's operator would reduce over the mesh of the first gradient,
+    and over no other. Gradients are multiplied by ``inverse`` in place, and ``flag`` is set to one if a gradient
+    is not finite: both 0-dim fp32.
 
     Returns:
-        Whether it was that case; if not, nothing was done.
+        Whether the gradients were of that kind; if not, nothing was done.
     """
     grads = held(optimizer)
     if set(map(type, grads)) != _PLAIN:
@@ -161,7 +162,7 @@ def unscale_plain(
     if not allow_fp16 and torch.float16 in map(_dtype, grads):
         return False
     if device == -1:
-        # The kernel of a CPU takes dtypes as they come, and refuses what is sparse or elsewhere before it writes anything.
+        # The CPU kernel accepts any dtypes, and raises for sparse gradients or other devices before it writes anything.
         try:
             _torch.tensors.without_grad(_torch.grad_scaler.check_and_unscale, grads, flag, inverse)
         except RuntimeError:
@@ -176,39 +177,39 @@ def unscale_plain(
 
 
 def _is_whole(grad: torch.Tensor) -> bool:
-    """Whether a tensor of a class of its own is a DTensor without partial sums."""
+    """Whether a tensor of a subclass is a DTensor without partial sums."""
     placements: Any = getattr(grad, "placements", None)
     return placements is not None and not any(placement.is_partial() for placement in placements)
 
 
 def are_finite(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """As :func:`check_and_multiply` by one, without writing: of any dtype and with any strides.
+    """Check gradients without writing: as :func:`check_and_multiply` by one, for any dtype and strides.
 
     Returns:
-        0-dim fp32 flag on ``device``: one where a gradient is not finite.
+        0-dim fp32 flag on ``device``: one if a gradient is not finite.
     """
     flags = [(~torch.isfinite(values(grad.detach())).all()).float() for grad in grads]
     return largest(flags, device)
 
 
 def forget_unwritten(optimizer: Optimizer, flags: Iterable[torch.Tensor]) -> None:
-    """After the first step of a fused kernel: if it was skipped, let SGD's momentum go.
+    """After the first step of a fused kernel: drop SGD's momentum if the step was skipped.
 
-    torch allocates it and leaves it to the kernel to write, which a skipped step does not (seen in torch 2.13); the next
-    step would go on from whatever lay there. Waits for the device, this once.
+    torch allocates momentum uninitialised and lets the kernel write it, which a skipped step does not do (seen in torch
+    2.13); the next step would start from uninitialised memory. Waits for the device, this once.
     """
     if isinstance(optimizer, torch.optim.SGD) and any(flag.item() for flag in flags):
         optimizer.state.clear()
 
 
 def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Take the gradients off parameters, so that the next backward leaves its own alone; :func:`add_up` puts them back.
+    """Remove gradients from parameters, so that the next backward's gradients stay separate; :func:`add_up` restores them.
 
-    Where torch.distributed is in use a gradient may lie in a bucket that the next backward writes to again
-    (``gradient_as_bucket_view`` of DistributedDataParallel): there they are copied.
+    If torch.distributed is in use, a gradient may be a view of a bucket that the next backward writes again
+    (``gradient_as_bucket_view`` of DistributedDataParallel), so it is copied.
 
     Returns:
-        Of the parameters, each given once, those that had a gradient, with it.
+        The parameters that had a gradient, each once, with that gradient.
     """
     shared = torch.distributed.is_available() and torch.distributed.is_initialized()
     aside = []
@@ -221,16 +222,13 @@ def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.
 
 
 def add_up(aside: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Put gradients back onto parameters, on top of those that have come meanwhile.
-
-    They are from :func:`set_aside`, and may be written to.
-    """
+    """Add gradients from :func:`set_aside` to those that the parameters have now; may write to the former."""
     with torch.no_grad():
         for parameter, grad in aside:
             fresh = parameter.grad
             if fresh is not None:
                 if grad.is_sparse and not fresh.is_sparse:
-                    grad, fresh = fresh, grad  # torch adds sparse ones to dense ones alone
+                    grad, fresh = fresh, grad  # torch adds sparse to dense, not dense to sparse
                 grad = grad.add_(fresh)
             parameter.grad = grad
 
@@ -238,7 +236,7 @@ def add_up(aside: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def non_finite_params(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     """Names of the parameters whose gradients hold an infinity or a NaN. Synchronises with the device.
 
-    Those in ``names``, by the parameters' ``id``, go before those that torch has in the groups as ``param_names``.
+    Names in ``names``, by the parameters' ``id``, take precedence over those in the groups' ``param_names``.
     """
     found = []
     for number, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""Gradients that hold a loss scale: which parameters they lie on, and until when."""
+"""Which parameters have gradients that hold a loss scale, and until when."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from castwise.core.scaler import gradients
 
 
 class Held:
-    """Parameters on which scaled gradients lie, and what those looked like after the backward that left them.
+    """Parameters with scaled gradients, and the state of those gradients after the backward.
 
-    A parameter stays in until its gradient is cleared, whatever gradient lies there: what replaces a scaled gradient is made
-    of it as a rule. Clearing by ``zero_grad`` is told by :meth:`release`. Setting every ``.grad`` to None by hand is noticed
-    when the last gradient dies while no other parameter has one; a gradient that replaces another is there before that dies.
-    For a single parameter this cannot be told, and it stays in.
+    A parameter is listed until its gradient is cleared, even if the gradient is replaced: the replacement is usually
+    computed from the scaled gradient. :meth:`release` records clearing by ``zero_grad``. Setting every ``.grad`` to
+    None by hand is noticed when the last gradient is freed while no other parameter has one; a replacement would be set
+    before the old gradient is freed. For a single parameter the two cannot be told apart, so it stays listed.
 
     Args:
         params: The model's parameters, not their masters.
-        grads: Theirs, in the same order.
+        grads: Their gradients, in the same order.
     """
 
     __slots__ = ("__weakref__", "_ids", "_versions", "_watched", "params")
@@ -30,7 +30,7 @@ class Held:
         self.params = params
         self._ids = [*map(id, grads)]
         self._versions = _torch.tensors.versions(grads)
-        """How often each gradient had been written to; -1 where none lies that holds the scale."""
+        """Version of each gradient; -1 if it does not hold the scale."""
         self._watched: weakref.ref[torch.Tensor] | None = None
         for place in range(len(grads) - 1, -1, -1):
             grad = grads[place]
@@ -47,26 +47,26 @@ class Held:
         ]
 
     def holds(self) -> bool:
-        """Whether there is one."""
+        """Whether there is such a parameter."""
         for parameter, version in zip(self.params, self._versions, strict=True):
             if version >= 0 and parameter.grad is not None:
                 return True
         return False
 
     def release(self, params: Collection[int]) -> None:
-        """The gradients of these parameters, given by ``id``, are cleared now, or hold no scale any more."""
+        """Record that the gradients of these parameters, given by ``id``, were cleared or unscaled."""
         self._versions = [
             -1 if id(parameter) in params else version
             for parameter, version in zip(self.params, self._versions, strict=True)
         ]
 
     def end(self) -> None:
-        """All gradients are cleared now, or hold no scale any more."""
+        """Record that all gradients were cleared or unscaled."""
         self._versions = [-1] * len(self.params)
         self._watched = None
 
     def _changed(self) -> list[tuple[bool, torch.Tensor]]:
-        """The gradients that are not as they were, and of each whether it is another one."""
+        """The gradients that changed, each with whether it was replaced by another tensor."""
         now = [parameter.grad for parameter in self.params]
         as_they_were = zip(self._ids, self._versions, strict=True)
         return [
@@ -76,18 +76,20 @@ class Held:
         ]
 
     def were_replaced(self) -> bool:
-        """Whether other gradients lie on all of the parameters than those that were left there."""
+        """Whether every parameter has another gradient tensor than the backward left."""
         changed = self._changed()
         return len(changed) == len(self.owned()) and all(another for another, _ in changed)
 
     def were_changed(self) -> bool:
-        """Whether the gradients were clipped, or changed in a way that looks like it. Waits for the device where they were."""
+        """Whether the gradients were clipped, or changed in a similar way. Waits for the device if they changed."""
         changed = self._changed()
         if not changed or len(changed) < min(2, sum(version >= 0 for version in self._versions)):
             return False
-        return any(bool(gradients.values(grad).any()) for _, grad in changed)  # zeros are at any scale
+        return any(
+            bool(gradients.values(grad).any()) for _, grad in changed
+        )  # zeros are the same at any scale
 
-    # --- gradients that die -----------------------------------------------------------------------------------
+    # --- gradients that are freed -----------------------------------------------------------------------------
 
     def _watch(self, place: int, grad: torch.Tensor) -> None:
         alive = weakref.ref(self)
@@ -100,9 +102,9 @@ class Held:
         self._watched = weakref.ref(grad, gone)
 
     def _after_death(self, place: int) -> None:
-        """The gradient at a place is being destroyed: it must not be read there, which would bring it back half destroyed."""
+        """Called while a gradient is freed: it must not be read here, which would revive a half-destroyed object."""
         if _torch.autograd.graph_task_id() != -1:
-            return  # a backward writes to gradients from threads of its own
+            return  # a backward writes gradients from other threads
         dead = self._ids[place]
         others = [
             other
@@ -114,5 +116,5 @@ class Held:
             if grad is not None:
                 self._watch(other, grad)
                 return
-        if others:  # a single parameter leaves open what became of its gradient
+        if others:  # for a single parameter it is unknown whether the gradient was cleared or replaced
             self.end()

@@ -1,4 +1,4 @@
-"""Named losses: a scale and its counters each."""
+"""Named losses, each with a scale and counters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from castwise.core import _torch
 from castwise.core.scaler.state import ScalePolicy, ScaleState, update_on_device
 
 DEFAULT = "loss"
-"""Name of the loss that torch's own state dict is about."""
+"""Name of the loss that torch's state dict describes."""
 
 
 @dataclass(eq=False)
@@ -20,9 +20,9 @@ class LossState:
     """The scale of one named loss on the device, and its counters: 0-dim fp32, int32, int32.
 
     Attributes:
-        name: Of the loss.
-        first: What they begin with.
-        scale: None before the first use, as the counters.
+        name: Name of the loss.
+        first: Initial values.
+        scale: None before the first use, like the counters.
         growth_tracker: As in :class:`ScaleState`.
         hysteresis_tracker: As in :class:`ScaleState`.
     """
@@ -34,7 +34,7 @@ class LossState:
     hysteresis_tracker: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> None:
-        """Make the tensors."""
+        """Create the tensors."""
         kinds = (torch.float32, torch.int32, torch.int32)
         self.scale, self.growth_tracker, self.hysteresis_tracker = _torch.tensors.outside_transforms(
             lambda: [
@@ -44,13 +44,13 @@ class LossState:
         )
 
     def set(self, state: ScaleState) -> None:
-        """Go on with these numbers, in place where there are tensors."""
+        """Set these values, in place if the tensors exist."""
         self.first = state
         for tensor, number in zip(self._tensors(), astuple(state), strict=False):
             tensor.fill_(number)
 
     def numbers(self) -> ScaleState:
-        """As numbers. Synchronises with the device."""
+        """Scale and counters as Python numbers. Synchronises with the device."""
         numbers: list[Any] = [tensor.item() for tensor in self._tensors()]
         return ScaleState(*numbers) if numbers else self.first
 
@@ -60,17 +60,17 @@ class LossState:
 
 
 class Losses:
-    """The scales of named losses, each made at its first use, and the one that the gradients of this window are at.
+    """The scales of named losses, each created at its first use, and the scale of this window's gradients.
 
     Attributes:
-        by_name: All, in order of first use, which Apex's states go by.
+        by_name: All losses, in order of first use, as Apex's states are ordered.
         current: The loss of this window, or of the last one.
-        opened_by: Its name once it was scaled in this window, else None.
-        flags: By name, whether gradients of the losses of this window were not finite, once there are two.
+        opened_by: The name of the loss that was scaled in this window, else None.
+        flags: By name, whether gradients of the losses of this window were not finite, from the second loss on.
 
     Args:
-        init_scale: First scale of each.
-        device_type: Where a scale is kept that is asked for before any loss was scaled.
+        init_scale: First scale of each loss.
+        device_type: Device of a scale that is read before any loss was scaled.
     """
 
     def __init__(self, init_scale: float, device_type: str) -> None:
@@ -82,12 +82,12 @@ class Losses:
         self.flags: dict[str, torch.Tensor] = {}
 
     def state_of(self, name: str) -> ScaleState:
-        """A loss's state as numbers, without making one. Synchronises with the device."""
+        """A loss's state as numbers, without creating one. Synchronises with the device."""
         loss = self.by_name.get(name)
         return self._first if loss is None else loss.numbers()
 
     def get(self, name: str, device: torch.device | None = None) -> LossState:
-        """The state of a loss, made at its first use."""
+        """The state of a loss, created at its first use."""
         loss = self.by_name.get(name)
         if loss is None:
             loss = self.by_name[name] = LossState(name, self._first)
@@ -103,7 +103,7 @@ class Losses:
         return scale
 
     def scale_or_smallest(self, name: str | None) -> torch.Tensor:
-        """The scale of a loss, or the smallest of all: 0-dim fp32, on the device of the current one."""
+        """The scale of a loss, or the smallest of all scales: 0-dim fp32, on the device of the current one."""
         home = self.scale_tensor().device
         if name is not None:
             return self.scale_tensor(name).to(home)
@@ -111,7 +111,7 @@ class Losses:
         return scales[0] if len(scales) == 1 else torch.stack(scales).amin(0)
 
     def open(self, name: str, device: torch.device | None = None) -> None:
-        """Begin a window at the scale of a loss."""
+        """Begin a window with the scale of a loss."""
         if name != self.current.name:
             self.current = self.get(name, device)
         self.opened_by = name
@@ -121,7 +121,7 @@ class Losses:
         return self.opened_by is None or (self.opened_by == name and not self.flags)
 
     def move(self, flags: Mapping[str, torch.Tensor], policy: ScalePolicy) -> None:
-        """Move the scales of losses by their flags."""
+        """Update the scales of losses by their flags."""
         for name, flag in flags.items():
             loss, scale = self.get(name), self.scale_tensor(name)
             assert loss.growth_tracker is not None
@@ -129,14 +129,14 @@ class Losses:
             update_on_device(scale, loss.growth_tracker, loss.hysteresis_tracker, flag, policy)
 
     def hold_back(self, flags: Mapping[str, torch.Tensor]) -> None:
-        """Take back, before :meth:`move`, what it will add to the counters of losses whose gradients were finite."""
+        """Before :meth:`move`: subtract what it will add to the counters of losses whose gradients were finite."""
         for name, flag in flags.items():
             tracker = self.get(name, flag.device).growth_tracker
             assert tracker is not None
             tracker.sub_((flag.to(tracker.device) == 0).to(tracker.dtype))
 
     def load(self, state: Mapping[str, Any], limits: ScalePolicy) -> None:
-        """Go on with the numbers of a saved state, in a new window; scales are moved to their limits."""
+        """Load the values of a saved state and begin a new window; scales are clamped to their limits."""
 
         def saved(entry: Mapping[str, Any]) -> ScaleState:
             return ScaleState(

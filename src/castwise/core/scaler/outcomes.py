@@ -1,4 +1,4 @@
-"""What became of the steps of each window so far, known to the host without waiting for the device."""
+"""The outcomes of steps in each window so far, known to the host without waiting for the device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from castwise.core.scaler.result import StepResult
 from castwise.errors import LossScaleError, StateError
 
 _SAMPLE_PERIOD = 17
-"""If outcomes are not asked for, one window in this many sends its outcome to the host. A prime number, so that each of several
-optimizers or losses that take turns is reached."""
+"""If outcomes are not read, one window in this many copies its outcome to the host. It is prime, so that every one of
+several optimizers or losses that take turns is sampled."""
 
 
 @dataclass(slots=True, eq=False)
 class WindowOutcomes:
-    """What became of the steps of one window (of :class:`castwise.core.scaler.Window`), by the optimizers' ``id``.
+    """The outcomes of one window (of :class:`castwise.core.scaler.Window`), by the optimizers' ``id``.
 
     Attributes:
         states: Torch's record of each optimizer, with its non-finite flags per device.
-        skips: What the host knows.
-        results: What has been asked for.
+        skips: The outcomes that the host knows.
+        results: The results that were requested.
     """
 
     states: dict[int, dict[str, Any]]
@@ -39,15 +39,15 @@ class WindowOutcomes:
 
 
 class Outcomes:
-    """The window that is open, the one before, and how many were skipped in a row.
+    """The open window, the one before, and the number of skipped steps in a row.
 
-    Skips in a row are counted for each optimizer, by its ``id``, and for each loss, by its name: one that is sound hides no
-    other with which it takes turns.
+    Skips in a row are counted for each optimizer, by its ``id``, and for each loss, by its name, so that a sound
+    optimizer does not hide one that fails every time.
 
-    On a CPU, and where an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For
+    On a CPU, and if an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For
     a fused optimizer on an accelerator it is copied in the background and read when it has arrived, so that nothing
-    waits. Copies cost some microseconds, so they are made only where outcomes are read: an ``eager`` owner, who has a
-    floor to watch, or after :attr:`previous_skipped` was read; else now and then.
+    waits. A copy costs some microseconds, so copies are made in every window only if outcomes are read: by an ``eager``
+    owner, which has a floor to check, or after :attr:`previous_skipped` was read; else now and then.
     """
 
     def __init__(self, eager: bool) -> None:
@@ -70,8 +70,8 @@ class Outcomes:
     ) -> None:
         """End the window of these optimizers and losses.
 
-        ``losses``: the flag of each, None for one that was alone. ``restart``: the scale was set by hand, so count skips in a
-        row anew.
+        ``losses``: the flag of each, None for one that was alone. ``restart``: the scale was set by hand, so the counts
+        of skips in a row restart.
         """
         last = self._last = WindowOutcomes(states, self.skips, self.results)
         self.skips, self.results = {}, {}
@@ -88,7 +88,7 @@ class Outcomes:
             self.streaks.clear()
 
     def streak(self, *keys: int | str) -> int:
-        """The most windows in a row that one of these optimizers was skipped in, or one of these losses overflowed in."""
+        """The most windows in a row in which one of these optimizers was skipped or one of these losses overflowed."""
         return max(self.streaks.get(key, 0) for key in keys) if self.streaks else 0
 
     def _count(self, key: int | str, skipped: bool) -> None:
@@ -98,7 +98,7 @@ class Outcomes:
             self.streaks.pop(key, None)
 
     def _follow(self, last: WindowOutcomes, losses: Mapping[str, torch.Tensor | None]) -> None:
-        """Take in what has arrived from the device meanwhile, and see to it that this window's outcome will."""
+        """Read the outcomes that have arrived from the device, and start copying this window's."""
         arriving = self._on_their_way
         while arriving and arriving[0][1].known:
             keys, result = arriving.popleft()
@@ -107,7 +107,7 @@ class Outcomes:
         self._windows += 1
         alone = len(last.states) == len(losses) == 1
         if alone and last.results:
-            (result,) = last.results.values()  # sent when somebody asked for it
+            (result,) = last.results.values()  # copied when it was requested
             send = True
         else:
             send = self._eager or self._windows % _SAMPLE_PERIOD == 0
@@ -131,7 +131,7 @@ class Outcomes:
         return previous.skipped if isinstance(previous, StepResult) else previous
 
     def result(self, states: dict[int, dict[str, Any]], key: int) -> StepResult:
-        """What became of the last step of an optimizer, by its ``id``.
+        """The outcome of an optimizer's last step; the optimizer is given by ``id``.
 
         ``states`` are torch's records of the open window.
 
@@ -154,7 +154,7 @@ def stuck_error(
 ) -> LossScaleError:
     """The error for a scale that cannot shrink although gradients overflow again and again.
 
-    ``names`` are the parameters that were not finite at the last of so many ``times``; without a ``floor`` the
+    ``names``: the parameters that were not finite at the last of ``times`` overflows. Without a ``floor`` the
     scale is static.
     """
     whose = "the loss scale is" if loss == "loss" else f"the loss {loss!r} has its scale"

@@ -1,4 +1,4 @@
-"""What became of a step."""
+"""The result of a step."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Collection, Sequence
 import torch
 
 Restored = tuple[tuple[str, ...], torch.Tensor | None]
-"""Names of buffers; where only the device knows which of them were put back, a bool for each."""
+"""Names of buffers; if only the device knows which of them were restored, also a bool for each."""
 
 
 def view_on_host(number: torch.Tensor) -> ctypes.c_float | None:
-    """The memory of a 0-dim fp32 tensor, which must outlive it; None where it is a device's.
+    """The memory of a 0-dim fp32 tensor, which must outlive the view; None if it is on another device.
 
-    As cheap to read as ``item()``, and a count of ``item()`` calls, by which host synchronisation is found, stays a count of
-    what would wait on an accelerator.
+    Reading it costs as little as ``item()``, and does not count as an ``item()`` call: tests count those calls to find
+    host synchronisation.
     """
     return ctypes.c_float.from_address(number.data_ptr()) if number.is_cpu else None
 
 
 def peek(number: torch.Tensor) -> float | None:
-    """The value of a 0-dim fp32 tensor in the host's memory; None where the device must be asked, which is not done here."""
+    """The value of a 0-dim fp32 tensor in host memory; None if it is on another device, which is not read."""
     view = view_on_host(number)
     return None if view is None else view.value
 
 
 def read_on_host(flags: Collection[torch.Tensor]) -> bool | None:
-    """Whether any of some 0-dim fp32 flags is set; None where the device must be asked."""
+    """Whether any of some 0-dim fp32 flags is set; None if one is on another device."""
     for flag in flags:
         value = peek(flag)
         if value is None or value != 0.0:
@@ -37,14 +37,14 @@ def read_on_host(flags: Collection[torch.Tensor]) -> bool | None:
 
 
 class StepResult:
-    """Whether a step was taken, without waiting for the device unless asked.
+    """Whether a step was made, without waiting for the device unless :attr:`skipped` is read.
 
     Args:
-        flags: Non-finite flags of the step's gradients, 0-dim fp32 each, above zero where one was found; None where
+        flags: Non-finite flags of the step's gradients, 0-dim fp32 each, above zero if one was found; None if
             nothing could have been skipped.
-        skipped: The outcome, where the host knows it already.
-        grad_norm: Norm of the gradients before clipping, where they were clipped: 0-dim, on the gradients' device.
-        send: Copy the flag to the host in the background, so that it is there when the next step asks.
+        skipped: The outcome, if the host knows it already.
+        grad_norm: Norm of the gradients before clipping, if they were clipped: 0-dim, on the gradients' device.
+        send: Copy the flag to the host in the background, so that it has arrived when the next step reads it.
     """
 
     __slots__ = ("_event", "_flags", "_grad_norm", "_host", "_restored", "_skipped")
@@ -70,7 +70,7 @@ class StepResult:
 
     @classmethod
     def join(cls, results: Sequence[StepResult], grad_norm: torch.Tensor | None = None) -> StepResult:
-        """What became of several steps that belong together: skipped where one was."""
+        """The joint result of several steps: skipped if one of them was."""
         if len(results) == 1 and grad_norm is None:
             return results[0]
         flags = [flag for result in results for flag in result._flags or ()]
@@ -89,9 +89,9 @@ class StepResult:
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """0-dim fp32 tensor: above zero if a gradient was not finite, and so skipped.
+        """0-dim fp32 tensor: above zero if a gradient was not finite, so that the step was skipped.
 
-        On the gradients' device, or on the CPU where it is known that the step was made.
+        On the gradients' device, or on the CPU if the step is known to have been made.
         """
         if not self._flags:
             return torch.zeros((), dtype=torch.float32, device="cpu")
@@ -100,12 +100,12 @@ class StepResult:
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """Norm of the gradients before clipping, 0-dim, on their device; None where they were not clipped."""
+        """Norm of the gradients before clipping, 0-dim, on their device; None if they were not clipped."""
         return self._grad_norm
 
     @property
     def known(self) -> bool:
-        """Whether reading :attr:`skipped` now costs no wait."""
+        """Whether :attr:`skipped` can be read now without waiting."""
         return self._skipped is not None or (self._event is not None and self._event.query())
 
     @property
@@ -121,15 +121,15 @@ class StepResult:
         return bool(self._skipped)
 
     def note_restored(self, restored: Sequence[Restored]) -> None:
-        """Take note of what was put back since the step was skipped."""
+        """Record what was restored after the step was skipped."""
         self._restored = restored
 
     @property
     def restored(self) -> tuple[str, ...]:
-        """Names of the buffers that got their last finite values back since the step was skipped.
+        """Names of the buffers that were restored to their last finite values because the step was skipped.
 
-        With the model's class in front where the session has several models. Waits for the device where a fused optimizer
-        on it decided.
+        The model's class is in front if the session has several models. Waits for the device if a fused optimizer
+        decided there.
         """
         names: dict[str, None] = {}
         for some, which in self._restored:
@@ -138,7 +138,7 @@ class StepResult:
         return tuple(names)
 
     def __bool__(self) -> bool:
-        """Whether the step was made. Synchronises as :attr:`skipped` does, which a fused optimizer on an accelerator needs not."""
+        """Whether the step was made. Synchronises as :attr:`skipped` does, which can wait for a fused optimizer on an accelerator."""
         return not self.skipped
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""How a loss scale moves: once as a pure function of numbers, once as operations on the device.
+"""The update rule of a loss scale: once as a pure function of numbers, once as operations on the device.
 
-The two are tested against each other, and both against torch's own kernel. The rule is torch's with three additions
-that do nothing at their defaults: *hysteresis* (overflows that are forgiven before the scale shrinks), a *floor* and a
+The two are tested against each other, and both against torch's kernel. The rule is torch's with three additions
+that do nothing at their defaults: *hysteresis* (overflows that are tolerated before the scale shrinks), a *floor* and a
 *ceiling*.
 
 Source: dynamic loss scaling, Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; hysteresis as in
@@ -22,10 +22,10 @@ from castwise.errors import PlanError
 
 @dataclass(frozen=True)
 class ScalePolicy:
-    """The constants of the rule; the fields mean what they mean in :class:`castwise.LossScale`.
+    """The constants of the rule; the fields mean the same as in :class:`castwise.LossScale`.
 
     Raises:
-        PlanError: Bounds or a hysteresis that cannot be.
+        PlanError: Invalid bounds or hysteresis.
     """
 
     growth: float = 2.0
@@ -37,7 +37,7 @@ class ScalePolicy:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
-        """Validate what torch's own scaler does not know."""
+        """Validate the fields that torch's scaler does not have."""
         if isinstance(self.hysteresis, bool) or not isinstance(self.hysteresis, int) or self.hysteresis < 1:
             raise PlanError(
                 f"GradScaler(hysteresis={self.hysteresis!r}) is not allowed. Allowed: a whole number >= 1."
@@ -53,7 +53,7 @@ class ScalePolicy:
             )
 
     def bounded(self, scale: float) -> float:
-        """The nearest scale between floor and ceiling, both as fp32 holds them."""
+        """Clamp a scale to floor and ceiling, both rounded to fp32."""
         if self.floor is not None:
             scale = max(scale, ctypes.c_float(self.floor).value)
         if self.ceiling is not None:
@@ -62,13 +62,13 @@ class ScalePolicy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is torch's own rule, which torch's own kernel carries out."""
+        """Whether this is torch's rule, so that torch's kernel can apply it."""
         return self.dynamic and self.hysteresis == 1 and self.floor is None and self.ceiling is None
 
 
 @dataclass(frozen=True)
 class ScaleState:
-    """A loss scale at one moment.
+    """A loss scale and its counters at one moment.
 
     Attributes:
         scale: The factor on the loss, an fp32 number.
@@ -82,13 +82,13 @@ class ScaleState:
     hysteresis_tracker: int = 0
 
     def saved(self) -> dict[str, float]:
-        """By the keys of a scaler's state dict."""
+        """The state under the keys of a scaler's state dict."""
         scale, growth, overflows = self.scale, self.growth_tracker, self.hysteresis_tracker
         return {"scale": scale, "_growth_tracker": growth, "hysteresis_tracker": overflows}
 
 
 def next_state(state: ScaleState, found_inf: bool, policy: ScalePolicy) -> ScaleState:
-    """The state after one update, in which a gradient was not finite or all were.
+    """The state after one update, in which a gradient was not finite or all were finite.
 
     Returns:
         The state that the device would hold, bit for bit: products are rounded to fp32.
@@ -119,13 +119,13 @@ def update_on_device(
     found_inf: torch.Tensor,
     policy: ScalePolicy,
 ) -> None:
-    """The same, in place on the device's tensors and without waiting for it.
+    """As :func:`next_state`, in place on the device's tensors and without waiting for it.
 
     Args:
         scale: 0-dim fp32.
         growth_tracker: 0-dim int32.
         hysteresis_tracker: 0-dim int32; not needed by a plain policy.
-        found_inf: 0-dim fp32; above zero where a gradient was not finite.
+        found_inf: 0-dim fp32; above zero if a gradient was not finite.
         policy: The rule's constants.
     """
     if not policy.dynamic:

@@ -1,4 +1,4 @@
-"""The scaler of a plan without a loss scale: it multiplies nothing, and keeps what is not finite from the weights."""
+"""The scaler of a plan without a loss scale: it does not scale, and skips steps with non-finite gradients."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def take_back(optimizer: Any) -> None:
 def _look_at_others(
     optimizer: Optimizer, one: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
 ) -> dict[torch.device, torch.Tensor]:
-    """As :func:`unscale_others` by one, without writing where that is possible."""
+    """As :func:`unscale_others` by one, without writing if possible."""
     grads = gradients.held(optimizer)
-    if any(hasattr(grad, "placements") for grad in grads):  # partial sums, which torch's operator adds up
+    if any(hasattr(grad, "placements") for grad in grads):  # partial sums, which torch's operator reduces
         return unscale_others(optimizer, one, flag, allow_fp16)
     return {flag.device: gradients.are_finite(grads, flag.device)}
 
 
 _Found = tuple[dict[torch.device, torch.Tensor], ctypes.c_float | None]
-"""Whether gradients are not finite: a flag per device, and where there is one in the host's memory, that memory."""
+"""Non-finite flags, one per device; if one is in host memory, also a view of that memory."""
 
 
 class StepGuard(GradScaler):
-    """A scale of one that never moves, under the same calls, so that a session need not ask whether there is a scale.
+    """A scaler with a constant scale of one and the same interface, so that a session need not distinguish the two.
 
-    Gradients are looked at once, by the kernel that unscales them elsewhere, which writes nothing where the factor is
-    one. On a CPU the host reads the answer; a fused optimizer on an accelerator takes it on the device; any other
-    optimizer there makes the host wait for it, as it does under a loss scale.
+    Gradients are checked once, by the kernel that otherwise unscales, which writes nothing if the factor is
+    one. On a CPU the host reads the flag; a fused optimizer on an accelerator reads it on the device; any other
+    optimizer on an accelerator makes the host wait for it, as it does under a loss scale.
 
     Args:
         device: Device type of the gradients.
@@ -73,7 +73,7 @@ class StepGuard(GradScaler):
         self.scales = False
         self._unscaling = Unscaling(reduce, None, True, _look_at_others)
         self._refuse = refuse
-        self._clean: _Found | None = None  # zero, and nobody else's
+        self._clean: _Found | None = None  # zero, and used by nothing else
         self._start()
 
     def _start(self) -> None:
@@ -88,12 +88,12 @@ class StepGuard(GradScaler):
         self._start()
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Look at an optimizer's gradients before they are clipped, which may hide an infinity."""
+        """Check an optimizer's gradients before they are clipped, which may hide an infinity."""
         state = self._flags.states[id(optimizer)]
         state["found_inf_per_device"], state["stage"] = self.look(optimizer), OptState.UNSCALED
 
     def look(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
-        """Whether gradients of an optimizer are not finite, as all ranks that act together see it; a flag per device."""
+        """Whether an optimizer's gradients are not finite on any rank that acts together; a flag per device."""
         return self._look(optimizer)[0]
 
     def _look(self, optimizer: Optimizer) -> _Found:
@@ -111,10 +111,11 @@ class StepGuard(GradScaler):
         return found if agreed is flag else ({one.device: agreed}, None)
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        """Step, or skip where a gradient is not finite; what became of it.
+        """Step, or skip if a gradient is not finite; return the outcome.
 
         Raises:
-            NonFiniteError: It was not, for the ``patience``-th time in a row, or must never be; nothing has changed.
+            NonFiniteError: A gradient was not finite for the ``patience``-th time in a row, or at all if ``refuse``;
+                nothing has changed.
         """
         if closure is not None:
             return self._take_with_closure(optimizer, closure)
@@ -138,7 +139,7 @@ class StepGuard(GradScaler):
         return STEPPED
 
     def _take_on_device(self, optimizer: Optimizer, flags: dict[torch.device, torch.Tensor]) -> StepResult:
-        """Let a fused kernel decide; the host hears of it when it is ready anyway."""
+        """Let a fused kernel decide; the host reads the outcome when it is available without waiting."""
         while self._on_their_way and self._on_their_way[0][1].known:
             reference, result = self._on_their_way.popleft()
             earlier = reference()
@@ -169,14 +170,14 @@ class StepGuard(GradScaler):
         return StepResult(list(flags.values()), skipped=skipped)
 
     def note_given_up(self, optimizer: Optimizer) -> None:
-        """Take note of gradients that were not finite and were cleared without a step, as of a skipped one."""
+        """Count gradients that were not finite and were cleared without a step, as a skipped step."""
         self._streaks[optimizer] = self._streaks.get(optimizer, 0) + 1
 
     def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        """Take note of a step, so that it is an error when too many in a row were skipped; None where that is not known yet.
+        """Record a step, and raise if too many in a row were skipped. ``None``: the outcome is not known yet.
 
         Raises:
-            NonFiniteError: It is, or one alone is.
+            NonFiniteError: Too many were, or one was and none is allowed.
         """
         if skipped is False:
             self._streaks.pop(optimizer, None)

@@ -1,4 +1,4 @@
-"""Unscaling: an optimizer's gradients times a factor, and whether they were finite on all ranks that act together."""
+"""Unscaling: multiply an optimizer's gradients by a factor, and report whether they are finite on all ranks that act together."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Flags = dict[torch.device, torch.Tensor]
 def unscale_others(
     optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
 ) -> _Flags:
-    """Unscale where not all gradients are dense, real and on the scale's device."""
+    """Unscale if not all gradients are dense, real and on the scale's device."""
     grads = gradients.held(optimizer)
-    # torch's scaler takes what is real, and dense or sparse in coordinates, but no bf16 on an accelerator
+    # torch's scaler takes real gradients that are dense or COO-sparse, but no bf16 on an accelerator
     if any(
         grad.is_complex()
         or not (_torch.tensors.is_dense(grad) or grad.is_sparse)
@@ -32,17 +32,17 @@ def unscale_others(
 
 
 class Unscaling:
-    """Multiplies all gradients of an optimizer by a factor and reports, as all ranks see it, whether one was not finite.
+    """Multiplies all gradients of an optimizer by a factor and returns whether one was not finite on any rank.
 
     Args:
-        reduce: As in :class:`castwise.GradScaler`, as the next two.
+        reduce: As in :class:`castwise.GradScaler`, like the next two.
         process_group: Instead of ``reduce``.
         allow_fp16: Unscale fp16 gradients too.
-        others: Does so for gradients that are not all dense, real and on the scale's device.
+        others: Unscales gradients that are not all dense, real and on the scale's device.
     """
 
     admit: Callable[[Optimizer], bool] | None = None
-    """Gives late parameters of an optimizer masters; returns whether there were any."""
+    """Gives masters to parameters that joined an optimizer late; returns whether there were any."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class Unscaling:
         self._others = others
 
     def outside_session(self) -> Unscaling:
-        """A copy for a scaler that is copied or saved: without the session that it belonged to and the ranks of that."""
+        """A copy for a scaler that is copied or saved: without its session and that session's ranks."""
         apart = copy.copy(self)
         if self.admit is not None:
             apart.admit = apart._reduce = None
         return apart
 
     def agreed(self, flag: torch.Tensor, groups: Sequence[Any] = ()) -> torch.Tensor:
-        """The flag as all ranks that act together see it: those of the scaler, without any those of ``groups``."""
+        """The flag reduced over all ranks that act together: the scaler's ranks, or else those of ``groups``."""
         if self._reduce is not None:
             reduced = self._reduce(flag)
             return flag if reduced is None else reduced
@@ -75,9 +75,9 @@ class Unscaling:
     def unscale(
         self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
     ) -> _Flags:
-        """Multiply an optimizer's gradients by ``inverse``; returns a flag per device, as all ranks see it.
+        """Multiply an optimizer's gradients by ``inverse``; return a flag per device, reduced over ranks.
 
-        ``flag`` is zero and may be among those that are returned: 0-dim fp32 on the scale's device.
+        ``flag`` is zero and may be among the returned flags: 0-dim fp32 on the scale's device.
         """
         allow_fp16 = allow_fp16 or self._allow_fp16
         if gradients.unscale_plain(optimizer, inverse, flag, allow_fp16):
@@ -90,7 +90,7 @@ class Unscaling:
         groups = gradients.mesh_groups(optimizer) if alone else []
         if alone and not groups:
             return flags
-        # One flag whatever the number of devices, and one also from a rank without gradients: all ranks must make
+        # One flag for any number of devices, and one from a rank without gradients too: all ranks must make
         # the same calls.
         joint = self.agreed(gradients.largest([*flags.values()], flag.device), groups)
         return {device: joint.to(device) for device in flags or (flag.device,)}

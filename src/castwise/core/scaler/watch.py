@@ -1,4 +1,4 @@
-"""Steps outside ``Amp.step``: of a session's optimizers, and of strangers that hold its parameters."""
+"""Steps outside ``Amp.step``: of a session's optimizers, and of other optimizers that hold its parameters."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictiona
 """By optimizer, the window whose loss scale its gradients may hold."""
 
 _watches: weakref.WeakKeyDictionary[Optimizer, Watch] = weakref.WeakKeyDictionary()
-"""By optimizer, what looks after its steps."""
+"""By optimizer, the guard of its steps."""
 _closure_steps: weakref.WeakValueDictionary[int, ClosureStep] = weakref.WeakValueDictionary()
-"""By the id of an optimizer, the step by a closure that it makes now."""
+"""By the id of an optimizer, the step with a closure that it is making now."""
 
 
 def watch_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _torch.steps.Call | None:
-    """A hook before steps of optimizers that may be prepared while they step, by the first call of a model in their closure."""
+    """A step pre-hook for optimizers that may be prepared during their step, when their closure first calls a model."""
     closure = _torch.steps.closure_of(args, kwargs)
     if optimizer in _watches or closure is None:
         return None
@@ -55,11 +55,11 @@ def _closure_step(optimizer: Optimizer, closure: Callable[[], Any]) -> ClosureSt
 
 
 class Watch:
-    """Keeps steps that do not come from a window from gradients that hold its scale, or are not finite.
+    """Keeps steps outside a window from using gradients that hold its scale or are not finite.
 
-    On gradients that are still scaled such a step raises, and so it does where no loss was ever scaled. Where a gradient is not finite the step sees none:
-    torch's optimizers pass over parameters without one. What it evaluates by a closure is tried at smaller scales before, and what it has
-    updated by then is taken back.
+    Such a step raises if its gradients are still scaled, or if no loss was ever scaled. If a gradient is not finite,
+    all gradients are removed for the step: torch's optimizers ignore parameters without one. A step with a closure
+    first retries at smaller scales, and its updates so far are undone.
     """
 
     def __init__(self, window: Window) -> None:
@@ -67,13 +67,13 @@ class Watch:
         self.tries = _AGAIN if window.scales else 0
         self._stepping = window.stepping
         self._around: dict[int, weakref.ref[Optimizer]] = {}
-        """By optimizer inside another one that was prepared, that other one."""
+        """For each optimizer inside a prepared one, the prepared one."""
 
     def check_alone(self, optimizer: Optimizer) -> None:
-        """See that no other window scales an optimizer's gradients.
+        """Refuse an optimizer whose gradients another window scales.
 
         Raises:
-            StateError: One does.
+            StateError: Another window scales them.
         """
         other = _scaling.get(optimizer)
         if self._window.scales and other is not None and other is not self._window:
@@ -83,10 +83,10 @@ class Watch:
             )
 
     def follow(self, optimizer: Optimizer, log: _Log) -> None:
-        """Look after steps of one of the window's optimizers.
+        """Guard the steps of one of the window's optimizers.
 
-        ``log`` gets what ends it, before it begins. Gradients that are still scaled come to a scale of one then, as
-        whoever goes on without castwise reads them.
+        ``log`` gets the undo entry first. Undoing unscales gradients that are still scaled, so that training can go on
+        without castwise.
         """
         for each in (optimizer, *inside(optimizer)):
             if not _torch.optimizers.has_step_hooks(each):
@@ -117,14 +117,14 @@ class Watch:
         _torch.steps.subscribe(self._before_step, self._after_step, of=optimizer, log=log)
 
     def _owner(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer that was prepared: this one, or that around it."""
+        """The prepared optimizer: this one, or the one around it."""
         around = self._around.get(id(optimizer), lambda: None)()
         return optimizer if around is None else around
 
     def refuse_strangers(self, log: _Log) -> None:
-        """See that no optimizer from elsewhere steps on gradients that hold the loss scale.
+        """Refuse steps of unprepared optimizers on gradients that hold the loss scale.
 
-        ``log`` gets what ends it, before it begins, and brings gradients without a step to a scale of one.
+        ``log`` gets the undo entry first; undoing unscales gradients on which no step was made.
         """
         alive, known = weakref.ref(self._window), self._around
 
@@ -144,9 +144,9 @@ class Watch:
         _torch.steps.subscribe(look, log=log)
 
     def see_clearing(self, log: _Log) -> None:
-        """Hear of each ``zero_grad``, whoever calls it, which ends what the window knows of gradients.
+        """Notice each ``zero_grad``, whoever calls it, since it clears scaled gradients.
 
-        ``log`` gets what ends it, before it begins.
+        ``log`` gets the undo entry first.
         """
 
         def look(by: Any) -> None:
@@ -208,13 +208,13 @@ class Watch:
     def _guard(
         self, optimizer: Optimizer, by: Optimizer, *, again: bool = False, zeros: bool = False
     ) -> bool | None:
-        """Look at the gradients of a prepared optimizer that steps ``by`` itself, or by one inside it.
+        """Check the gradients of a prepared optimizer before the step of ``by``: the optimizer itself, or one inside it.
 
-        ``again``: they are computed anew where they are not finite, so that nothing is skipped yet. ``zeros``: else zeros take their
-        place.
+        ``again``: the gradients will be recomputed if they are not finite, so nothing is skipped yet. ``zeros``:
+        otherwise replace them by zeros.
 
         Returns:
-            Whether one is not finite, so that they were taken away; None where the device knows it.
+            Whether one is not finite, so that all were removed; None if only the device knows.
         """
         window, scaler, key, unscaled = self._window, self._window.scaler, id(optimizer), False
         if window.scales:
@@ -232,7 +232,7 @@ class Watch:
                     f"{type(by).__name__}.step(): the loss scale is still in its gradients, so the update would be too large "
                     f"by that factor. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
                 )
-            computed = key in scaler._flags.states or window.differentiated  # and so true by now
+            computed = key in scaler._flags.states or window.differentiated  # and so it is true by now
             if not computed and window.were_cleared(optimizer):
                 raise StateError(
                     f"{type(by).__name__}.step(): its gradients have the norm and the direction of scaled gradients that "
@@ -247,7 +247,7 @@ class Watch:
                 if not _torch.calls.called_by_a_scaler():
                     raise StateError(
                         f"{type(by).__name__}.step(): the plan has a loss scale, but no loss was ever scaled, so small "
-                        f"gradients are lost: the code that calls backward here does not use the plan. In a loop of your own "
+                        f"gradients are lost: the code that calls backward here does not use the plan. In your own loop, "
                         f"call "
                         "amp.backward(loss), then amp.step(optimizer); for Accelerate and the Trainer of transformers use "
                         "castwise.integrations.huggingface; where losses are scaled elsewhere, a plan with +loss_scale=none"
@@ -255,7 +255,7 @@ class Watch:
                 window.used = True
             scaler.asked = False
             scaler.scale_tensor()
-            # gradients from amp.grad have been through the scale too, which is to fall where they are not finite
+            # gradients from amp.grad went through the scale too, so the scale must fall if they are not finite
             unscaled = key in scaler._flags.states or window.differentiated
             scaler.note_unscaled(optimizer)
             flags = scaler._flags.states[key]["found_inf_per_device"]
@@ -313,7 +313,7 @@ class Watch:
 
 
 def inside(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that an optimizer keeps, at any depth, and that update parameters of its own: SAM's, for example."""
+    """The optimizers inside an optimizer, at any depth, that update some of its parameters: the one inside SAM, for example."""
     own, found = set(map(id, gradients.stored(optimizer))), [optimizer]
     for outer in found:
         found += [

@@ -1,4 +1,4 @@
-"""Gradients between two updates of the scale: whose they are, at which scale, until when."""
+"""Gradients between two updates of the scale: which optimizers own them, their scale, and when they end."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _Ends = tuple[TensorWeakRef, TensorWeakRef]
 """The first gradient and the last."""
 
 _Stepped = tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], list[int], int]
-"""The first gradient and the last, how often these had been written to, and the number that the next autograd node would get."""
+"""The first gradient and the last, their versions, and the number of the next autograd node."""
 
 
 class Window:
-    """What lies between two updates of a scale.
+    """The time between two updates of a scale.
 
-    It opens with the first backward; optimizers that hold gradients after a backward own it; the scale moves when the
-    first backward after a step begins. Gradients that are still held then, accumulated or never cleared, are
-    brought to the new scale where they lie, so that whatever is added to them is at the same scale. Asking for the scale
-    or for the state moves nothing.
+    It opens with the first backward; optimizers that hold gradients after a backward own it; the scale is updated when
+    the first backward after a step begins. Gradients that still exist then, accumulated or never cleared, are rescaled
+    in place to the new scale, so that gradients added to them have the same scale. Reading the scale or the state
+    updates nothing.
 
     Args:
-        scaler: Whose scale.
-        optimizers: Those that may own gradients of it.
-        strays: Parameters that get gradients from it and are in none of these.
-        buffers: Of the models, which a step that is skipped must not leave poisoned.
+        scaler: The scaler.
+        optimizers: Returns the optimizers that may own gradients.
+        strays: Returns the trained parameters that no optimizer here holds.
+        buffers: The buffers of the models, which are restored after a skipped step.
     """
 
     def __init__(
@@ -59,74 +59,78 @@ class Window:
         self._optimizers = optimizers
         self._strays = strays
         self._stray: Held | None = None
-        """Parameters of no optimizer here whose gradients hold the scale."""
+        """Parameters that no optimizer here holds and whose gradients hold the scale."""
         self.scales = scaler.is_enabled()
         self._owners: dict[int, Held] = {}
-        """By optimizer, what of it holds the scale."""
+        """By optimizer, its parameters whose gradients hold the scale."""
         self._lent = False
-        """Whether the scale itself was handed out, so that whatever gradients come may hold it."""
+        """Whether the user received the scale or a scaled loss, so that any new gradients may hold it."""
         self._begun = False
-        """Whether a backward from a scaled loss that was handed out has begun, and has not ended."""
+        """Whether a backward from a scaled loss that the user received has begun and has not ended."""
         self._task = -1
-        """That backward."""
+        """The graph task of that backward."""
         self._handed_out = False
-        """Whether gradients of a scaled loss were returned by themselves, as torch.autograd.grad does, for the caller to set."""
+        """Whether gradients of a scaled loss were returned, as torch.autograd.grad does, for the caller to set."""
         self.differentiated = False
-        """Whether true gradients were computed through the scale in this window, for the caller to set."""
+        """Whether unscaled gradients that were computed through the scale were returned in this window, for the
+        caller to set."""
         self._returned: dict[int, tuple[str, torch.Tensor]] = {}
-        """By optimizer that has not stepped since: the loss whose true gradients were returned, and whether they were not
-        finite."""
+        """By optimizer that has not stepped since: the loss whose unscaled gradients were returned, and their
+        non-finite flag."""
         self.settled = not self.scales
-        """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
+        """Whether gradients may be added: all existing ones have the window's scale, and the window is not over."""
         self.in_backward = False
-        """Whether the session's own backward runs, so that gradients are scaled before it has ended."""
+        """Whether the session's backward runs, so that gradients are scaled before it has ended."""
         self.stepped = False
-        """Whether the window is over: its scale moves when the next one opens."""
+        """Whether the window is over: its scale is updated when the next one opens."""
         self.used = False
-        """Whether anybody has ever asked for a scaled loss."""
+        """Whether a scaled loss was ever requested."""
         scaler.is_over = lambda: self.stepped
         scaler.left_out = lambda: [flag for flags in self._dropped.values() for flag in flags.values()]
         scaler.returned = lambda: [*self._returned.values()]
         self._by_hand: dict[int, tuple[set[int], _Ends | None]] = {}
-        """Parameters of optimizers that were unscaled by hand, and their gradients: these may change, or be replaced, and
-        parameters may join, before the step."""
+        """Parameters of optimizers that were unscaled explicitly, and their gradients: these may change or be
+        replaced, and parameters may join, before the step."""
         self._dropped: dict[int, dict[torch.device, torch.Tensor]] = {}
-        """By optimizer, what was found in gradients that were unscaled by hand and cleared since."""
+        """By optimizer, the flags of gradients that were unscaled explicitly and cleared since."""
         self._cleared: dict[int, Cleared] = {}
-        """By optimizer, what was cleared of its gradients with the scale in them since its last step."""
+        """By optimizer, a record of its gradients that were cleared with the scale in them since its last step."""
         self._last: dict[int, _Stepped] = {}
-        """By optimizer, the gradients that it was stepped by."""
+        """By optimizer, the gradients of its last step."""
         self.stepping: set[int] = set()
-        """Optimizers whose step goes through here."""
+        """Optimizers that are being stepped by this window."""
         self.hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """By optimizer, parameters and what a step outside ``Amp.step`` must not see on them."""
+        """By optimizer, parameters and the gradients that are hidden from a step outside ``Amp.step``."""
         self.ranks_differ: Callable[[], bool] = lambda: False
-        """Whether ranks step together and have to be asked, so that all of them make the same calls whatever each has done."""
+        """Whether ranks step together, so that all of them must make the same collective calls whatever each has
+        done."""
         self._habits: dict[int, tuple[str, bool]] = {}
-        """By optimizer, the loss whose scale its last gradients had, and whether it was the first to step in that window: without a
-        backward a rank takes the next window to be alike."""
+        """By optimizer, the loss whose scale its last gradients had, and whether it was the first to step in that
+        window: a rank without a backward assumes that the next window is the same."""
         self.summed: list[Optimizer] = []
-        """Optimizers that are being unscaled, of whose gradients this rank only supposes that they hold the scale of others."""
+        """Optimizers that are being unscaled and whose gradients are only assumed on this rank to hold the scale, as
+        on other ranks."""
         self.skips = 0
         self.sync: Callable[[Optimizer], object] = lambda _: None
-        """Called with an optimizer whose step has been taken back: brings the model up to date with its masters."""
+        """Called with an optimizer whose step was undone: copies its masters into the model."""
         self.evaluates = False
-        """Whether an optimizer steps by a closure, so that other gradients that are cleared in it are no skipped steps."""
-        """Steps that the host knows to have been skipped."""
+        """Whether an optimizer steps with a closure, so that gradients of others that it clears do not count as
+        skipped steps."""
+        """Number of steps that the host knows to have been skipped."""
         self._unread: torch.Tensor | None = None
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that may own gradients, in the order in which they were prepared."""
+        """The optimizers that may own gradients, in the order in which they were prepared."""
         return [*self._optimizers()]
 
     # --- opening ----------------------------------------------------------------------------------------------
 
     def open(self, name: str = DEFAULT, *, lend: bool = False, idle: bool = False) -> None:
-        """Before gradients are added: move the scale if there was a step, and bring what is held to it.
+        """Before gradients are added: update the scale if a step was made, and rescale existing gradients to it.
 
-        A new window has the scale of the loss called ``name``. ``lend``: the scaled loss is handed out, so that
-        whoever holds gradients later may have them from it. ``idle``: no gradients are added on this rank, and those that
+        A new window has the scale of the loss called ``name``. ``lend``: the user receives the scaled loss, so any new
+        gradients may come from it. ``idle``: no gradients are added on this rank, and those that
         came from no backward here stay as they are.
         """
         self.used = True
@@ -134,7 +138,7 @@ class Window:
         if not self.settled or self._holds_plain():
             self._put_back_unstepped()
             self._by_hand.clear()
-            self.hidden.clear()  # of steps that raised: who goes on to a backward is done with them
+            self.hidden.clear()  # left by steps that raised: a new backward means that the user has dealt with them
             dropped = self._count_dropped()
             if self.scales:
                 self._settle(name, dropped, self._count_returned(), idle)
@@ -145,7 +149,7 @@ class Window:
             self._lend_unseen()
 
     def _put_back_unstepped(self) -> None:
-        """Where gradients were looked at and not stepped on, as by a rule of the user's: put back the buffers they tell of."""
+        """Restore buffers when gradients were checked and the user made no step on them."""
         if not self.scaler.works or not (self._dropped or self.scaler._flags.states):
             return
         states = [
@@ -164,7 +168,7 @@ class Window:
         )
 
     def _count_dropped(self) -> dict[int, dict[torch.device, torch.Tensor]]:
-        """The flags of gradients that were unscaled and then given up by a rule of the user's, where they may be set."""
+        """The flags of gradients that were unscaled and then dropped by the user's code."""
         dropped, self._dropped = self._dropped, {}
         if not self.scaler.works or not (dropped or self.scaler._flags.states):
             return {}
@@ -185,7 +189,7 @@ class Window:
     def note_returned(
         self, inputs: Any, grads: Iterable[torch.Tensor | None], name: str | None = None
     ) -> None:
-        """Take note of true gradients that were computed through the scale and returned, for the caller to set or to leave.
+        """Record unscaled gradients that were computed through the scale and returned, for the caller to set or to drop.
 
         Without a step before the next loss, the scale falls if gradients of parameters were not finite.
         """
@@ -203,7 +207,7 @@ class Window:
                 self.settled = False
 
     def _count_returned(self) -> dict[str, torch.Tensor]:
-        """By loss, the flags of gradients that were returned and then left by a rule of the user's, where they may be set."""
+        """By loss, the flags of gradients that were returned and then dropped by the user's code."""
         returned, self._returned = self._returned, {}
         found: dict[str, torch.Tensor] = {}
         for name, flag in returned.values():
@@ -236,7 +240,7 @@ class Window:
             scaler.note_dropped(dropped, self.stepped)
         if returned:
             scaler.note_left(returned)
-        if self.stepped and scaler._flags.states:  # none where a state was loaded into the scaler since
+        if self.stepped and scaler._flags.states:  # none if a state was loaded into the scaler since
             scaler.update()
         if self.stepped or dropped or returned:
             self._owners.clear()
@@ -255,7 +259,7 @@ class Window:
             self.fed(fed)
 
     def fed(self, optimizers: Iterable[Optimizer] | None = None) -> None:
-        """After a backward: those that hold gradients, by default of all, own them, as they are now."""
+        """After a backward: the optimizers (by default all) that now hold gradients own them."""
         self._begun = False
         for optimizer in self._optimizers() if optimizers is None else optimizers:
             params = gradients.stored(optimizer)
@@ -266,9 +270,9 @@ class Window:
         self._stray = Held(strays, [parameter.grad for parameter in strays]) if strays else None
 
     def lend(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Hand out a scaled loss; from when its backward begins, whoever holds gradients may have them from it.
+        """Record that the user receives a scaled loss; once its backward begins, any gradients may come from it.
 
-        Without a graph it is the scale that is asked for, to be brought in by hand, so from now on.
+        If the loss has no graph, the user has asked for the scale itself, so any gradients may hold it from now on.
         """
         if self.scales:
             if scaled.requires_grad and not torch.compiler.is_compiling():
@@ -278,7 +282,7 @@ class Window:
         return scaled
 
     def _lend_unseen(self) -> None:
-        """From now on gradients may come, and be added to others, without a word of it."""
+        """From now on gradients may be set or added without a backward that castwise sees."""
         self._lent = True
         self._owners.clear()
 
@@ -293,17 +297,17 @@ class Window:
                 params = [p for optimizer in self._optimizers() for p in gradients.stored(optimizer)]
                 self._handed_out = transformed or any(map(_torch.autograd.is_returned, params))
 
-        # Queued twice: what reduces gradients between ranks is queued during the backward.
+        # Queued twice: a backward hook that reduces gradients between ranks is queued during the backward.
         _torch.autograd.on_graph_task_end(lambda: _torch.autograd.on_graph_task_end(end))
 
     def _marks(self) -> list[tuple[int, int]]:
-        """What lies on the parameters, and how often it was written to."""
+        """The gradients on the parameters, with their versions."""
         grads = [grad for optimizer in self._optimizers() for grad in gradients.on_each(optimizer)]
         grads += [parameter.grad for parameter in self._strays()]
         return [*zip(map(id, grads), _torch.tensors.versions(grads), strict=True)]
 
     def _runs(self) -> bool:
-        """Whether this is called from within a backward of a scaled loss."""
+        """Whether this is called inside a backward of a scaled loss."""
         return self.in_backward or (self._task != -1 and _torch.autograd.graph_task_id() == self._task)
 
     def is_scaled(self, optimizer: Optimizer) -> bool:
@@ -312,16 +316,18 @@ class Window:
         held = self._owners.get(key)
         if (held is not None and held.holds()) or self._runs():
             return True
-        handed_out = self._handed_out and not self.scaler.asked  # who asked for the scale has divided by it
+        handed_out = (
+            self._handed_out and not self.scaler.asked
+        )  # whoever asked for the scale has divided by it
         return (self._lent or self._begun or handed_out) and key not in self.scaler._flags.states
 
     def were_replaced(self, optimizer: Optimizer) -> bool:
-        """Whether gradients that held the scale were replaced by others, all of them, and were not cleared in between."""
+        """Whether all gradients that held the scale were replaced by others without being cleared in between."""
         held = self._owners.get(id(optimizer))
         return held is not None and held.were_replaced()
 
     def cleared(self, by: Optimizer | torch.nn.Module) -> None:
-        """Somebody calls ``zero_grad`` of an optimizer or a module, of this session or not."""
+        """Handle ``zero_grad`` of an optimizer or a module, of this session or another."""
         if not (self._owners or self._by_hand or self._stray is not None):
             return
         which = set(map(id, gradients.stored(by) if isinstance(by, Optimizer) else by.parameters()))
@@ -335,15 +341,15 @@ class Window:
             state = self.scaler._flags.states.get(key)
             if state is None or state["stage"] is not OptState.UNSCALED or not params <= which:
                 continue
-            if flags := state["found_inf_per_device"]:  # none where they were cleared before
+            if flags := state["found_inf_per_device"]:  # none if they were cleared before
                 self._dropped[key], state["found_inf_per_device"] = flags, {}
                 self._put_back_unstepped()
 
     def _take_part(self, optimizer: Optimizer) -> None:
-        """Begin the window of a rank without a backward since the last step, where the others step together with it.
+        """Begin the window of a rank that had no backward since the last step, while other ranks step together with it.
 
-        Theirs has begun with a backward, so that its scale has moved. Gradients that lie here are then taken for a sum over
-        ranks, which holds that scale; whoever has the ranks agree sees to it that this is so (:attr:`summed`).
+        Their window began with a backward, so their scale was updated. Gradients on this rank are then assumed to be a
+        sum over ranks, which holds that scale; the code that makes ranks agree ensures this (:attr:`summed`).
         """
         key, held = id(optimizer), self._owners.get(id(optimizer))
         if (held is not None and held.holds()) or self._runs():
@@ -364,9 +370,9 @@ class Window:
     # --- unscaling --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer, *, by_hand: bool = False) -> None:
-        """Bring an optimizer's gradients to a scale of one and look for infinities; nothing where both was done.
+        """Unscale an optimizer's gradients and check them for infinities, unless both was done.
 
-        ``by_hand``: they may be changed before the step, which is to look at them again.
+        ``by_hand``: they may be changed before the step, so the step checks them again.
 
         Raises:
             StateError: They were changed while they were scaled.
@@ -390,7 +396,7 @@ class Window:
     def note_norm(
         self, optimizers: Iterable[Optimizer], norm: torch.Tensor, *, by_hand: bool = False
     ) -> None:
-        """Let the norm of all gradients say whether they are finite; ``by_hand`` as for :meth:`unscale_`."""
+        """Use the norm of all gradients as the finite check; ``by_hand`` as for :meth:`unscale_`."""
         self.settled = False
         for optimizer in optimizers:
             self._by_hand.pop(id(optimizer), None)
@@ -400,12 +406,12 @@ class Window:
             self.scaler._flags.note_norm(optimizers, norm)
 
     def were_cleared(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's gradients are made of some that were cleared with the scale in them. Waits for the device."""
+        """Whether an optimizer's gradients are made from some that were cleared with the scale in them. Waits for the device."""
         cleared = self._cleared.get(id(optimizer))
         return cleared is not None and cleared.were_used_for(gradients.stored(optimizer))
 
     def no_look_at_step(self, optimizer: Optimizer) -> None:
-        """Somebody else steps by gradients that were unscaled by hand, or were returned."""
+        """Skip the check at the step for gradients that were unscaled explicitly or returned, since other code steps on them."""
         self._by_hand.pop(id(optimizer), None)
         self._returned.pop(id(optimizer), None)
         self._cleared.pop(id(optimizer), None)
@@ -415,10 +421,10 @@ class Window:
         self._by_hand[id(optimizer)] = params, _ends(gradients.on_each(optimizer))
 
     def _check(self, optimizer: Optimizer, call: str) -> bool:
-        """Whether gradients have to be unscaled: they are from a scaled loss and as it left them, or there are none here.
+        """Whether gradients must be unscaled: they are unchanged since the backward of a scaled loss, or there are none here.
 
-        Who clips writes to gradients or puts others in their place; a reduction between ranks counts as no write, and who
-        changes one gradient of several does not clip.
+        Clipping writes or replaces every gradient, so a change of only one of several is not clipping; a reduction
+        between ranks does not count as a change.
         """
         known, runs = self.scaler._flags.states.get(id(optimizer)), self._runs()
         if runs and (
@@ -433,7 +439,7 @@ class Window:
                 "after amp.backward(loss)"
             )
         if known is not None:
-            return False  # unscaled already, and stepped perhaps
+            return False  # unscaled already, and possibly stepped on
         if not self.is_scaled(optimizer):
             if gradients.move(optimizer) and not self.ranks_differ():
                 raise StateError(
@@ -441,7 +447,7 @@ class Window:
                     "amp.backward(loss), or by amp.scale(loss).backward(); for gradients computed otherwise, call "
                     "optimizer.step() itself"
                 )
-            self.scaler.scale_tensor()  # other ranks may have gradients, and be waiting for this one
+            self.scaler.scale_tensor()  # other ranks may have gradients and wait for this one
         held = self._owners.get(id(optimizer))
         if not (runs or self._handed_out) and held is not None and held.were_changed():
             raise StateError(
@@ -457,14 +463,15 @@ class Window:
     # --- steps ------------------------------------------------------------------------------------------------
 
     def check_step(self, optimizers: Sequence[Optimizer], ranks_differ: Callable[[], bool]) -> None:
-        """See that there are gradients to step by, and that no step was made by them before.
+        """Check that there are gradients to step on, and that no step was made on them before.
 
         Args:
-            optimizers: Those that are to be stepped.
-            ranks_differ: Whether another rank can have gradients where this one has none; asked only where that matters.
+            optimizers: The optimizers to be stepped.
+            ranks_differ: Returns whether another rank can have gradients where this one has none; called only if
+                needed.
 
         Raises:
-            StateError: There are none, or one was.
+            StateError: There are none, or a step was made on them.
         """
         found = False
         for optimizer in optimizers:
@@ -491,12 +498,12 @@ class Window:
             )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        """Unscale where that was not done, then step, or skip where a gradient is not finite.
+        """Unscale unless already unscaled, then step, or skip if a gradient is not finite.
 
-        A closure is as for :meth:`GradScaler.step`, with the session's own backward inside.
+        A closure is as for :meth:`GradScaler.step`, and calls the session's backward.
 
         Raises:
-            StateError: Gradients that no scaled loss gave, or that were changed while they were scaled.
+            StateError: Gradients came from no scaled loss, or were changed while they were scaled.
         """
         owned = self._owners.get(id(optimizer))
         if closure is not None:
@@ -546,7 +553,7 @@ class Window:
             )
 
     def give_up(self, optimizers: Iterable[Optimizer]) -> None:
-        """After a step of several that failed: what was found in gradients holds for these gradients alone."""
+        """After a failed joint step: forget the flags, or check again, since they hold only for the gradients of that moment."""
         for optimizer in optimizers:
             if not self.scales:
                 self.scaler._flags.forget(optimizer)
@@ -554,7 +561,7 @@ class Window:
                 self._look_at_step(optimizer)
 
     def _take_back(self, optimizer: Optimizer, owned: Held | None) -> None:
-        """After a step that failed: gradients that it did not unscale, as a fused kernel does by itself, are still scaled."""
+        """After a failed step: mark gradients as still scaled if they were to be unscaled by the step's fused kernel."""
         take_back(optimizer)
         if self.scaler._flags.states[id(optimizer)]["stage"] is OptState.READY:
             self.scaler._flags.forget(optimizer)
@@ -563,7 +570,7 @@ class Window:
 
     def _get_ready(self, optimizer: Optimizer) -> None:
         if not self._check(optimizer, "step"):
-            # also after a step, which left them at a scale of one
+            # also after a step, which left them unscaled
             self.scaler._flags.states[id(optimizer)]["stage"] = OptState.UNSCALED
             self._look_again(optimizer)
 
@@ -573,7 +580,7 @@ class Window:
         known, ends = self._by_hand.pop(id(optimizer))
         if not self.scaler.works:
             return
-        if ends is not None and all(end() is None for end in ends):  # others lie there, or none
+        if ends is not None and all(end() is None for end in ends):  # other gradients, or none
             self.scaler._flags.states[id(optimizer)]["found_inf_per_device"] = {}
         if self.scales:
             if self.scaler._unscaling.admit is not None:
@@ -601,9 +608,9 @@ class Window:
         return evaluate
 
     def count(self, result: StepResult, *, skips: bool = True) -> None:
-        """Take note of a step, for :attr:`skipped_steps`; if it was skipped, put back the buffers that it poisoned.
+        """Record a step, for :attr:`skipped_steps`; if it was skipped, restore the buffers that became non-finite.
 
-        ``skips``: not of gradients that were cleared within another step.
+        ``skips``: False for gradients that were cleared within another step.
         """
         if result.known:
             self.skips += result.skipped and skips
@@ -616,27 +623,27 @@ class Window:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped so far. Waits for the device where a fused optimizer on it decided."""
+        """How many steps were skipped so far. Waits for the device if a fused optimizer decided there."""
         return self.skips + (0 if self._unread is None else int(self._unread.item()))
 
-    # --- what steps of others must not find -------------------------------------------------------------------
+    # --- gradients hidden from steps of other code ------------------------------------------------------------
 
     def scales_strange(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer that is none of the window's has gradients that hold its scale."""
+        """Whether an optimizer outside the window has gradients that hold its scale."""
         if any(known is optimizer for known in self._optimizers()):
             return False
         held = [*self._owners.values(), *([] if self._stray is None else [self._stray])]
         owned = {id(parameter) for some in held for parameter in some.owned()}
         if self._runs():
             owned.update(id(parameter) for parameter in self._strays() if parameter.grad is not None)
-        # another model's parameters may have been given the very gradients
+        # the same gradient tensors may have been set on another model's parameters
         lent = {id(p.grad) for some in held for p in some.owned()}
         return any(
             id(p) in owned or (p.grad is not None and id(p.grad) in lent) for p in gradients.stored(optimizer)
         )
 
     def let_go(self, optimizer: Optimizer | None = None) -> None:
-        """Bring gradients that hold the scale to a scale of one: an optimizer's, or those of no optimizer here."""
+        """Unscale gradients that hold the scale: those of an optimizer, or those of parameters in no optimizer here."""
         if optimizer is not None:
             held = gradients.held(optimizer) if self.is_scaled(optimizer) else []
             self._owners.pop(id(optimizer), None)
@@ -653,7 +660,7 @@ class Window:
     # --- state ------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a saved scaler's state; gradients that are held keep their meaning."""
+        """Load a saved scaler's state; existing gradients are rescaled."""
         if not self.scales:
             return
         used = self.used
@@ -677,7 +684,7 @@ def _ends(grads: list[torch.Tensor | None]) -> _Ends | None:
 
 
 def _refuse_per_sample(optimizer: Optimizer) -> None:
-    """Gradients per sample, as Opacus keeps them, hold the loss scale too, and are what such an optimizer steps by."""
+    """Refuse per-sample gradients, as Opacus keeps them: they hold the loss scale too, and the optimizer steps on them."""
     if any(getattr(parameter, "grad_sample", None) is not None for parameter in gradients.stored(optimizer)):
         raise StateError(
             f"unscale_({type(optimizer).__name__}): its parameters have per-sample gradients (grad_sample), which also hold "
@@ -690,5 +697,5 @@ def _names(optimizers: Iterable[Optimizer]) -> str:
 
 
 def _stored(parameter: torch.Tensor) -> torch.Tensor:
-    """The model's parameter behind a master, any other itself."""
+    """The model's parameter behind a master; any other parameter itself."""
     return getattr(parameter, "stored", parameter)

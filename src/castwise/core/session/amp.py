@@ -1,4 +1,4 @@
-"""The session; see the package."""
+"""The session class ``Amp``; see the package docstring for an example."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _O = TypeVar("_O", bound=Optimizer)
 
 
 class _Prepare(NamedTuple):
-    """A call of :meth:`Amp.prepare`, to be made again; it holds nothing."""
+    """The arguments of a call of :meth:`Amp.prepare`, to repeat it; holds only weak references."""
 
     model: weakref.ref[nn.Module]
     optimizers: tuple[weakref.ref[Optimizer], ...]
@@ -77,30 +77,29 @@ class _HowPrepared(TypedDict, total=False):
 
 
 class Amp(masters.OfThisProcess):
-    """A precision plan, applied to models and optimizers of any training loop.
+    """A precision plan, applied to models and optimizers in any training loop.
 
     Args:
         plan: A :class:`~castwise.Plan`, a preset name, or the path of a plan file.
-        device: Where the model runs, as torch takes it; by default the accelerator at hand, else the CPU.
-        group: Process group whose ranks act together: they have one plan, and agree on skipping a step and on norms
-            where their gradients can differ. By default all ranks; ``castwise.ranks.ALONE`` is this process by itself.
-        nonfinite: What becomes of a step whose gradients hold an infinity or a NaN, under every plan. ``"skip"``: it is
-            passed over, and counted. ``"raise"``: it is an error before anything has changed, at once under a plan
-            without a loss scale, and under one with a scale when no smaller one is left to try. ``"allow"``: gradients
-            are not checked; not for plans with a loss scale, which finds its size by skipping.
-        patience: Skipped steps in a row before an error names the parameters; under a dynamic loss scale those count
-            that its floor ends.
+        device: Device of the model, as torch takes it; by default the available accelerator, else the CPU.
+        group: Process group whose ranks act together: they use one plan, and agree on skipping a step and on norms
+            if their gradients can differ. By default all ranks; ``castwise.ranks.ALONE`` is this process alone.
+        nonfinite: What to do at a step whose gradients hold an infinity or a NaN, under every plan. ``"skip"``: skip
+            and count it. ``"raise"``: raise before anything has changed, at once under a plan
+            without a loss scale, and under one with a scale when no smaller scale is left to try. ``"allow"``: do not
+            check gradients; not for plans with a loss scale, which adjusts its size by skipping.
+        patience: Skipped steps in a row before an error that names the parameters; under a dynamic loss scale, only
+            once the scale is at its floor.
 
-    Used as a context manager, or closed with :meth:`close`, it leaves models, operators and process-wide settings
-    as it found them.
+    Used as a context manager, or closed with :meth:`close`, it restores models, operators and process-wide settings.
 
     Raises:
-        PlanError: A plan that does not exist or cannot be.
-        DeviceError: A device that is not there or lacks a format of the plan.
+        PlanError: The plan does not exist or is invalid.
+        DeviceError: The device does not exist or lacks a format of the plan.
     """
 
     scaler: GradScaler
-    """The plan's loss scale; under a plan without one a scaler that multiplies nothing and guards the steps."""
+    """The plan's loss scale; under a plan without one, a scaler that multiplies nothing and guards the steps."""
 
     def __init__(
         self,
@@ -129,13 +128,13 @@ class Amp(masters.OfThisProcess):
         self._undo = UndoLog()
 
     def _begin(self, plan: Plan) -> None:
-        """All that a plan decides before anything is prepared by it."""
+        """Set up everything that depends on the plan, before anything is prepared."""
         members = self._members
         self.plan = plan
         self.scaler = scaler_for(plan, self.device_type, self._agreement.agree, *self._guard)
         self.scaler.param_names = members.names
         self.scaler._unscaling.admit = functools.partial(give_late_masters, plan)
-        # what lives in a session does not hold it
+        # what belongs to a session does not reference it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays, self._buffers)
         self._window.sync = masters.copy_to_model
         self._window.ranks_differ, self._agreement.window = self._agreement.can_differ, self._window
@@ -175,33 +174,35 @@ class Amp(masters.OfThisProcess):
     ) -> Any:
         """Make a model run by the plan, and optimizers update it by the plan.
 
-        Works in place, by hooks: the same objects come back, and references to parameters stay good. Prepare before
+        Works in place, by hooks: the same objects are returned, and references to parameters stay valid. Prepare before
         ``torch.compile`` and before DistributedDataParallel, after FSDP2's ``fully_shard`` and tensor parallelism's
-        ``parallelize_module``; of a pipeline prepare each stage. Under a plan that compiles this compiles the model, in place. Where torch.distributed is initialised, all ranks make
-        the first call with an optimizer (or ``part=True``) together, and their plans are compared.
+        ``parallelize_module``; of a pipeline, prepare each stage. If the plan compiles, this compiles the model, in
+        place. If torch.distributed is initialised, all ranks make the first call with an optimizer (or ``part=True``)
+        together, and their plans are compared.
 
         Args:
             model: In any state of training, on its device.
-            optimizers: Those that update it. Several models are prepared by several calls, each with the optimizers
-                that update it; one that updates several models is given with each. One that is made later is given then, with the
-                model again, unless the plan stores parameters low.
+            optimizers: The optimizers that update it. Prepare several models by several calls, each with the optimizers
+                that update it; pass an optimizer that updates several models with each of them. An optimizer created
+                later is passed later, with the model again, unless the plan stores parameters low.
             methods: Methods other than ``forward`` that are called from outside, to run by the plan too.
             inference: Cast weights once instead of at every call, and keep no masters: for a model that is not
                 trained any more. Norm layers keep their weights.
-            part: The model is one stage of a pipeline: regions of the plan that match nothing in it are those of other
-                stages. :meth:`pipeline` sees to it that each matches somewhere.
-            widen: Of a model that arrives in bf16 or fp16, store in fp32 what the plan does not store low: True for trained
-                parameters and the buffers beside them, ``"all"`` for frozen parameters too. Exact and in place, so that
-                optimizers stay good; their state follows. ``close`` stores it as it was again, rounded.
+            part: The model is one stage of a pipeline: regions of the plan that match nothing in it belong to other
+                stages. :meth:`pipeline` checks that each region matches in some stage.
+            widen: For a model that arrives in bf16 or fp16: store in fp32 what the plan does not store low. True:
+                trained parameters and buffers in their modules; ``"all"``: frozen parameters too. Exact and in place,
+                so that optimizers stay valid; their state is converted too. ``close`` restores the former format,
+                rounded.
 
         Returns:
-            ``model`` alone where no optimizer was given, else ``(model, *optimizers)``.
+            ``model`` alone if no optimizer was given, else ``(model, *optimizers)``.
 
         Raises:
-            PatternError: A region of the plan that does not fit the model.
-            PlanError: Trained parameters that arrive low under a plan that stores them in fp32, without ``widen``; a
-                ``widen`` that is none, or has nothing to do under the plan; ranks with different plans.
-            StateError: A wrong order of wrapping, or something prepared twice.
+            PatternError: A region of the plan does not fit the model.
+            PlanError: Trained parameters arrive low under a plan that stores them in fp32, without ``widen``;
+                ``widen`` is invalid, or has no effect under the plan; or ranks have different plans.
+            StateError: The order of wrapping is wrong, or something is prepared twice.
         """
         check_widen("prepare", widen)
         how: _HowPrepared = {"methods": methods, "inference": inference, "part": part, "widen": widen}
@@ -219,7 +220,7 @@ class Amp(masters.OfThisProcess):
     ) -> None:
         methods, inference, part, widen = how["methods"], how["inference"], how["part"], how["widen"]
         if kept is not None and not self.plan.stores_low:
-            widen = widen or kept.trains(model)  # masters have been fp32, which the parameters become
+            widen = widen or kept.trains(model)  # masters were fp32, and the parameters become fp32
         late = [optimizer for optimizer in optimizers if not self._members.holds(optimizer)]
         if late and not (inference or self.plan.stores_low) and self._has(model):
             self._join(_torch.calls.without_compiler(model), late, part)
@@ -251,7 +252,7 @@ class Amp(masters.OfThisProcess):
             self._members.arrived[target] = arrived
             self._wrapping.note(target, resolution.plan)
         if inference or not self.plan.keeps_masters:
-            storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
+            storage.forget_originals(dtypes, inference=inference)  # this cannot be undone
         trained = None if inference else next((p for p in target.parameters() if p.requires_grad), None)
         root.first = None if trained is None else (weakref.ref(trained), trained.dtype)
         self._met = self._met or meets
@@ -283,7 +284,7 @@ class Amp(masters.OfThisProcess):
             check_apart(found, self._members.optimizers)
 
     def _enter(self, model: nn.Module, root: borders.Border, log: UndoLog, *, trains: bool) -> None:
-        """Take a model in that has its borders."""
+        """Register a model that has its borders."""
         if self.scaler.works and trains:
             copies = self._buffers.follow(model)
             root.watch(model, copies.begin, copies.take, copies.forget_unused)
@@ -306,12 +307,12 @@ class Amp(masters.OfThisProcess):
 
     @property
     def _will_meet(self) -> bool:
-        """Whether ranks have to come together: at the first model of each that is trained, whatever some have prepared before."""
+        """Whether ranks must synchronise: at the first trained model of each rank, whatever some ranks have prepared before."""
         return not self._met and self._agreement.ranks.size > 1
 
     @contextlib.contextmanager
     def _together(self, meets: bool) -> Iterator[None]:
-        """Where ranks meet: all of them have one plan and get through the block, or all raise, and none waits for another."""
+        """Synchronise ranks: all have one plan and complete the block, or all raise, so that none waits for another."""
         try:
             yield
         except Exception as error:
@@ -325,19 +326,20 @@ class Amp(masters.OfThisProcess):
         self._prepares.append(_Prepare(weakref.ref(model), tuple(map(weakref.ref, optimizers)), how))
 
     def change(self, plan: Plan | str | os.PathLike[str] | torch.dtype) -> None:
-        """Go on under another plan: what was prepared is prepared by it, between two steps of a training.
+        """Switch to another plan between two steps of a training: prepare by it what was prepared before.
 
-        Weights, optimizer state and, where both plans have the same rule for it, the loss scale stay; gradients are better cleared
-        before. The session's ``scaler`` is another one afterwards. Where it fails all is as it was. All ranks call it together.
+        Weights, optimizer state and, if both plans use the same update rule, the loss scale stay; it is better to clear
+        gradients before. The session's ``scaler`` is replaced. If the change fails, everything stays as it was. All
+        ranks call it together.
 
         Args:
-            plan: As for the session itself.
+            plan: As for the session.
 
         Raises:
-            PlanError: A plan that does not exist or does not fit the model; see :meth:`prepare`.
+            PlanError: The plan does not exist or does not fit the model; see :meth:`prepare`.
             DeviceError: The device cannot run it.
-            StateError: A model that has run compiled; or, where one of the plans stores parameters low, one that is cut into
-                shards or in DistributedDataParallel.
+            StateError: A model has run compiled; or, if one of the plans stores parameters low, a model is sharded
+                or in DistributedDataParallel.
         """
         chosen = as_plan(plan)
         process.check_device(chosen, self.device_type)
@@ -377,14 +379,14 @@ class Amp(masters.OfThisProcess):
                     _meet_ddp(ddp, ddp.get_submodule("module"))
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Whether this session has prepared an optimizer, this very object, and has not been closed since."""
+        """Whether this session has prepared this very optimizer and has not been closed since."""
         return self._members.holds(optimizer)
 
     def _has(self, model: Any) -> bool:
         return isinstance(model, nn.Module) and Amp.of(model) is self
 
     def _join(self, model: nn.Module, optimizers: Sequence[Optimizer], part: bool) -> None:
-        """Take in optimizers that were made after their model was prepared."""
+        """Register optimizers that were created after their model was prepared."""
         meets = self._will_meet
         with self._together(meets):
             check_given(model, optimizers)
@@ -413,7 +415,7 @@ class Amp(masters.OfThisProcess):
     def resolve(
         self, model: nn.Module, *, part: bool = False, inference: bool = False, widen: bool | str = False
     ) -> Resolution:
-        """What the plan makes of a model, without changing it: ``print(amp.resolve(model))``.
+        """Resolve the plan for a model, without changing the model: ``print(amp.resolve(model))``.
 
         Args:
             model: In any state.
@@ -425,16 +427,16 @@ class Amp(masters.OfThisProcess):
             The format of each module, the dtype of each tensor that changes, and the borders.
 
         Raises:
-            PatternError: A region of the plan that does not fit the model.
+            PatternError: A region of the plan does not fit the model.
         """
         check_widen("resolve", widen)
         return resolve(self.plan, model, self.device_type, part=part, inference=inference, widen=widen)
 
     def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> autocast:
-        """The plan's casting as a block, for code outside a prepared module: a loss, a function.
+        """A block in which operators are cast by the plan, for code outside a prepared module: a loss, a function.
 
         Args:
-            enabled: False for an fp32 island.
+            enabled: False for an fp32 block inside it.
             cache_enabled: As in :class:`castwise.autocast`.
         """
         if enabled and cache_enabled is None:
@@ -446,22 +448,22 @@ class Amp(masters.OfThisProcess):
     # --- losses -------------------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor, name: str = "loss") -> torch.Tensor:
-        """Multiply a loss by its scale, for a ``backward()`` of one's own. Opens the next window after a step.
+        """Multiply a loss by its scale, for your own call of ``backward()``. Opens the next window after a step.
 
         Args:
             loss: Scalar, any floating dtype; low formats are scaled in fp32.
-            name: Whose scale.
+            name: Name of the loss, which selects the scale.
 
         Returns:
-            The scaled loss; the loss itself under a plan without a loss scale.
+            The scaled loss; the loss unchanged under a plan without a loss scale.
 
         Raises:
-            PlanError: A loss that is not a tensor, or complex.
-            StateError: A loss that has been scaled already.
+            PlanError: The loss is not a tensor, or is complex.
+            StateError: The loss has been scaled already.
         """
         if not isinstance(loss, torch.Tensor):
             raise PlanError(
-                f"scale: the loss is a {type(loss).__name__}; a tensor is needed. Add several losses up, or scale each by itself."
+                f"scale: the loss is a {type(loss).__name__}; a tensor is needed. Add several losses, or scale each separately."
             )
         check_loss("scale", loss)
         self._window.buffers.backwards += 1
@@ -484,19 +486,19 @@ class Amp(masters.OfThisProcess):
 
         Args:
             loss: Scalar of any floating dtype.
-            name: Losses with different names have scales of their own and may share parameters.
+            name: Losses with different names have separate scales and may share parameters.
             kwargs: ``retain_graph``, ``create_graph``, ``inputs`` as in ``Tensor.backward``.
 
         Raises:
-            PlanError: A loss that is no real scalar tensor.
-            StateError: A loss that has been scaled already.
-            RuntimeError: A loss that has no graph.
+            PlanError: The loss is not a real scalar tensor.
+            StateError: The loss has been scaled already.
+            RuntimeError: The loss has no graph.
         """
         if not isinstance(loss, torch.Tensor):
             raise PlanError(
                 f"backward: the loss is a {type(loss).__name__}; a scalar tensor is needed. "
                 + (
-                    "Add its losses up, or give each by itself: amp.backward(losses['one'], name='one')."
+                    "Add its losses, or pass each separately: amp.backward(losses['one'], name='one')."
                     if isinstance(loss, Mapping)
                     else "Leave .item() out."
                 )
@@ -507,7 +509,7 @@ class Amp(masters.OfThisProcess):
             )
         if torch.is_autocast_enabled(
             self.device_type
-        ):  # formulas run in the formats that forward has left them
+        ):  # backward formulas run in the formats of the saved forward tensors
             with torch.autocast(self.device_type, enabled=False):
                 return self.backward(loss, name, **kwargs)
         check_loss("backward", loss)
@@ -552,18 +554,18 @@ class Amp(masters.OfThisProcess):
 
         Args:
             loss: Scalar.
-            inputs: What to differentiate by.
+            inputs: Tensors to differentiate with respect to.
             create_graph: Keep the graph of the gradients, for a penalty on them.
-            name: The loss whose scale is used: that which the penalty goes into, so that an overflow here makes this scale
-                fall. None: the smallest of all losses' scales.
+            name: The loss whose scale is used: the one that the penalty is added to, so that an overflow here lowers
+                that scale. None: the smallest scale of all losses.
             kwargs: As in ``torch.autograd.grad``.
 
         Returns:
-            One gradient per input, its dtype fp32 at least.
+            One gradient per input, in fp32 or wider.
 
         Raises:
-            PlanError: A loss that is complex.
-            StateError: A loss that has been scaled already.
+            PlanError: The loss is complex.
+            StateError: The loss has been scaled already.
         """
         if torch.is_autocast_enabled(self.device_type):
             with torch.autocast(self.device_type, enabled=False):
@@ -587,9 +589,9 @@ class Amp(masters.OfThisProcess):
     # --- steps --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by their scale, in place; done by :meth:`step` where it was not before.
+        """Divide an optimizer's gradients by their scale, in place; :meth:`step` does it if it was not done before.
 
-        Call it before anything changes gradients; the step looks once more whether they are finite.
+        Call it before anything changes gradients; the step checks again whether they are finite.
 
         Raises:
             StateError: They were changed before.
@@ -613,7 +615,7 @@ class Amp(masters.OfThisProcess):
             The norm before clipping, a 0-dim tensor on the gradients' device.
 
         Raises:
-            PlanError: A ``max_norm`` that is not a norm.
+            PlanError: ``max_norm`` is not a valid norm.
         """
         check_norm("clip_grad_norm_", max_norm)
         params, optimizers = self._unscaled(optimizer_or_params, look=self.scaler.is_enabled())
@@ -628,7 +630,7 @@ class Amp(masters.OfThisProcess):
         """Clip every element to ``[-clip_value, clip_value]``, after unscaling.
 
         Raises:
-            PlanError: A ``clip_value`` that is not a number, NaN or below zero.
+            PlanError: ``clip_value`` is not a number, is NaN, or is below zero.
         """
         check_norm("clip_grad_value_", clip_value, "clip_value")
         params, _ = self._unscaled(optimizer_or_params, look=True)
@@ -637,7 +639,7 @@ class Amp(masters.OfThisProcess):
     def _unscaled(
         self, of: Optimizer | Iterable[torch.Tensor] | torch.Tensor, look: bool
     ) -> tuple[list[torch.Tensor], list[Optimizer]]:
-        """Parameters, with gradients that are unscaled if ``look``, and the optimizers that hold them."""
+        """Parameters, with their gradients unscaled if ``look``, and the optimizers that hold them."""
         if isinstance(of, Optimizer):
             params, optimizers = [p for group in of.param_groups for p in group["params"]], [of]
         else:
@@ -656,23 +658,23 @@ class Amp(masters.OfThisProcess):
     def step(
         self, *optimizers: Optimizer, max_norm: float | None = None, closure: Callable[[], Any] | None = None
     ) -> StepResult:
-        """Unscale, agree, clip, then step, or skip where a gradient is not finite.
+        """Unscale, agree across ranks, clip, then step, or skip if a gradient is not finite.
 
         Args:
-            optimizers: Those to step; several decide together, and clip by their joint norm.
+            optimizers: The optimizers to step; several decide together, and clip by their joint norm.
             max_norm: Clip the gradients to this global norm first.
             closure: For optimizers that evaluate the loss themselves (LBFGS): clears gradients, computes the loss,
                 calls :meth:`backward` and returns the loss. Gradients are unscaled and checked at each evaluation.
 
         Returns:
-            What became of it: whether it was skipped, and the norm before clipping.
+            Whether the step was skipped, and the norm before clipping.
 
         Raises:
-            StateError: An optimizer that was not prepared or has no gradients, or gradients that were changed while they were
-                scaled, or that a step was made by already.
+            StateError: An optimizer was not prepared or has no gradients, or its gradients were changed while they were
+                scaled, or it has already stepped on them.
             NonFiniteError: Gradients are not finite under ``nonfinite="raise"``, or ``patience`` times in a row.
             LossScaleError: The same under a loss scale that cannot shrink any more.
-            PlanError: A ``max_norm`` that is not a norm.
+            PlanError: ``max_norm`` is not a valid norm.
         """
         if not optimizers:
             raise StateError("step() needs an optimizer; call amp.step(optimizer)")
@@ -696,7 +698,7 @@ class Amp(masters.OfThisProcess):
             self._wrapping.check_order()
         window = self._window
         if closure is None:
-            if self._agreement.undecided:  # all ranks decide at their first step
+            if self._agreement.undecided:  # all ranks decide together at their first step
                 self._agreement.can_differ()
             window.check_step(optimizers, self._agreement.as_decided)
         if max_norm is None and closure is None and len(optimizers) == 1:
@@ -725,7 +727,7 @@ class Amp(masters.OfThisProcess):
         if closure is not None:
             attachment = masters.attachment_of(optimizers[0])
             if attachment is not None:
-                attachment.copy_to_model()  # a step taken back restores the masters alone
+                attachment.copy_to_model()  # undoing a step restores only the masters
         frames.clear_weight_cache()
         result = StepResult.join(results, norm)
         for listener in self._listeners:
@@ -737,16 +739,17 @@ class Amp(masters.OfThisProcess):
         losses: Callable[[torch.Tensor, str], object] | None = None,
         steps: Callable[[Sequence[Optimizer], StepResult], object] | None = None,
     ) -> Callable[[], None]:
-        """Have functions called with every loss before its backward, and with what became of every :meth:`step`.
+        """Register functions that are called with every loss before its backward, and with the result of every :meth:`step`.
 
         Args:
-            losses: Gets each loss, not scaled, and its name, when its window is open.
-            steps: Gets the optimizers, and what :meth:`step` is about to return. A step that raises has no result.
+            losses: Called with each loss, unscaled, and its name, when its window is open.
+            steps: Called with the optimizers and the result that :meth:`step` will return. A step that raises has no
+                result.
 
         Returns:
-            What ends it.
+            A function that removes them.
         """
-        # wrapped, so that each call has an entry of its own to take out
+        # wrapped, so that each call adds an entry of its own that can be removed
         look = None if losses is None else functools.partial(losses)
         listener = None if steps is None else functools.partial(steps)
         self._on_loss += [look] if look else []
@@ -762,34 +765,35 @@ class Amp(masters.OfThisProcess):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since the session was made; several optimizers that step together count one each.
+        """How many steps were skipped since the session was created; optimizers that step together count one each.
 
-        Reading it waits for the device only where a fused optimizer on an accelerator decided by itself.
+        Reading it waits for the device only if a fused optimizer on an accelerator decided by itself.
         """
         return self._window.skipped_steps
 
     @property
     def restored_buffers(self) -> dict[str, int]:
-        """How often a skipped step had poisoned each buffer, which then got its last finite values back.
+        """By path, how often each buffer became non-finite in a skipped step and was restored to its last finite values.
 
-        By the buffer's path, with the model's class in front where the session has several models; those alone that were put back.
+        The model's class is in front if the session has several models; buffers that were never restored are left out.
         Reading it waits for the device as :attr:`skipped_steps` does.
         """
         return self._buffers.restored
 
     @property
     def dropped_updates(self) -> float | None:
-        """The share of updates that rounding dropped so far, where parameters are stored low without masters.
+        """The fraction of updates that rounding dropped so far, if parameters are stored low without masters.
 
-        Of those that are not zero in fp32; measured at a few steps (the first, second, fourth, ... and every 64th) on pieces
-        of the parameters of this process; those steps wait for the device. What the optimizer keeps in its state (Kahan summation)
-        is not dropped, and neither is anything where it rounds at random. None under other plans, before the first step, and for an optimizer whose steps
-        cannot be made again beside it: one that evaluates the loss itself or holds more than options and state.
+        It counts updates that are not zero in fp32, and is measured at a few steps (the first, second, fourth, ... and
+        every 64th) on slices of this process's parameters; those steps wait for the device. An update that the
+        optimizer keeps in its state (Kahan summation) does not count as dropped, nor does any update of an optimizer
+        that rounds stochastically. None under other plans, before the first step, and for an optimizer whose steps
+        cannot be repeated on a copy: one that evaluates the loss itself or holds more than options and state.
         """
         return self._dropped.share
 
     def summary(self) -> str:
-        """What the session does and has done, for a log: plan, weights and how they arrived, steps, updates lost to rounding."""
+        """Text for a log: the plan, the weights and their format on arrival, the steps, and updates lost to rounding."""
         said = summarise(self._members, self.plan, self._dropped)
         steps = [f"skipped steps: {self.skipped_steps}", *say_restored(self.restored_buffers)]
         return "\n".join([f"{self.plan} on {self.device_type}: {self.plan.summary()}", *said, *steps])
@@ -800,25 +804,24 @@ class Amp(masters.OfThisProcess):
         """The plan as a ``MixedPrecisionPolicy`` for FSDP2's ``fully_shard``.
 
         Args:
-            module: The module to be sharded. Without ``model``, only regions by ``type:`` can decide for it.
-            model: The whole model that it is in, so that regions by path decide too.
+            module: The module to be sharded. Without ``model``, only ``type:`` regions can apply to it.
+            model: The whole model that contains it, so that regions by path apply too.
 
         Returns:
-            A policy whose parameters are gathered in the format that the plan stores them in and whose gradients are
-            reduced in fp32.
+            A policy that gathers parameters in the format in which the plan stores them and reduces gradients in fp32.
         """
         return fsdp.mp_policy(self.plan, module, model)
 
     def fully_shard(
         self, model: nn.Module, *, blocks: Iterable[nn.Module] = (), part: bool = False, **options: Any
     ) -> Any:
-        """FSDP2's ``fully_shard`` by the plan: each region that needs a group of its own, each block, then the model.
+        """Call FSDP2's ``fully_shard`` by the plan: on each region that needs its own group, each block, then the model.
 
         Call it before the optimizer is made and before :meth:`prepare`.
 
         Args:
             model: The model, on its device.
-            blocks: Modules of it that are gathered and freed one at a time, such as its layers.
+            blocks: Submodules that are gathered and freed one at a time, such as its layers.
             part: The model is one stage of a pipeline, as for :meth:`prepare`.
             options: For ``fully_shard``: ``mesh``, ``reshard_after_forward`` and others.
 
@@ -829,7 +832,7 @@ class Amp(masters.OfThisProcess):
         return model
 
     def mark_sharded(self, parameter: torch.Tensor, group: Any = None, dim: int | None = None) -> None:
-        """Declare a parameter that was cut by hand: each rank of ``group`` holds a piece of its own.
+        """Declare a parameter that was sharded by hand: each rank of ``group`` holds one piece of it.
 
         Steps are then skipped by all ranks or none, and norms are those of the whole parameter. DTensors need no
         declaration.
@@ -837,8 +840,8 @@ class Amp(masters.OfThisProcess):
         Args:
             parameter: The model's parameter.
             group: The ranks that hold the pieces; None for all.
-            dim: Along which dimension the whole was cut, in the order of ranks. Given, a checkpoint holds the whole
-                parameter and resumes under another layout.
+            dim: The dimension along which the whole parameter was cut, in the order of ranks. If given, a checkpoint
+                holds the whole parameter and can be resumed under another layout.
 
         Raises:
             StateError: torch.distributed is not initialised.
@@ -849,9 +852,9 @@ class Amp(masters.OfThisProcess):
     def pipeline(self, schedule: Any) -> Any:
         """Let a schedule of ``torch.distributed.pipelining`` train by the plan.
 
-        The schedule starts its backward passes from the scaled loss and reports the loss itself; norms and skipped
-        steps are those of all stages together; stages in low formats hand their outputs on as they are, and only the
-        last one's come out in fp32.
+        The schedule starts its backward passes from the scaled loss and reports the unscaled loss; norms and skipped
+        steps are those of all stages together. Stages in low formats pass their outputs on unchanged, and only the
+        last stage's outputs are cast to fp32.
 
         Args:
             schedule: Made from stages whose modules were prepared, on every rank.
@@ -860,36 +863,36 @@ class Amp(masters.OfThisProcess):
             The same schedule.
 
         Raises:
-            StateError: Not a schedule, or a stage whose module was not prepared.
-            PatternError: A region of the plan that matches nothing in any stage.
+            StateError: It is not a schedule, or the module of a stage was not prepared.
+            PatternError: A region of the plan matches nothing in any stage.
         """
         return self._wrapping.adapt(schedule, self.plan, self.scaler, self._window)
 
     def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
-        """Which piece of how many this rank holds of a parameter that :meth:`mark_sharded` was given without ``dim``."""
+        """For a parameter given to :meth:`mark_sharded` without ``dim``: which of how many pieces this rank holds."""
         return self._agreement.pieces.piece(parameter)
 
     def as_whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Values of a parameter that :meth:`mark_sharded` was given with ``dim`` as a DTensor of the whole; others as they are."""
+        """Values of a parameter given to :meth:`mark_sharded` with ``dim``, as a DTensor of the whole; other values unchanged."""
         return self._agreement.pieces.as_whole(parameter, values)
 
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state: the plan, as JSON, and the loss scales. Tensors none, so it loads with ``weights_only``.
+        """The session's state: the plan, as JSON, and the loss scales. It holds no tensors, so it loads with ``weights_only``.
 
-        After a step the scales are those that the next loss will have; asking changes nothing.
+        After a step the scales are those of the next loss; reading them changes nothing.
         """
         return {"version": 1, "plan": self.plan.to_json(), "scaler": self.scaler.state_dict() or None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the loss scales of a saved session, of this plan or another.
 
-        A scale saved under a plan with a loss scale is taken over; where there is none to take, the plan's own
-        initial scale holds.
+        A scale saved under a plan with a loss scale is loaded; if there is none, the plan's initial
+        scale is used.
 
         Raises:
-            CheckpointError: Not a state of :class:`Amp`.
+            CheckpointError: It is not a state of :class:`Amp`.
         """
         if not isinstance(state, Mapping) or state.get("version") != 1 or "scaler" not in state:
             keys = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
@@ -900,24 +903,25 @@ class Amp(masters.OfThisProcess):
             self._window.load_state_dict(state["scaler"])
 
     def model_state_dict(self, model: nn.Module, *, as_given: bool = False) -> dict[str, torch.Tensor]:
-        """Weights of a model in fp32 under its own keys, from the masters where there are any.
+        """The model's weights in fp32 under its usual keys, from the masters if there are any.
 
-        A checkpoint written so loads into the model under any other plan.
+        A checkpoint of these weights loads into the model under any plan.
 
         Args:
-            model: Prepared, or a part of one that is.
+            model: A prepared model, or a part of one.
             as_given: Store what arrived in bf16 or fp16 in that format again, rounded once: for a checkpoint like the
-                one that the model came from. Training cannot go on from it without loss.
+                one that the model came from. Resuming training from it loses precision.
         """
         target = _torch.calls.without_compiler(model)
         weights = masters.fp32_state_dict(target)
         return storage.as_arrived(weights, target, self._members.arrived.values()) if as_given else weights
 
     def close(self) -> None:
-        """Take the plan off again: all that :meth:`prepare` has changed is as it was, and weights are what they became.
+        """Undo everything that :meth:`prepare` changed; trained weights keep their values.
 
-        Hooks, dtypes and memory formats, masters (whose values go back into the model), fused flags, the optimizer's state
-        and process-wide settings. What an entry of the undo log fails at does not keep the others from being undone.
+        It undoes hooks, dtypes and memory formats, masters (whose values are copied into the model), fused flags, the
+        format of optimizer state and process-wide settings. If one entry of the undo log fails, the others are still
+        undone.
         """
         self._undo.close()
         self._prepares.clear()
@@ -925,7 +929,7 @@ class Amp(masters.OfThisProcess):
         self._wrapping.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Amp:
-        """A session of the same plan and loss scales that has prepared nothing: models and optimizers belong to one session."""
+        """A session of the same plan and loss scales with nothing prepared: models and optimizers belong to one session."""
         nonfinite, patience = self._guard
         group = self._agreement.group
         memo[id(self)] = other = Amp(
@@ -942,7 +946,7 @@ class Amp(masters.OfThisProcess):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            borders.explain(error, self._members.models)  # while the weights are as they were
+            borders.explain(error, self._members.models)  # before any weight changes
         self.close()
 
     def __repr__(self) -> str:
@@ -950,15 +954,15 @@ class Amp(masters.OfThisProcess):
 
 
 class SessionView:
-    """What tools that watch a training see of a session.
+    """A session's internals, for tools that watch a training.
 
     Args:
         amp: The session.
 
     Attributes:
         members: Models and optimizers.
-        agreement: Of ranks.
-        undo: What ``close`` replays.
+        agreement: The agreement of ranks.
+        undo: The log that ``close`` replays.
     """
 
     def __init__(self, amp: Amp) -> None:
@@ -967,17 +971,17 @@ class SessionView:
 
     @property
     def ranks(self) -> Ranks:
-        """That agree."""
+        """The agreement of ranks."""
         return self.agreement.ranks
 
     @property
     def window(self) -> Window:
-        """Of the loss scale; another one after :meth:`Amp.change`."""
+        """The window of the loss scale; :meth:`Amp.change` replaces it."""
         return self._amp._window
 
     @property
     def dropped(self) -> DroppedUpdates:
-        """Updates that rounding dropped, since the last :meth:`Amp.change`."""
+        """Updates dropped by rounding since the last :meth:`Amp.change`."""
         return self._amp._dropped
 
 
@@ -996,20 +1000,20 @@ def _sessions_in(module: nn.Module) -> list[tuple[nn.Module, Amp]]:
 
 
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
-    """It takes in a prepared model, a part of one, or the parameters alone, as ``replicate`` gives it."""
+    """Called when DDP is built on a prepared model, a part of one, or bare parameters, as ``replicate`` passes them."""
     for model, amp in _sessions_in(module):
         amp._undo.on(model, amp._wrapping.leave_ddp)
         amp._wrapping.join_ddp(ddp, module, model)
 
 
 def _meet_fsdp1(module: nn.Module) -> None:
-    own = set(module.modules())  # its parameters are others by now
+    own = set(module.modules())  # its parameters have been replaced by now
     if any(inner in own for model in list(_prepared) for inner in model.modules()):
         wrappers.refuse_fsdp1("FullyShardedDataParallel", module)
 
 
 def _end_join(ddp: nn.parallel.DistributedDataParallel, rank: int) -> None:
-    """Ranks that had ended have the masters of the last, and its loss scale, or their gradients could not be averaged."""
+    """Give ranks that had ended the last rank's masters and loss scale, without which their gradients could not be averaged."""
     for _, amp in _sessions_in(ddp):
         amp._wrapping.share_masters(ddp, ddp.get_submodule("module"), rank)
         state = [amp.scaler.state_dict()]

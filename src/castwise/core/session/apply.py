@@ -1,7 +1,8 @@
-"""Carry a resolution out, through an undo log.
+"""Apply a resolution through an undo log.
 
-Whatever is changed here is an entry of the log (:class:`~castwise.core.session.undo.UndoLog`), made before the change or with it: a failure
-at any point, Ctrl-C included, replays it, and so does ``Amp.close``. The log keeps neither models nor optimizers.
+Every change here has an entry in the log (:class:`~castwise.core.session.undo.UndoLog`), made before the change or with
+it: a failure at any point, Ctrl-C included, replays the log, and so does ``Amp.close``. The log references neither
+models nor optimizers.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from castwise.core.session.undo import UndoLog
 from castwise.errors import StateError
 
 _kept: weakref.WeakKeyDictionary[nn.Module, list[masters.Attachment]] = weakref.WeakKeyDictionary()
-"""What has a model's masters: a model whose optimizer is gone gets their values back all the same."""
+"""The masters of a model: if its optimizer is gone, the model still gets their values back."""
 _late: weakref.WeakKeyDictionary[
     nn.Module, tuple[list[weakref.ref[Optimizer]], list[weakref.ref[nn.Parameter]]]
 ] = weakref.WeakKeyDictionary()
-"""The optimizers that came after their model, and the parameters that were stored otherwise: state follows, here and back."""
+"""Optimizers prepared after their model, and the parameters stored in another format: their state is converted, and
+converted back on undo."""
 
 
 def apply(
@@ -48,8 +50,8 @@ def apply(
 ) -> Border:
     """Put borders on a model, store its tensors, give its optimizers masters and fused kernels, and compile it.
 
-    Model, optimizers and ``methods`` have been checked, and ``dtypes`` has the tensors that are to be stored
-    otherwise. Under ``inference`` nothing is trained. The log gets what undoes each change.
+    Model, optimizers and ``methods`` have been checked, and ``dtypes`` holds the tensors whose dtype must change. Under
+    ``inference`` nothing is trained. The log gets the undo entry of each change.
 
     Returns:
         The border around the model.
@@ -58,7 +60,7 @@ def apply(
     alive = weakref.ref(model)
     masters.make_pickles_plain()
     _torch.hooks.before_scripting(borders.refuse_scripting)
-    # a copy of a prepared model brings the original's borders along
+    # a copy of a prepared model comes with the original's borders
     borders.strip(model, log.callback)
     tracing.get_ready_for_compile()
     _torch.dynamo.forget_compiled(model)
@@ -74,7 +76,7 @@ def apply(
         if parameter in dtypes
         and not (plan.keeps_masters and parameter.requires_grad and dtypes[parameter] in LOW_DTYPES)
     ]
-    # under masters state is fp32, and follows what arrived low back there
+    # with masters, state is fp32, and is converted back for parameters that arrived low
     arrived = [weakref.ref(p) for p in model.parameters() if plan.keeps_masters and masters.is_low(p)]
     log.callback(storage.put_back_state, log.kept)
     for optimizer in optimizers:
@@ -100,7 +102,7 @@ def apply(
     if not inference:
         fsdp.follow_unfreezing(model, plan, log.callback)
     if dtypes and not (plan.keeps_masters and optimizers):
-        # what is remembered is loaded too; attaching sees to it elsewhere
+        # loading state loads the remembered originals too; with masters, attaching does this
         masters.install_hooks(model, log.callback)
     if plan.keeps_masters and (dtypes or arrived):
         refuse = functools.partial(_refuse_stranger, alive)
@@ -118,7 +120,7 @@ def apply(
 
 
 def apply_late(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, log: UndoLog) -> None:
-    """Have optimizers step by the plan of a model that was prepared before them and stores no parameter low."""
+    """Make optimizers step by the plan of a model that was prepared before them and stores no parameter low."""
     late, changed = _late[model]
     log.callback(storage.put_back_state, log.kept)
     for optimizer in optimizers:
@@ -143,7 +145,7 @@ def _follow_late(
 
 
 def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
-    """The masters' values become the model's; what other models have in the same optimizers stays."""
+    """Copy the masters' values into the model; other models in the same optimizers keep their masters."""
     model = reference()
     found = [] if model is None else list(_kept.get(model, ()))
     alive = [optimizer for ref in optimizers if (optimizer := ref()) is not None]
@@ -157,7 +159,7 @@ def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[
 def _refuse_unfrozen(
     kind: str, frozen: Iterable[tuple[str, weakref.ref[nn.Parameter]]], optimizer: Optimizer, *_: object
 ) -> None:
-    """At any optimizer's step: what was frozen in a low format when it was prepared is not trained in it unseen."""
+    """Before any optimizer's step: refuse to train in a low format what was frozen when it was prepared."""
     trained = [(name, p) for name, ref in frozen if (p := ref()) is not None and p.requires_grad]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]} if trained else set()
     for name, parameter in trained:
@@ -170,7 +172,7 @@ def _refuse_unfrozen(
 
 
 def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer, *_: object) -> None:
-    """At any optimizer's step: one that never got masters must not update what is stored low to have them."""
+    """Before any optimizer's step: refuse an optimizer without masters if the plan keeps masters of its low parameters."""
     model = reference()
     if model is None or masters.attachment_of(optimizer) is not None:
         return

@@ -1,11 +1,14 @@
-"""Notice a prepared model that is trained without having run by its plan.
+"""Notice a prepared model that is trained without being called, so that its plan does not apply.
 
-A border is a pair of hooks, and torch runs hooks where a module is called: not for ``model.forward(x)``, nor for a model that
-is a container whose parts are called one by one. Operators then run in fp32, whatever the plan says. So the first backward
-passes are looked at: where one reaches parameters of a model, what used them must have been recorded inside of the model's
-border. What was computed from them in the plan's format, inside a block of autocast for example, is right too, and so is what
-no plan would cast: it takes a product to complain, of torch's own and with something else than the weight itself. A weight
-that is stored low needs no cast in such a block, so that nothing is said of it once there was one. Of compiled code nothing can be told. Once a backward has shown that the model runs by the plan, this is no longer checked.
+A border is a pair of hooks, and torch runs hooks only when a module is called: not for ``model.forward(x)``, nor for a
+container whose parts are called one by one. Operators then run in fp32, whatever the plan says. So the first backward
+passes are checked: if one reaches parameters of a model, the operators that used them must have been recorded inside
+the model's border.
+
+Operators that ran in the plan's format outside the border, such as inside an autocast block, are right too, and so are
+operators that no plan casts: an error needs a product, by one of torch's operators, with something else than the weight
+itself. A weight that is stored low needs no cast in an autocast block, so nothing is reported once such a block was
+entered. Compiled code cannot be checked. Once a backward has shown that the model runs by the plan, checking stops.
 """
 
 from __future__ import annotations
@@ -27,27 +30,27 @@ from castwise.core.plans.formats import LOW_DTYPES
 from castwise.errors import StateError
 
 _LOOKS = 64
-"""Backward passes after which a model that none of them has decided about is let be: it is not trained."""
+"""After this many backward passes without a decision, a model is no longer checked."""
 
 
 @dataclass(eq=False)
 class _Watched:
-    """A part of a model that computes in one format, and what is known of its calls.
+    """A part of a model that computes in one format, and what was observed of its calls.
 
     Attributes:
-        model: That was prepared.
-        path: Of the module with the border.
-        entries: Of the border.
-        dtype: That the operators inside are cast to.
-        key: Of the border's frame.
-        plan: As text.
-        inner: Paths of modules inside that have borders of their own.
-        begun: The number that the next autograd node would have got when the border was put on.
-        blocks: Blocks of autocast that had been entered then.
+        model: The prepared model.
+        path: Path of the module with the border.
+        entries: Counts of entries into the border.
+        dtype: The dtype to which operators inside are cast.
+        key: Key of the border's frame.
+        plan: The plan as text.
+        inner: Paths of modules inside that have their own borders.
+        begun: Number of the next autograd node when the border was put on.
+        blocks: Number of autocast blocks that had been entered by then.
         entered: Whether it has ever been called in training.
-        misses: Backward passes in a row that reached it after no call.
-        looks: Backward passes left to look at.
-        say: Told of it, in place of an error.
+        misses: Backward passes in a row that reached it without a call before.
+        looks: Number of backward passes still to check.
+        say: Called with the message, instead of raising an error.
     """
 
     model: weakref.ref[nn.Module]
@@ -65,7 +68,7 @@ class _Watched:
     say: Callable[[str], object] | None = None
 
     def own(self) -> dict[int, str]:
-        """By ``id``, the names of the parameters that the border is the nearest one of and of which a backward can tell."""
+        """By ``id``, the names of those parameters whose nearest border this is and whose use a backward can show."""
         model = self.model()
         if model is None:
             return {}
@@ -77,7 +80,7 @@ class _Watched:
         }
 
     def is_settled(self, nodes: Sequence[Any]) -> bool:
-        """Whether what used the parameters shows that they were used by the plan, or cannot show anything."""
+        """Whether the recorded uses of the parameters show that they ran by the plan, or can never show anything."""
         return any(map(self._is_by_plan, nodes))
 
     def _is_by_plan(self, node: Any) -> bool:
@@ -90,10 +93,10 @@ class _Watched:
         )
 
     def strays(self, products: Sequence[Any]) -> bool:
-        """Whether there is a product in another format than the plan's, made beside the model's own call.
+        """Whether there is a product in another format than the plan's, made outside the model's call.
 
-        Of a model that computes low as a whole: around a region, others may use its weights in their own format. And not of
-        a vector, as spectral norms make of a weight before the call.
+        Only for a model that computes low as a whole: outside a region, other code may use its weights in another
+        format. And not for a product with a vector, which spectral norms compute from a weight before the call.
         """
         if self.path:
             return False
@@ -103,11 +106,12 @@ class _Watched:
         )
 
     def was_passed_by(self, hides: bool) -> bool:
-        """Whether a backward that reached the parameters, by nothing inside the border, is proof enough.
+        """Whether a backward that reached the parameters, by nothing inside the border, proves that the border was bypassed.
 
-        It may be that of a penalty on weights, or weights may have been computed from in front of the border. So it is proof
-        where the module was never called, or not before this backward nor the last one. ``hides``: the graph has user code
-        in it, which calls the module without gradients and once more in backward, as checkpoints do.
+        It may be the backward of a penalty on weights, or other weights may have been computed from these before the
+        border. So it proves a bypass only if the module was never called, or neither before this backward nor before
+        the last one. ``hides``: the graph contains user code that calls the module without gradients and again in
+        backward, as activation checkpointing does.
         """
         if self.entries.spans or (hides and self.entries.silent):
             self.entered, self.misses = True, 0
@@ -129,7 +133,7 @@ def _inside(module: nn.Module, path: str, without: frozenset[str]) -> Iterator[t
 _watched: list[_Watched] = []
 _undo: list[Callable[[], None]] = []
 _blocks = 0
-"""Blocks of autocast that were entered while anybody looked."""
+"""Number of autocast blocks that were entered while any model was checked."""
 
 
 def _note_block(enter: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,16 +149,16 @@ _entries = [_torch.hooks.Replacement(kind, "__enter__", _note_block) for kind in
 
 
 def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], None]], object]) -> None:
-    """Look at the first backward passes that reach a model which has got its borders.
+    """Check the first backward passes that reach a model whose borders have just been put on.
 
-    ``log`` gets what ends it, before it begins.
+    ``log`` gets the undo entry first.
     """
     modules = dict(model.named_modules())
     bordered = frozenset(place.path for place in resolution.borders)
     root = border_of(model)
     if root is None:
         return
-    # where the whole model computes low, regions that do not are left to speak for themselves
+    # if the whole model computes low, fp32 regions are not checked
     places: Mapping[str, Border] = (
         {"": root}
         if root.frame.enabled
@@ -183,19 +187,19 @@ def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], 
 
 
 def watching(model: nn.Module) -> bool:
-    """Whether backward passes are still looked at for a model."""
+    """Whether backward passes are still checked for a model."""
     return any(watched.model() is model for watched in _watched)
 
 
 def only_tell(model: nn.Module, say: Callable[[str], object]) -> None:
-    """Have ``say`` told, once, where backward would raise an error."""
+    """Call ``say`` once with the message, where backward would raise an error."""
     for watched in _watched:
         if watched.model() is model:
             watched.say = say
 
 
 def forget(model: nn.Module) -> None:
-    """Stop checking a model, or all of them where none is checked."""
+    """Stop checking a model, or all of them if it is not checked."""
     _forget([watched for watched in _watched if watched.model() is model])
 
 
@@ -215,7 +219,7 @@ def _forget(done: Sequence[_Watched]) -> None:
 
 
 def _look(call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the engine: before gradients are added to parameters."""
+    """Runs around the engine: checks before gradients are added to parameters."""
     if kwargs.get("accumulate_grad", True) and _torch.autograd.graph_task_id() == -1:
         wanted = {id(tensor) for tensor in args[2]} if len(args) > 2 else set()
         _check([output for output in outputs if isinstance(output, torch.Tensor)], wanted)
@@ -223,7 +227,7 @@ def _look(call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwar
 
 
 def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
-    """See that no model which a backward reaches was passed by.
+    """Check that no model which a backward reaches was bypassed.
 
     Raises:
         StateError: One was.

@@ -1,7 +1,7 @@
-"""Self-checks on a release of torch that the suite has not passed on, made once in a process.
+"""Self-checks for releases of torch on which the test suite has not passed, run once per process.
 
-castwise rests on parts of torch that are private (``core/_torch``), and some of them would go wrong without an error. Each
-check takes one of them through what a session does with it, on a few numbers.
+castwise uses private parts of torch (``core/_torch``), and some of them could break without an error. Each
+check runs one of them as a session does, on a few numbers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from castwise.core.plans.plan import Plan
 from castwise.core.scaler import GradScaler
 
 TESTED = ("2.11", "2.13")
-"""Releases of torch that the suite has passed on: all of it on 2.13, most of what these checks are about on 2.11."""
+"""Releases of torch on which the suite has passed: all of it on 2.13, most of what these checks cover on 2.11."""
 
 
 @functools.cache
 def check_torch() -> None:
-    """Warn where this torch is of another release, and name what has failed.
+    """Warn if torch is another release, and name the checks that failed.
 
     Warns:
         UserWarning: Once in a process.
@@ -52,7 +52,7 @@ def _passes(check: Callable[[], bool]) -> bool:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             warnings.simplefilter("ignore")
             return check()
-    except Exception:  # whatever it is, what was checked does not work
+    except Exception:  # any exception means that the checked feature does not work
         return False
 
 
@@ -96,7 +96,9 @@ def _backward() -> bool:
             _torch.autograd.on_graph_task_end(lambda: seen.append("end"))
             return grad
 
-    Identity.__module__ = __name__.partition(".")[0] + "_canary"  # neither torch's nor castwise's own
+    Identity.__module__ = (
+        __name__.partition(".")[0] + "_canary"
+    )  # a format that neither torch nor castwise would choose
 
     def enter() -> Callable[[], None]:
         seen.append("enter")

@@ -34,10 +34,10 @@ _DTYPE = operator.attrgetter("dtype")
 
 
 def check_group(group: Any) -> None:
-    """See that what a session is given as its ranks is a process group.
+    """Check that the ``group`` of a session is a process group.
 
     Raises:
-        StateError: It is none.
+        StateError: It is not.
     """
     kinds = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
     if group is not None and group is not ALONE and not isinstance(group, kinds):
@@ -49,10 +49,10 @@ def check_group(group: Any) -> None:
 
 
 def check_given(model: object, optimizers: Iterable[object]) -> None:
-    """See that what is given to ``prepare`` are a module and optimizers that can be read.
+    """Check that ``prepare`` was given a module and optimizers.
 
     Raises:
-        StateError: One is not; or the module is scripted.
+        StateError: Something else was given, or the module is scripted.
     """
     if not isinstance(model, nn.Module):
         raise StateError(
@@ -71,12 +71,12 @@ def check_given(model: object, optimizers: Iterable[object]) -> None:
 
 
 def check_model(found: Inventory, plan: Plan, device_type: str, *, wrapped: bool = False) -> None:
-    """See that a session can prepare a model.
+    """Check that a session can prepare a model.
 
-    ``wrapped``: DistributedDataParallel holds it already, rightly.
+    ``wrapped``: it is inside a DistributedDataParallel already, in the right order.
 
     Raises:
-        StateError: One that is wrapped, autocast or compiled too early, or on another device.
+        StateError: It is wrapped, autocast or compiled too early, or on another device.
     """
     if found.is_wrapped:
         raise StateError(
@@ -114,18 +114,18 @@ def check_model(found: Inventory, plan: Plan, device_type: str, *, wrapped: bool
 
 
 def check_optimizers(found: Inventory, plan: Plan) -> None:
-    """See that optimizers can be prepared with a model.
+    """Check that optimizers can be prepared with a model.
 
     Raises:
-        StateError: One holds nothing of the model, or calls no hooks where the plan needs them.
-        DeviceError: The plan wants a fused kernel and there is none.
+        StateError: An optimizer holds nothing of the model, or does not call hooks that the plan needs.
+        DeviceError: The plan requires a fused kernel and there is none.
     """
     touched = plan.loss_scale or plan.stores_low or plan.memory_format != "as_is" or plan.optimizer == "fused"
     for holding in found.holdings:
         kind, own = holding.kind, found.names.keys()
         if (
             own and holding.params and own.isdisjoint(holding.params)
-        ):  # a rank that trains nothing may have none
+        ):  # the optimizer of a rank that trains nothing may hold nothing
             raise StateError(
                 f"prepare: this {kind} holds no parameter of this {found.kind}; give each model with the optimizer that "
                 "updates it, made from model.parameters() after the last change that replaces them"
@@ -148,7 +148,7 @@ def check_optimizers(found: Inventory, plan: Plan) -> None:
 
 
 def check_in_backward(found: Inventory, plan: Plan) -> None:
-    """Refuse optimizers that update weights inside of a backward (LOMO) where that cannot be right; warn elsewhere.
+    """Refuse optimizers that update weights during backward (LOMO) if the plan cannot support that; warn otherwise.
 
     Raises:
         StateError: The plan scales the loss, or the weights are rounded masters.
@@ -172,7 +172,7 @@ def check_in_backward(found: Inventory, plan: Plan) -> None:
 
 
 def check_masters(found: Inventory, members: Members) -> None:
-    """Check that no other session keeps masters of what is to be prepared; two sessions would take them from one another.
+    """Check that no other session keeps masters of these parameters; the two would conflict.
 
     Raises:
         StateError: Another session does.
@@ -192,9 +192,9 @@ def check_masters(found: Inventory, members: Members) -> None:
 
 
 def check_apart(found: Inventory, others: Iterable[Optimizer]) -> None:
-    """See that each parameter is in one optimizer: under a loss scale its gradient would be unscaled once for each.
+    """Check that each parameter is in one optimizer: under a loss scale each of two would unscale its gradient.
 
-    ``others``: those that are prepared by now.
+    ``others``: the optimizers that are prepared already.
 
     Raises:
         StateError: One is in two.
@@ -214,17 +214,17 @@ def check_apart(found: Inventory, others: Iterable[Optimizer]) -> None:
 def check_arrival(
     low: Mapping[str, Tensor], resolution: Resolution, widen: bool | str, *, again: bool = False
 ) -> None:
-    """Trained parameters stay low under a plan that stores them in fp32 only where that cannot be what anyone wants.
+    """Refuse trained parameters that arrive low under a plan that stores them in fp32, unless ``widen`` allows it.
 
     Args:
         low: The model's tensors that are stored low, by path.
-        resolution: What the plan makes of the model.
-        widen: What was asked for.
-        again: It was asked for under another plan, that the session has changed since.
+        resolution: The plan resolved for the model.
+        widen: The argument of ``prepare``.
+        again: Whether ``widen`` was given under another plan that the session has changed since.
 
     Raises:
-        PlanError: There are such parameters: it names them, and what it takes to widen them. Or ``widen`` was asked for,
-            and the plan stores low all that arrived so.
+        PlanError: There are such parameters: the error names them and the memory needed to widen them. Or ``widen`` was
+            given, and the plan stores everything that arrived low in that format.
     """
     plan = resolution.plan
     stay = all(resolution.storage.get(name, tensor.dtype) in LOW_DTYPES for name, tensor in low.items())
@@ -250,10 +250,10 @@ def check_arrival(
 
 
 def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
-    """Refuse to change the plan of a model that would not go on with the weights that it has, or without the new plan.
+    """Refuse to change the plan of a model whose weights cannot be carried over, or to which the plan cannot be applied.
 
     Raises:
-        StateError: It says why.
+        StateError: With the reason.
     """
     low = before.stores_low or after.stores_low
     why = (
@@ -273,10 +273,11 @@ def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
 
 
 def check_late(found: Inventory, resolution: Resolution) -> None:
-    """See that an optimizer which joins a model that is prepared trains nothing low that came, or was unfrozen, since.
+    """Refuse an optimizer that joins a prepared model later and trains low parameters that were added or unfrozen since.
 
     Raises:
-        StateError: It does: ``prepare`` looks at how a model arrives once, and would have widened or refused it.
+        StateError: It has such parameters: ``prepare`` checks how a model arrives only once, and would have widened or
+            refused them.
     """
     if resolution.plan.params != "fp32":
         return
@@ -298,9 +299,9 @@ def watch_formats(
     names: Callable[[], Mapping[int, str]],
     log: Callable[[Callable[[], None]], object],
 ) -> None:
-    """See at each step that no parameter was cast since its model was prepared, and that none which joined trains low unasked.
+    """Check at each step that no parameter was cast since its model was prepared, and that no added one trains low.
 
-    ``names`` gives the names of parameters by ``id``; ``log`` gets what ends it, before it begins.
+    ``names``: the names of parameters by ``id``. ``log`` gets the undo entry first.
     """
     known: Any = WeakTensorKeyDictionary()
     held: list[weakref.ref[Tensor]] = []
@@ -308,7 +309,7 @@ def watch_formats(
 
     def look(optimizer: Optimizer, *_: object) -> None:
         nonlocal held, dtypes
-        # a group may also be given another list, or its list more parameters
+        # a group's list may also have been replaced or extended
         now = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
         same = len(now) == len(held) and all(map(operator.is_, now, map(operator.call, held)))
         if same and [*map(_DTYPE, now)] == dtypes:
@@ -321,7 +322,7 @@ def watch_formats(
         if same:
             return
         low = [p for p in now if masters.is_low(p)]
-        # without masters the plan itself stores low what has an original; with them it would have given it one
+        # without masters the plan itself stores parameters with an original low; with masters they would have one
         added = [
             p
             for p in low
@@ -357,10 +358,10 @@ def watch_formats(
 
 
 def check_norm(call: str, bound: object, name: str = "max_norm") -> None:
-    """Refuse what gradients cannot be held to; a tensor's value is not looked at, since that would wait for its device.
+    """Refuse an invalid bound for clipping; a tensor's value is not read, since that would wait for its device.
 
     Raises:
-        PlanError: It is not a number, NaN or below zero.
+        PlanError: It is not a number, is NaN, or is below zero.
     """
     if isinstance(bound, Tensor):
         return

@@ -1,12 +1,13 @@
-"""Updates that rounding drops while a run trains parameters that are stored low without masters.
+"""Measure the updates that rounding drops when parameters are stored low without masters.
 
-At a few steps a few pieces of the parameters are stepped twice: by the optimizer as always, and before that, in fp32
-and beside it, by a copy of the optimizer with what it keeps of them. An update is dropped where fp32 moves an element
-and what is stored stays. Nothing of the run is changed: weights, state and random numbers are those of a run without.
+At a few steps, slices of the parameters are stepped twice: by the optimizer as usual, and before that in fp32
+by a copy of the optimizer with its state for these slices. An update is dropped if fp32 moves an element
+and the stored value stays the same. The run is not changed: weights, state and random numbers are as without measuring.
 
-Two kinds of optimizers drop nothing although elements stay, and are recognised by what they do. One keeps in its state what the
-parameter does not take (Kahan summation, fp32 copies of its own, further bits of each weight): there it is found, and not where fp32 takes it. The other rounds at
-random, up or down by chance: there elements move whose update is far below half of a rounding step.
+Two kinds of optimizers drop nothing although stored values stay the same, and are recognised by their behaviour. One
+keeps the remainder in its state (Kahan summation, its own fp32 copies, extra bits of each weight): the remainder is
+found in the state of the low step and not in that of the fp32 step. The other rounds stochastically: elements move
+whose update is far below half of a rounding step.
 """
 
 from __future__ import annotations
@@ -27,44 +28,45 @@ from torch.utils.weak import WeakIdKeyDictionary
 from castwise.core import _torch, masters
 
 EVERY = 64
-"""Steps between two looks, but for the first, which are twice as far apart each time."""
+"""Steps between two measurements, except for the first ones, whose distance doubles each time."""
 PIECES = 8
-"""A look takes one of this many pieces of all trained elements."""
+"""A measurement takes one of this many slices of all trained elements."""
 ELEMENTS = 8192
-"""Elements of a piece, about: whole rows."""
+"""Approximate number of elements of a slice, in whole rows."""
 WHOLE = 2**20
-"""Elements of the largest parameter that is taken whole, where the optimizer keeps rows and columns of it."""
+"""Size of the largest parameter that is taken whole, if the optimizer keeps per-row and per-column state of it."""
 NEAR = 0.1
-"""How far, relative to what a parameter did not take, an entry of the state may be from it and still be what holds it."""
+"""Relative tolerance with which an entry of the state must match the remainder of a parameter to count as holding
+it."""
 _BITS = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 COPY = 0
-"""An entry of the state is the whole parameter; 1 and -1: what is missing in it, with that sign."""
+"""Meaning of an entry of the state: the whole parameter; or, for 1 and -1, the remainder with that sign."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
 @dataclass
 class _Piece:
-    """Rows of a parameter, as they were before a step, and where fp32 moves them."""
+    """Rows of a parameter, their values before a step, and the elements that fp32 moves."""
 
     parameter: Tensor
     rows: Any
     before: Tensor
     wide: Tensor
     state: dict[str, Tensor]
-    """After the step in fp32: what the copy of the optimizer has of each of these elements."""
+    """After the step in fp32: the state of the optimizer's copy for each of these elements."""
 
 
 @dataclass
 class DroppedUpdates:
-    """What has been seen in the optimizers that are followed.
+    """What was measured for the tracked optimizers.
 
     Attributes:
-        steps: Of all optimizers, so far.
-        looks: At how many of them updates were looked at.
-        moved: Updates seen that are not zero in fp32.
-        lost: Those of them that left the stored value as it was, and that the optimizer does not keep in its state either.
-        by_parameter: Of each parameter what was seen of it, moved and lost.
-        unmeasured: Optimizers whose updates cannot be made again beside them, by class name, and why.
+        steps: Number of steps of all optimizers so far.
+        looks: Number of those steps that were measured.
+        moved: Measured updates that are not zero in fp32.
+        lost: Those of them that left the stored value unchanged and are not kept in the optimizer's state either.
+        by_parameter: For each parameter, its ``moved`` and ``lost``.
+        unmeasured: Optimizers whose updates cannot be repeated on a copy, by class name, and why.
     """
 
     steps: int = 0
@@ -75,12 +77,12 @@ class DroppedUpdates:
     unmeasured: dict[str, str] = field(default_factory=dict)
     _made: Any = field(default_factory=WeakIdKeyDictionary)
     _by_chance: Any = field(default_factory=WeakIdKeyDictionary)
-    """By optimizer, of elements whose update is far below half of a rounding step: how many would move if rounding were at random,
-    and how many did."""
+    """By optimizer, for elements whose update is far below half of a rounding step: how many would move under
+    stochastic rounding, and how many did."""
     _pieces: list[_Piece] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Make hooks that can be told from those of another session."""
+        """Create hooks that differ from those of another session."""
         self._before: Any = functools.partial(self._before_step)
         self._after: Any = functools.partial(self._after_step)
         for hook in (self._before, self._after):
@@ -88,11 +90,11 @@ class DroppedUpdates:
 
     @property
     def share(self) -> float | None:
-        """Of the updates that are not zero in fp32, the share that rounding dropped; None before any was seen."""
+        """The fraction of the updates that are not zero in fp32 which rounding dropped; None before any was measured."""
         return self.lost / self.moved if self.moved else None
 
     def follow(self, optimizer: Optimizer, log: Callable[[Callable[[], object]], object]) -> None:
-        """Look at the steps of an optimizer from now on; ``log`` gets what ends it, before it begins."""
+        """Measure the steps of an optimizer from now on; ``log`` gets the undo entry first."""
         _torch.steps.subscribe(self._before, self._after, of=optimizer, log=log)
 
     # --- around a step ----------------------------------------------------------------------------------------
@@ -110,7 +112,7 @@ class DroppedUpdates:
             return
         try:
             self._pieces = _stepped_in_fp32(optimizer, made)
-        except Exception as error:  # a class of somebody else's: what it needs for a step nobody knows
+        except Exception as error:  # a foreign class: what its step needs is unknown
             self.unmeasured[kind] = f"a copy of it cannot step ({type(error).__name__}: {error})"
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -130,9 +132,9 @@ class DroppedUpdates:
             self.lost += lost
 
     def _rounds_at_random(self, optimizer: Optimizer, pieces: list[_Piece]) -> bool:
-        """Whether the optimizer moves elements that rounding to nearest leaves alone, as often as rounding at random would.
+        """Whether the optimizer moves elements that rounding to nearest would not, as often as stochastic rounding would.
 
-        What was counted as lost before that was seen is taken back.
+        If so, updates that were counted as lost before are subtracted.
         """
         expected, moved = self._by_chance.get(optimizer, (0.0, 0))
         for piece in pieces:
@@ -164,7 +166,7 @@ def _stays(piece: _Piece) -> Tensor:
 
 
 def _keepers(optimizer: Optimizer, pieces: list[_Piece]) -> set[tuple[str, int]]:
-    """The entries of the state that hold what the parameter did not take, and how (see :func:`_held`)."""
+    """The entries of the state that hold the remainder of the parameter, and how (see :func:`_held`)."""
     judged: dict[str, int] = defaultdict(int)
     alike: dict[tuple[str, int], int] = defaultdict(int)
     for piece in pieces:
@@ -178,7 +180,7 @@ def _keepers(optimizer: Optimizer, pieces: list[_Piece]) -> set[tuple[str, int]]
 
 
 def _kept(optimizer: Optimizer, piece: _Piece, keepers: set[tuple[str, int]]) -> Tensor:
-    """Where the state holds at least half of what the parameter did not take."""
+    """Where the state holds at least half of the remainder of the parameter."""
     missing = _missing(piece)
     kept = torch.zeros_like(missing, dtype=torch.bool)
     for held, error, _ in _held(optimizer, piece) if keepers else ():
@@ -192,15 +194,15 @@ def _missing(piece: _Piece) -> Tensor:
 
 
 def _little(piece: _Piece) -> Tensor:
-    """What is as good as nothing: an update is itself rounded before it is added to what is kept."""
+    """The tolerance for zero: an update is itself rounded before it is added to the remainder."""
     return NEAR * (_missing(piece).abs() * _stays(piece)).mean()
 
 
 def _held(optimizer: Optimizer, piece: _Piece) -> Iterator[tuple[tuple[str, int], Tensor, Tensor]]:
-    """Entries of the state of a piece's elements: how far each is from holding what is missing, and its own rounding step.
+    """For entries of the state: the distance of each from holding the remainder, and its rounding step.
 
-    A sum of what is lost differs by that from the one of the step in fp32, where nothing is lost, with either sign; a copy of
-    the parameter is what that has become.
+    An entry that accumulates remainders differs by the remainder, with either sign, from that of the fp32 step, where
+    there is none; an entry that is a copy of the parameter equals its new value.
     """
     for name, value in optimizer.state.get(piece.parameter, {}).items():
         if _is_beside(value, piece.parameter):
@@ -209,7 +211,7 @@ def _held(optimizer: Optimizer, piece: _Piece) -> Iterator[tuple[tuple[str, int]
             more = values - piece.state.get(name, torch.zeros_like(values)).float()
             if own.is_floating_point():
                 step = values.abs() * torch.finfo(own.dtype).eps
-            else:  # further bits of the parameter
+            else:  # extra bits of the parameter
                 step = _rounding_step(piece.before) / 2 ** torch.iinfo(own.dtype).bits
                 values, more = values * step, more * step
             yield (name, COPY), values - piece.wide.detach(), step
@@ -226,7 +228,7 @@ def _is_beside(value: Any, parameter: Tensor) -> bool:
 
 
 def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
-    """Rows of the low parameters of an optimizer, and what a step in fp32 makes of them."""
+    """Rows of an optimizer's low parameters, and the result of a step in fp32 on them."""
     own = [(p, group) for group in optimizer.param_groups for p in group["params"] if _is_counted(p)]
     if not own:
         return []
@@ -255,7 +257,7 @@ def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
     devices = {piece.before.device for piece in pieces if piece.before.device.type != "cpu"}
     kinds = {device.type for device in devices}
     with warnings.catch_warnings(), torch.random.fork_rng(devices, device_type=next(iter(kinds), "cuda")):
-        warnings.simplefilter("ignore")  # what it says of its step it says of the true one
+        warnings.simplefilter("ignore")  # warnings and prints of this step would repeat those of the real one
         _torch.optimizers.step_without_hooks(trial)
     for piece in pieces:
         state = trial.state.get(piece.wide, {})
@@ -275,7 +277,7 @@ def _is_counted(parameter: Any) -> bool:
 
 
 def _chosen(own: list[tuple[Any, Any]], made: int) -> Iterator[tuple[tuple[Any, Any], Any]]:
-    """Rows around places evenly spread over all elements, others at each look."""
+    """Rows around places that are evenly spread over all elements, different at each measurement."""
     sizes = [masters.local(parameter).numel() for parameter, _ in own]
     turn = (made * 0.6180339887) % 1.0
     seen = set()
@@ -295,10 +297,10 @@ def _chosen(own: list[tuple[Any, Any]], made: int) -> Iterator[tuple[tuple[Any, 
 
 
 def _copy_without_state(optimizer: Optimizer) -> Any:
-    """Another of its class, with its options.
+    """A new instance of the optimizer's class, with its options.
 
     Raises:
-        TypeError: It holds something beside options that a step could change.
+        TypeError: It holds something else than options that a step could change.
     """
     kind: Any = type(optimizer)
     trial = kind.__new__(kind)
@@ -311,7 +313,7 @@ def _copy_without_state(optimizer: Optimizer) -> Any:
         "_opt_called",
     }
     for name, value in vars(optimizer).items():
-        if name in ("grad_scale", "found_inf"):  # what a fused step unscales and decides by
+        if name in ("grad_scale", "found_inf"):  # inputs of a fused step: the inverse scale and the flag
             setattr(trial, name, value)
         elif name not in known:
             if not isinstance(value, _PLAIN):

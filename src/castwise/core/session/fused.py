@@ -21,7 +21,7 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def can_fuse(optimizer: Optimizer) -> bool:
-    """Whether torch has a fused kernel for this very class and the devices and kinds of its parameters."""
+    """Whether torch has a fused kernel for this exact class and for the devices and kinds of its parameters."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     # torch has no fused Adagrad for CUDA (2.11 to 2.14)
     devices = set(_DEVICES) - ({"cuda"} if isinstance(optimizer, Adagrad) else set())
@@ -36,19 +36,19 @@ def can_fuse(optimizer: Optimizer) -> bool:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether it steps by its fused kernel already."""
+    """Whether it already steps by its fused kernel."""
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _unfit_dtensors(optimizer: Optimizer) -> bool:
-    """Whether DTensors stand in the way: torch fuses them for Adam alone, and not in a group with plain tensors."""
+    """Whether DTensors prevent fusing: torch fuses them for Adam only, and not in a group with plain tensors."""
     kinds = [{hasattr(p, "device_mesh") for p in group["params"]} for group in optimizer.param_groups]
     known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     return any(True in kind and (len(kind) > 1 or not known) for kind in kinds)
 
 
 def check_fused(optimizer: Optimizer) -> None:
-    """See that an optimizer has a fused kernel.
+    """Check that an optimizer has a fused kernel.
 
     Raises:
         DeviceError: It has none.
@@ -69,13 +69,13 @@ def check_fused(optimizer: Optimizer) -> None:
 
 
 def check_updates(optimizer: Optimizer) -> None:
-    """See that an optimizer's kernel updates its parameters as they are stored.
+    """Check that an optimizer's kernel updates parameters in their storage format.
 
-    torch's fused SGD leaves bf16 and fp16 parameters on a CPU as they are, but for some at the end, and says nothing. Adam's
+    torch's fused SGD on a CPU silently leaves most elements of bf16 and fp16 parameters unchanged. Adam's
     usual ``eps`` of 1e-8 is zero in fp16, where an element without a gradient becomes 0 / 0; a warning says so.
 
     Raises:
-        DeviceError: It is that one.
+        DeviceError: It is fused SGD on such parameters.
     """
     _check_eps(optimizer)
     if not isinstance(optimizer, SGD):
@@ -94,7 +94,7 @@ def check_updates(optimizer: Optimizer) -> None:
 
 
 _DIVIDE = (Adam, AdamW, Adagrad, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
-"""Those of torch that divide by a root of squared gradients in the format of the parameters, plus ``eps``."""
+"""torch optimizers that divide by a root of squared gradients plus ``eps``, in the format of the parameters."""
 
 
 def _check_eps(optimizer: Optimizer) -> None:
@@ -124,8 +124,8 @@ def fuse(optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> N
 
     Args:
         optimizer: Of a class that has one.
-        log: Called, before anything is changed, with what undoes it: flags of the groups, those added since included,
-            and state in the form that the optimizer's former kernel has it. The optimizer may have stepped in between,
+        log: Called, before anything is changed, with the undo entry: it restores the flags of the groups, also of those
+            added since, and converts state to the form of the former kernel. The optimizer may have stepped in between,
             and is not kept alive.
 
     Raises:
@@ -154,7 +154,7 @@ def _unfuse(
     if optimizer is None:
         return
     groups = optimizer.param_groups
-    added = [former[0]] * (len(groups) + 1 - len(former))  # groups that took the defaults
+    added = [former[0]] * (len(groups) + 1 - len(former))  # groups that use the defaults
     for group, flags in zip((optimizer.defaults, *groups), (*former, *added), strict=False):
         for name in ("fused", "foreach"):
             group.pop(name, None)
@@ -164,7 +164,7 @@ def _unfuse(
             continue
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            if "step" in state:  # counted on the host, as torch's other kernels have it
+            if "step" in state:  # on the host, where torch's other kernels keep the step count
                 state["step"] = torch.as_tensor(state["step"], device="cpu", dtype=_step_dtype())
     unmark()
 

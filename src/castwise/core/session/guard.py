@@ -1,4 +1,4 @@
-"""The scaler of a session: the plan's loss scale, or what keeps steps that are not finite from the weights."""
+"""The scaler of a session: the plan's loss scale, or a guard that skips non-finite steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ALLOWED = ("skip", "raise", "allow")
 def scaler_for(
     plan: Plan, device_type: str, agree: Callable[[torch.Tensor], torch.Tensor], nonfinite: str, patience: int
 ) -> GradScaler:
-    """The scaler for a plan; ``agree`` makes a flag that of all ranks, the rest is as for :class:`castwise.Amp`.
+    """The scaler for a plan; ``agree`` reduces a flag over all ranks, the rest is as for :class:`castwise.Amp`.
 
     Raises:
-        PlanError: A value that is not allowed, or not with this plan.
+        PlanError: A value is not allowed, or not with this plan.
     """
     if nonfinite not in _ALLOWED:
         raise PlanError(
@@ -56,7 +56,7 @@ def give_late_masters(plan: Plan, optimizer: Optimizer) -> bool:
         Whether there were any.
 
     Raises:
-        StateError: Gradients are fp16 of parameters that were cast since they were prepared, or under a plan that keeps
+        StateError: fp16 gradients of parameters that were cast since they were prepared, or under a plan that keeps
             parameters in fp32.
     """
     attachment = masters.attachment_of(optimizer)

@@ -1,4 +1,4 @@
-"""What ``prepare`` wants to know of a model and of the optimizers that come with it, read once before anything is refused or changed."""
+"""What ``prepare`` must know of a model and its optimizers, read once before anything is refused or changed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from castwise.core.parallel import wrappers
 
 @dataclass(frozen=True)
 class Holding:
-    """An optimizer, and what it holds."""
+    """An optimizer and its parameters."""
 
     optimizer: Optimizer
     kind: str
-    """Its class, by name."""
+    """Its class name."""
     params: frozenset[int]
-    """The parameters that it updates by ``id``: those behind masters where it has some."""
+    """The parameters that it updates, by ``id``: those behind masters if it has some."""
     takes_hooks: bool
     is_zero: bool
     """Whether it is torch's ZeroRedundancyOptimizer."""
@@ -52,9 +52,9 @@ class Inventory:
     """A model, read once."""
 
     model: nn.Module
-    """Inside what ``torch.compile`` made of it."""
+    """The module inside a ``torch.compile`` wrapper."""
     kind: str
-    """Its class, by name."""
+    """Its class name."""
     names: Mapping[int, str]
     """Its parameters, each once, by ``id``."""
     without_shape: Sequence[str]
@@ -63,9 +63,9 @@ class Inventory:
     low: Mapping[str, Tensor]
     """Parameters and buffers that are stored in bf16 or fp16, each once."""
     with_masters: Sequence[str]
-    """Parameters that have an fp32 master by now."""
+    """Parameters that already have an fp32 master."""
     steps_in_backward: Sequence[Any]
-    """What updates weights inside the backward (LOMO): it has put hooks on their gradients, or was given."""
+    """The optimizer that updates weights during backward (LOMO): found by its hooks on their gradients, or given."""
     is_wrapped: bool
     """Whether the model itself is a DistributedDataParallel or DataParallel."""
     is_in_ddp: bool
@@ -105,7 +105,7 @@ def _fused_within(function: Any, depth: int = 3) -> list[Any]:
     """Optimizers with a ``fused_backward`` that a hook refers to."""
     cells = [getattr(function, "__self__", None)]
     for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty one
+        with contextlib.suppress(ValueError):  # an empty cell
             cells.append(cell.cell_contents)
     found = [each for each in cells if isinstance(each, Optimizer) and hasattr(each, "fused_backward")]
     return found or [

@@ -1,4 +1,4 @@
-"""What a session has prepared: models and the optimizers that update them, held weakly."""
+"""The prepared models and optimizers of a session, held weakly."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ class Members:
         """By model, the tensors that arrived in bf16 or fp16, with their format."""
         self._strays: list[torch.Tensor] | None = None
         self._alive = 0
-        """How many optimizers were alive when strays were looked for."""
+        """How many optimizers were alive when strays were last computed."""
 
     def add(self, model: nn.Module, root: Border) -> None:
-        """Take a model in."""
+        """Add a model."""
         self.roots[model] = root
         self._strays = None
 
     def remove(self, model: nn.Module) -> None:
-        """Let a model go."""
+        """Remove a model."""
         self.roots.pop(model, None)
         self._strays = None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Take an optimizer in."""
+        """Add an optimizer."""
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         self._strays = None
 
     def remove_optimizer(self, optimizer: Optimizer) -> None:
-        """Let an optimizer go."""
+        """Remove an optimizer."""
         self._optimizers.pop(id(optimizer), None)
         self._strays = None
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer was prepared, this very object."""
+        """Whether this very optimizer was prepared."""
         known = self._optimizers.get(id(optimizer))
         return known is not None and known() is optimizer
 
     @property
     def models(self) -> list[nn.Module]:
-        """Those that are alive."""
+        """The models that are alive."""
         return list(self.roots)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that are alive."""
+        """The optimizers that are alive."""
         return [optimizer for known in self._optimizers.values() if (optimizer := known()) is not None]
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Every parameter of the models once."""
+        """Every parameter of the models, each once."""
         seen: set[int] = set()
         for model in self.models:
             for parameter in model.parameters():
@@ -75,7 +75,7 @@ class Members:
                     yield parameter
 
     def updated(self) -> Iterator[torch.Tensor]:
-        """What the optimizers hold, masters or the parameters themselves; without an optimizer the models' parameters."""
+        """The tensors that the optimizers update, masters or parameters; without an optimizer the models' parameters."""
         optimizers = self.optimizers
         if not optimizers:
             return self.parameters()
@@ -87,7 +87,7 @@ class Members:
         optimizers = self.optimizers
         if (
             self._strays is None or len(optimizers) != self._alive
-        ):  # one may have died, and left its parameters
+        ):  # an optimizer may have died and left its parameters in none
             held = {
                 id(masters.model_param_of(parameter))
                 for optimizer in optimizers

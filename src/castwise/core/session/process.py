@@ -1,7 +1,7 @@
-"""Process-wide settings: the list of torch's, and what a plan claims of them and of the heap.
+"""Process-wide settings of torch, and the claims of live plans on them and on the heap.
 
-They are global state, so what a plan wants is claimed for as long as the plan is live and restored after it; two
-live plans that want different values are an error and not a race.
+They are global state, so a plan's settings are claimed while the plan is live and restored after it; two
+live plans that want different values are an error, not a race.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from castwise.core.plans.rules import DEVICE_TYPES
 from castwise.core.plans.text import shown
 from castwise.errors import DeviceError, StateError
 
-_lock = threading.RLock()  # a claim may be collected, and so closed, while its thread makes another
+_lock = threading.RLock()  # a claim may be garbage-collected, and so closed, while its thread makes another
 
 
 class _Setting(NamedTuple):
-    """A setting that is claimed, by those of its holders that are alive: an interrupt can keep one from giving it up."""
+    """A claimed setting and its live holders: an interrupt can prevent a holder from giving it up."""
 
     place: _Address
     value: str
@@ -38,11 +38,11 @@ class _Setting(NamedTuple):
 
 _claimed: dict[str, _Setting] = {}
 _aside: list[dict[str, _Setting]] = []
-"""What was claimed before each of the experiments that run."""
+"""The claims before each running experiment."""
 
 
 class _Address(NamedTuple):
-    """Where a setting is."""
+    """Where a setting is stored."""
 
     name: str
     owner: Any
@@ -53,7 +53,7 @@ class _Address(NamedTuple):
 
 
 def _addresses(device_type: str, what: str) -> Iterator[_Address]:
-    """Where the settings are that a field of a plan puts in force on a device type."""
+    """The settings that a field of a plan determines on a device type."""
     if what == "host_memory":
         yield _Address(what, HEAP, what)
         return
@@ -70,7 +70,7 @@ def device_type_of(device: Any) -> str:
     """The type of a device, as torch takes it: a name, a ``torch.device``, a number.
 
     Raises:
-        DeviceError: No device, or one of a type that cannot be autocast.
+        DeviceError: It is not a device, or its type has no autocast.
     """
     try:
         kind = torch.device(device).type
@@ -85,10 +85,10 @@ def device_type_of(device: Any) -> str:
 
 
 def find_device(call: str, device: Any, default: str) -> torch.device:
-    """A device that a user names, or the default, if it is there.
+    """A device that the user names, or the default one, if it is available.
 
     Raises:
-        DeviceError: It is not a device, or there is none; it names the call.
+        DeviceError: It is not a device, or not available; the error names the call.
     """
     try:
         where = torch.device(device if device is not None else default)
@@ -113,7 +113,7 @@ def check_device(plan: Plan, device_type: str) -> None:
     """Refuse a plan that the device cannot run.
 
     Raises:
-        DeviceError: Naming the field, what the device lacks and what to use instead.
+        DeviceError: Names the field, what the device lacks and what to use instead.
     """
     if device_type != "cpu" and not _available(device_type):
         raise DeviceError(
@@ -157,7 +157,7 @@ def _has_tf32(device_type: str) -> bool:
 
 
 class Claim:
-    """Holds what a plan wants of the whole process in force from :meth:`take` to :meth:`close`, or none of it."""
+    """Keeps a plan's process-wide settings in force from :meth:`take` to :meth:`close`, all or none."""
 
     def __init__(self, plan: Plan, device_type: str) -> None:
         self._plan = plan
@@ -166,7 +166,7 @@ class Claim:
 
     @property
     def held(self) -> bool:
-        """Whether there is anything to give up."""
+        """Whether any setting is claimed."""
         return bool(self._held)
 
     def take(self) -> Claim:
@@ -202,11 +202,11 @@ class Claim:
             setting.holders.add(self)
             if _claimed.get(place.name) is setting:
                 place.put(value)
-            else:  # whoever held it last gave it up in between, in a signal handler
+            else:  # its last holder gave it up in between, in a signal handler
                 self._take(place, value, what)
 
     def close_collected(self) -> None:
-        """:meth:`close`, for who calls it once, as a finalizer does, whose exceptions Python swallows."""
+        """As :meth:`close`, for a finalizer, whose exceptions Python swallows."""
         try:
             self.close()
         except BaseException:
@@ -214,7 +214,7 @@ class Claim:
             raise
 
     def close(self) -> None:
-        """Give the settings up; the last holder restores what was there before. An interrupted call can be made again."""
+        """Give the settings up; the last holder restores the former values. An interrupted call can be repeated."""
         with _lock:
             for place in self._held:
                 for claimed in _aside:
@@ -232,9 +232,9 @@ class Claim:
 
 @contextlib.contextmanager
 def claims_aside() -> Iterator[None]:
-    """Let experiments put other settings in force meanwhile, as if no plan were live; what was in force is again in the end.
+    """Let experiments use other settings in the block, as if no plan were live; the claimed values are restored after it.
 
-    A claim that is given up meanwhile, by a session that is collected or closed in another thread, is given up then.
+    A claim that is given up meanwhile, by a session that is collected or closed in another thread, stays given up.
     """
     before = settings()
     with _lock:
@@ -259,9 +259,9 @@ def claims_aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is left, and a SIGTERM that is handled as one.
+    """Delay Ctrl-C, and a SIGTERM that is handled the same way, until the block ends.
 
-    One that falls into a queue of TensorBoard's leaves its lock taken or its reader asleep, for two minutes or for ever.
+    An interrupt inside TensorBoard's queue can leave its lock taken or its reader asleep, for two minutes or for ever.
     """
     came: list[Any] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -283,7 +283,7 @@ def interrupts_wait() -> Iterator[None]:
 
 
 def _cudnn_tf32() -> bool | None:
-    """Whether cuDNN may use TF32, by the older name; None where its parts have different precisions, which torch refuses to read."""
+    """Whether cuDNN may use TF32, by the older name; None if its parts have different precisions, which makes torch raise."""
     try:
         return torch.backends.cudnn.allow_tf32
     except RuntimeError:
@@ -310,7 +310,7 @@ def _attributes(
 
 
 def _all_settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
-    """Each with its name, what reads it and what puts it; what sets several at once comes before what sets one."""
+    """Each setting with its name, getter and setter; those that set several values come before those that set one."""
     backends: Any = torch.backends
     yield "threads", torch.get_num_threads, torch.set_num_threads
     yield "recursion limit", sys.getrecursionlimit, sys.setrecursionlimit
@@ -330,7 +330,7 @@ def _all_settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], An
         now, put = (partial(one, device) for one in (torch.get_autocast_dtype, torch.set_autocast_dtype))
         yield f"autocast.{device}", now, put
     yield "autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-    # before those of its parts: whoever has set it by this older name has set a flag of its own, which has to agree with them
+    # before those of its parts: the older name sets a separate flag, which must agree with them
     yield "cudnn.allow_tf32", _cudnn_tf32, _set_cudnn_tf32
     yield from _attributes("fp32", backends, "fp32_precision")
     yield from _attributes("cudnn", backends.cudnn, "fp32_precision")
@@ -367,13 +367,13 @@ def _all_settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], An
 
 
 def _default_device() -> torch.device | None:
-    """None for the CPU: naming it would put a mode of torch's around every call."""
+    """None for the CPU: naming it would add a torch mode around every call."""
     device = torch.get_default_device()
     return None if device == torch.device("cpu") else device
 
 
 def _current_device() -> tuple[str, int] | None:
-    """The accelerator that is the current one; None while the process has touched none."""
+    """The current accelerator; None if the process has not used one."""
     if torch.cuda.is_initialized():
         return "cuda", torch.cuda.current_device()
     if torch.xpu.is_initialized():
@@ -387,16 +387,18 @@ def _put_current_device(device: tuple[str, int] | None) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """The settings of this process that torch's results and speed depend on, by name; what torch will not tell is left out."""
+    """The settings of this process that affect torch's results and speed, by name; unreadable ones are left out."""
     found = {}
     for name, now, _ in _all_settings():
-        with contextlib.suppress(RuntimeError, AttributeError):  # old and new names of one setting do not mix
+        with contextlib.suppress(
+            RuntimeError, AttributeError
+        ):  # old and new names of one setting must not be mixed
             found[name] = now()
     return found
 
 
 def put_settings(values: Mapping[str, Any]) -> None:
-    """Put what :func:`settings` has read in force, here or in another process; what is in force already is left alone."""
+    """Apply settings that :func:`settings` has read, here or in another process; equal values are not written."""
     for name, now, put in _all_settings():
         if name in values:
             with contextlib.suppress(RuntimeError, AttributeError):

@@ -1,4 +1,4 @@
-"""Losses that were scaled before a session gets them, by a GradScaler left over in a loop or by the session itself."""
+"""Find losses that are already scaled when a session gets them, by a leftover GradScaler or by the session itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.errors import PlanError, StateError
 _scaled: Any = WeakTensorKeyDictionary()
 _any = False
 running = 0
-"""How many backward passes of sessions run, below which there must be no scaled loss."""
+"""Number of running backward passes of sessions, during which no scaled loss may appear."""
 _WORDS = (
     "this loss has been scaled already, so gradients would be too large by that factor. Remove the GradScaler and its scale() "
     "from the loop: amp.backward(loss) does what the plan needs"
@@ -22,16 +22,16 @@ _WORDS = (
 
 
 def watch(log: Callable[[Callable[[], None]], object]) -> None:
-    """Take note of losses that a GradScaler scales; ``log`` gets what ends it, before it begins."""
+    """Record losses that a GradScaler scales; ``log`` gets the undo entry first."""
     log(lambda: _torch.optimizers.scaling.remove(note))
     _torch.optimizers.scaling.add(note)
 
 
 def note(scaled: Any) -> None:
-    """Take note of losses that were scaled: a tensor, or several. What is computed from them is noticed in backward."""
+    """Record losses that were scaled: a tensor, or several. Tensors computed from them are found in backward."""
     global _any
     if running:
-        return  # the session's own scaling
+        return  # the session's scaling
     if not isinstance(scaled, torch.Tensor):
         for each in scaled if isinstance(scaled, (list, tuple)) else ():
             note(each)

@@ -1,7 +1,7 @@
-"""Store a model's tensors as a resolution says, and as they were again.
+"""Convert a model's tensors to the dtypes of a resolution, and back.
 
-Every change is an entry of an undo log (:class:`~castwise.core.session.undo.UndoLog`) that is made before the change itself, so that a
-failure at any point, Ctrl-C included, can be taken back.
+Every change has an entry in an undo log (:class:`~castwise.core.session.undo.UndoLog`) that is made before the change,
+so that a failure at any point, Ctrl-C included, can be undone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from castwise.errors import PlanError, StateError
 
 
 def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """The dtype that each tensor of a model is to be stored in, for those that must change."""
+    """The new dtype of each tensor of a model whose dtype must change."""
     by_name = dict(named_tensors(model))
     dtypes = {by_name[name]: dtype for name, dtype in resolution.storage.items()}
     dtypes.update(fsdp.shard_dtypes(resolution, model))
@@ -33,7 +33,7 @@ def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dt
 
 
 def dtypes_now(tensors: Iterable[Tensor]) -> Any:
-    """The dtypes of tensors, which are not held."""
+    """The current dtypes of tensors, without references to the tensors."""
     now: Any = WeakTensorKeyDictionary()
     for tensor in tensors:
         now[tensor] = tensor.dtype
@@ -43,7 +43,7 @@ def dtypes_now(tensors: Iterable[Tensor]) -> Any:
 def as_arrived(
     weights: Mapping[str, Any], model: nn.Module, arrived: Iterable[Mapping[Tensor, torch.dtype]]
 ) -> dict[str, Any]:
-    """fp32 weights, with those in the low formats again that they arrived in; what was one tensor stays one."""
+    """fp32 weights, with those that arrived low in their former format again; shared tensors stay shared."""
     known = list(arrived)
     done: dict[int, Tensor] = {}
     out = dict(weights)
@@ -57,10 +57,10 @@ def as_arrived(
 
 
 def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
-    """See that tensors can be stored otherwise, and that their values fit the formats.
+    """Check that tensors can be converted, and that their values fit the formats.
 
     Raises:
-        StateError: Some are on the meta device, not strided, or expanded: several elements in one place of memory.
+        StateError: Some are on the meta device, not strided, or expanded (several elements share memory).
         PlanError: Some are beyond fp16's largest number, 65504, and would become infinite.
 
     Warns:
@@ -115,10 +115,10 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
 
 
 def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: UndoLog) -> None:
-    """Store tensors in the given dtypes and in the plan's memory format, in place: every reference to them stays good.
+    """Convert tensors to the given dtypes and the plan's memory format, in place, so that references to them stay valid.
 
-    What parameters held is remembered (:func:`castwise.masters.original_of`): masters start from it. The log gets
-    what undoes each change.
+    The former values of parameters are remembered (:func:`castwise.masters.original_of`): masters start from them. The
+    log gets the undo entry of each change.
     """
     log.on(model, _flatten_recurrent)
     for _, tensor in named_tensors(model):
@@ -126,7 +126,7 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
         strides = (
             plan.memory_format == "channels_last" and tensor.dim() == 4 and _torch.tensors.is_dense(tensor)
         )
-        gets_master = plan.keeps_masters and masters.is_low(tensor)  # which comes back as fp32
+        gets_master = plan.keeps_masters and masters.is_low(tensor)  # which is converted back to fp32
         if dtype is tensor.dtype and not strides and not gets_master:
             continue
         grad_dtype = tensor.grad_dtype if tensor.is_leaf else None
@@ -137,23 +137,23 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
         if strides and not hasattr(tensor, "device_mesh"):
             tensor.data = tensor.data.to(
                 memory_format=torch.channels_last
-            )  # contiguous() leaves 1 x 1 kernels as they are
+            )  # contiguous() does not change 1 x 1 kernels
     if dtypes:
         _flatten_recurrent(model)
 
 
 def _flatten_recurrent(model: nn.Module) -> None:
-    """Lay the weights of each recurrent layer on a GPU side by side, or cuDNN copies them at every call."""
+    """Make the weights of each recurrent layer on a GPU contiguous, or cuDNN copies them at every call."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
 
 def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
-    """Let memory go that remembered values of these tensors take under a plan without masters.
+    """Free the memory of remembered values of these tensors under a plan without masters.
 
-    Those of trained parameters go for good. What stays as it is, under ``inference`` all, comes back whole by
-    ``close``; its values wait on the host.
+    Those of trained parameters are dropped for good. Those of tensors that do not change (all, under ``inference``)
+    move to the host, and ``close`` restores them exactly.
     """
     for tensor in tensors:
         trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and not inference
@@ -166,7 +166,7 @@ def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
 def _as_before(
     tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...], grad_dtype: torch.dtype | None
 ) -> None:
-    """Give a tensor the dtype and the strides back that it had, and what it held as far as that is known."""
+    """Restore a tensor's dtype and strides, and its values as far as they are remembered."""
     masters.restore(tensor)
     masters.forget_former(tensor, dtype)
     if tensor.dtype is not dtype:
@@ -180,24 +180,24 @@ def _as_before(
 
 
 class Newcomers:
-    """What a model gets after ``prepare``, by a parametrization put on or off for example, in formats that the plan stores.
+    """Tensors that appear after ``prepare``, for example by a parametrization, in formats that the plan stores.
 
     Args:
-        model: Before it is stored.
-        dtypes: What is to be stored otherwise.
+        model: Before it is converted.
+        dtypes: The tensors to convert.
     """
 
     def __init__(self, model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
         self._known: Any = WeakTensorKeyDictionary()
         self._formats: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-        """By module, the format in which the plan stores its tensors, and the one in which they arrived."""
+        """By module, the format in which the plan stores its tensors, and the format in which they arrived."""
         for name, tensor in named_tensors(model):
             self._known[tensor] = True
             if tensor in dtypes:
                 self._formats.setdefault(name.rpartition(".")[0], (dtypes[tensor], tensor.dtype))
 
     def restore(self, model: nn.Module, optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
-        """Store newcomers as what they came to arrived; their state in the optimizers follows."""
+        """Convert such tensors to the format in which their module's tensors arrived, and their optimizer state too."""
         stored = []
         for name, tensor in named_tensors(model):
             low, former = self._formats_around(name)
@@ -210,7 +210,7 @@ class Newcomers:
                 follow_state(optimizer, stored)
 
     def _formats_around(self, name: str) -> tuple[torch.dtype | None, torch.dtype]:
-        """Of the innermost module around a tensor that has some, else those that all modules have."""
+        """The formats of the innermost module around a tensor that has some, else those that all modules share."""
         path = name
         while path:
             path = path.rpartition(".")[0]
@@ -223,31 +223,31 @@ class Newcomers:
 def state_of(
     optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter]]
 ) -> list[tuple[Optimizer, nn.Parameter, Any]]:
-    """What an optimizer keeps of parameters, for :func:`put_back_state`."""
+    """An optimizer's state of parameters, for :func:`put_back_state`."""
     alive = [parameter for ref in params if (parameter := ref()) is not None]
     return [(optimizer, p, optimizer.state[p]) for p in alive if p in optimizer.state]
 
 
 def put_back_state(kept: Iterable[tuple[Optimizer, nn.Parameter, Any]]) -> None:
-    """Give optimizers the very state that they had: a cast there and back has rounded it."""
+    """Restore an optimizer's original state: casting it there and back would round it."""
     for optimizer, parameter, state in kept:
         optimizer.state[parameter] = state
 
 
 def follow_state(optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter]]) -> None:
-    """Give the optimizer state of parameters without masters their dtype, as the kernels of optimizers want it."""
+    """Convert the optimizer state of parameters without masters to their dtype, as optimizer kernels require."""
     alive = [parameter for ref in params if (parameter := ref()) is not None]
     masters.move_state(optimizer, dict(zip(alive, alive, strict=True)))
 
 
 class Kept(NamedTuple):
-    """What parameters and buffers that arrived low have become in fp32, and the state of them, while a session changes its plan.
+    """fp32 values and state of tensors that arrived low, while a session changes its plan.
 
-    Closing stores them as they arrived, rounded; the next plan starts from these.
+    Closing rounds them to the format in which they arrived; the next plan starts from these values.
 
     Attributes:
-        values: Tensors, and what they are in fp32.
-        states: Of optimizers.
+        values: Tensors, and their values in fp32.
+        states: The state of optimizers.
     """
 
     values: list[tuple[Tensor, Tensor]]
@@ -255,13 +255,13 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, arrived: Iterable[Mapping[Tensor, torch.dtype]], optimizers: Iterable[Optimizer]) -> Self:
-        """Look at the tensors that arrived low. Synchronises with the device where there are masters."""
+        """Read the tensors that arrived low. Synchronises with the device if there are masters."""
         found, every = cls([], []), list(optimizers)
         for attachment in filter(None, map(masters.attachment_of, every)):
             attachment.refresh_from_model()
         for tensor in {id(t): t for of in arrived for t in of}.values():
             if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-                continue  # exact in the format that it arrived in
+                continue  # exact in the format in which it arrived
             master = masters.master_of(tensor) if isinstance(tensor, nn.Parameter) else None
             wide = tensor if master is None else master
             if not masters.is_low(wide):
@@ -277,13 +277,13 @@ class Kept(NamedTuple):
         return any(id(tensor) in own for tensor, _ in self.values)
 
     def put_back(self) -> None:
-        """Have what is prepared next start from them."""
+        """Make the next ``prepare`` start from these values."""
         for tensor, values in self.values:
             masters.remember_original(tensor, values)
         put_back_state(self.states)
 
     def settle(self) -> None:
-        """Remember no more, and give state the format of what has no master."""
+        """Drop the values, and convert the state of parameters without masters."""
         for tensor, _ in self.values:
             if not isinstance(tensor, nn.Parameter) or masters.master_of(tensor) is None:
                 masters.forget_original(tensor)

@@ -1,4 +1,4 @@
-"""What a session has to say of its models and of what rounding drops."""
+"""A session's text summary of its models and of updates dropped by rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from castwise.core.session.members import Members
 
 
 def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator[str]:
-    """Say of each model how its parameters are stored and arrived, and of the session what was dropped; line by line."""
+    """The lines of the summary: for each model how its parameters are stored and arrived; then the updates dropped."""
     for model in members.models:
         yield f"{type(model).__name__}: {', '.join(_kinds(model, members))}"
     for kind, why in dropped.unmeasured.items():
@@ -33,7 +33,7 @@ def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator
 
 
 def say_restored(counts: Mapping[str, int]) -> Iterator[str]:
-    """Say which buffers were put back after skipped steps, in a line; none where none was."""
+    """One line that names the buffers restored after skipped steps; no line if there were none."""
     if counts:
         often = [name if count == 1 else f"{name} ({count} times)" for name, count in counts.items()]
         yield f"buffers that skipped steps had made non-finite, restored: {some(often)}"

@@ -14,14 +14,14 @@ import torch
 class UndoLog:
     """Entries that each undo one change, replayed from the last to the first.
 
-    Unlike ``contextlib.ExitStack`` it does an entry again that an interrupt stopped half way, before those that count on it,
-    and raises the interrupt at the end. Where another one comes there, the rest is left to the next :meth:`close`. So an
-    entry must allow for being done twice. Whether gradients are recorded is as it was before: an interrupt inside torch's own
-    ``no_grad`` can leave that off.
+    Unlike ``contextlib.ExitStack``, it repeats an entry that an interrupt stopped half way, before the entries that
+    depend on it, and raises the interrupt at the end. After a second interrupt, the rest is left to the next
+    :meth:`close`. So an entry must tolerate being run twice. Grad mode is restored: an interrupt inside torch's
+    ``no_grad`` can leave it off.
 
     Attributes:
-        kept: What entries need for an exact undo of a transaction that fails, and later would only take memory: it is let go
-            where one ends well.
+        kept: Objects that entries need for an exact undo of a failed transaction, and that would only take memory
+            later: released when a transaction succeeds.
     """
 
     def __init__(self) -> None:
@@ -29,16 +29,16 @@ class UndoLog:
         self.kept: list[Any] = []
 
     def callback(self, function: Callable[..., object], /, *args: Any) -> None:
-        """Have ``function(*args)`` called when the log is replayed."""
+        """Call ``function(*args)`` when the log is replayed."""
         self._entries.append(functools.partial(function, *args))
 
     def on(self, target: object, function: Callable[..., object], /, *args: Any) -> None:
-        """Have ``function(target, *args)`` called when the log is replayed, if there still is a target: it is not held."""
+        """Call ``function(target, *args)`` when the log is replayed, if ``target`` still exists: it is held weakly."""
         self._entries.append(functools.partial(_on, weakref.ref(target), function, args))
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[UndoLog]:
-        """Undo what was entered inside, if the block fails."""
+        """Undo the entries made in the block if the block fails."""
         mark, grad = len(self._entries), torch.is_grad_enabled()
         try:
             yield self
@@ -52,7 +52,7 @@ class UndoLog:
             raise
 
     def close(self) -> None:
-        """Undo everything. An entry that fails does not keep the others from being undone; the first error is raised."""
+        """Undo everything. If an entry fails, the others are still undone; the first error is raised."""
         self._replay(0)
 
     def _replay(self, mark: int) -> None:

@@ -1,4 +1,4 @@
-"""What parallel wrappers ask of a session: the order of wrapping, pipelines, DistributedDataParallel."""
+"""What parallel wrappers require of a session: the order of wrapping, pipelines, DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from castwise.errors import StateError
 
 
 class Wrapping:
-    """What the models of one session are wrapped in."""
+    """The wrappers around the models of one session."""
 
     def __init__(self, members: Members, agreement: Agreement) -> None:
         self._members, self._agreement = members, agreement
@@ -30,25 +30,25 @@ class Wrapping:
         """Models whose order of wrapping is still to be checked, and which of their parameters were DTensors."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Wrapping:
-        """On a copy of a model, which has its hooks, it does nothing."""
+        """Copies of a model, which carry its hooks, get an object that does nothing."""
         return Wrapping(self._members, self._agreement)
 
     def note(self, model: nn.Module, plan: Plan) -> None:
-        """Take note of a model that was prepared, and of the regions that matched in it."""
+        """Record a model that was prepared, and the regions that matched in it."""
         cut = frozenset(name for name, parameter in model.named_parameters() if is_dtensor(parameter))
         self.unchecked.append((weakref.ref(model), cut))
         self._patterns |= {region.pattern for region in plan.regions}
         self._agreement.look_again()
 
     def forget(self) -> None:
-        """The session is closed."""
+        """Forget all models, when the session is closed."""
         self._narrows.clear()
         self.unchecked.clear()
         self._patterns.clear()
         self._agreement.forget()
 
     def check_order(self) -> None:
-        """At the first step after ``prepare``: what had to be done before it was not done since."""
+        """At the first step after ``prepare``: check that the model was not wrapped since in the wrong order."""
         unchecked, self.unchecked = self.unchecked, []
         for reference, known in unchecked:
             model = reference()
@@ -84,7 +84,7 @@ class Wrapping:
             return scaler.scale_tensor() if scaler.is_enabled() else None
 
         def enter() -> None:
-            """On each rank, also on those whose stage computes no loss: the window of the last step is over."""
+            """On each rank, also those whose stage computes no loss: close the window of the last step."""
             window.open(lend=True)
             scale()
 
@@ -92,7 +92,7 @@ class Wrapping:
         return schedule
 
     def join_ddp(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module, model: nn.Module) -> None:
-        """DistributedDataParallel takes in (a part of) a prepared model, on all ranks at once, and will share rank 0's weights.
+        """Handle DistributedDataParallel being built on a prepared model or a part of it, on all ranks: it shares rank 0's weights.
 
         Raises:
             StateError: It was given ``delay_all_reduce_named_params`` and the model has masters; nothing was changed.
@@ -122,7 +122,7 @@ class Wrapping:
             model.register_forward_pre_hook(self._before_forward)
 
     def share_masters(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module, rank: int) -> None:
-        """Give all ranks one rank's masters, as DistributedDataParallel does with the parameters; ``rank`` of its group."""
+        """Send one rank's masters to all ranks, as DistributedDataParallel sends parameters; ``rank`` counts within its group."""
         covered, group = set(wrappers.averaged_params(ddp, module)), ddp.process_group
         for attachment in self._narrows:
             attachment.settle()
@@ -131,7 +131,7 @@ class Wrapping:
             )
 
     def leave_ddp(self, model: nn.Module) -> None:
-        """Undo :meth:`join_ddp` for a prepared model, or nothing."""
+        """Undo :meth:`join_ddp` for a prepared model, if it was called."""
         _torch.hooks.remove_hooks(model, self._before_forward)
         self._agreement.forget_averaged(model.parameters())
 
@@ -140,6 +140,6 @@ class Wrapping:
             self.narrow()
 
     def narrow(self) -> None:
-        """Before a backward: DistributedDataParallel adds to gradients in the parameters' format alone."""
+        """Before a backward: narrow gradients, since DistributedDataParallel adds only to gradients in the parameters' format."""
         for attachment in self._narrows:
             attachment.narrow_gradients()

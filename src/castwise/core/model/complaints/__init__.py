@@ -19,24 +19,24 @@ __all__ = ["Site", "explain_backward", "explain_mismatch"]
 def explain_mismatch(
     error: BaseException | None, model: nn.Module, site: Site, *, outside: bool = False
 ) -> None:
-    """Add to an operator's dtype error where it came from and what cures it.
+    """Add the source and the cures of an operator's dtype error to its message.
 
-    The call that failed is made again on copies of its arguments, under other rules and with its arguments in other dtypes; what is
-    advised has worked there. Nothing else is run, and the error stays what it is, with a longer message. The hook that calls
-    this cannot raise an error of its own, since torch silences it.
+    The failed call is repeated on copies of its arguments, under other rules and with its arguments in other dtypes;
+    every advised change has worked there. Nothing else is run, and the error stays the same, with a longer message. The
+    hook that calls this cannot raise an error, since torch silences it.
 
     Args:
-        error: On its way out.
-        model: That is prepared.
-        site: What is in force in the model.
-        outside: Whether the error may have come from outside of the model, where nothing is in force.
+        error: The error that is being raised.
+        model: The prepared model.
+        site: The settings in force in the model.
+        outside: Whether the error may have come from outside the model, where no plan is in force.
     """
     if error is not None and _is_new(error):
         _add(error, lambda: Complaint(error, model, site, outside).said())
 
 
 def explain_backward(error: BaseException, model: nn.Module, site: Site, loss: Tensor) -> None:
-    """Add the same to an error from the backward of a loss."""
+    """As :func:`explain_mismatch`, for an error from the backward of a loss."""
     if _is_new(error) and met_in(str(error)):
         _add(error, lambda: Complaint(error, model, site, True).said_of_backward(loss))
 
@@ -53,7 +53,7 @@ def _is_new(error: BaseException) -> bool:
 
 
 def _add(error: BaseException, say: Callable[[], str]) -> None:
-    # the error itself matters more than what can be said of it
+    # the original error matters more than an error while explaining it
     with contextlib.suppress(Exception), _torch.operators.unobserved():
         if said := say():
             error.args = (f"{error.args[0]}\ncastwise: {said}", *error.args[1:])

@@ -1,6 +1,6 @@
 """The operator call that raised an error: found in the traceback with its arguments, and repeated on copies.
 
-Python forgets the arguments of a call that raised, so they are read once more from what the line of code says.
+Python does not keep the arguments of a call that raised, so they are evaluated again from the source line.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class Call:
     """A call of an operator or of a torch function.
 
     Attributes:
-        name: The operator as plans name it: ``mm``, ``index_add_``, ``mylib::op``; :data:`OF_MODULE` for a module of torch's own.
-        function: What was called; with the tensor first where it was a method.
+        name: The operator as plans name it: ``mm``, ``index_add_``, ``mylib::op``; :data:`OF_MODULE` for a torch
+            module.
+        function: The called function; a method takes the tensor as first argument.
         args: Positional arguments.
-        kwargs: Those by name.
-        writes: Whether it writes to a tensor that it is given.
-        spot: Where it was made.
+        kwargs: Keyword arguments.
+        writes: Whether it writes to one of its arguments.
+        spot: Where it was called.
     """
 
     name: str
@@ -56,13 +57,13 @@ class Call:
         def copy(tensor: Tensor) -> Tensor:
             made = cast(tensor)
             alone = made.detach().clone() if made is tensor else made.detach()
-            # not a leaf, which nothing may write to
+            # not a leaf, which must not be written to
             return alone.requires_grad_().view_as(alone) if _follows(tensor, alone) else alone
 
         def new(value: Any) -> Any:
             return value.clone_state() if isinstance(value, torch.Generator) else value
 
-        # what has an out= cannot be differentiated, so it ran without gradients
+        # a call with out= cannot be differentiated, so it ran without gradients
         with torch.set_grad_enabled(torch.is_grad_enabled() and "out" not in self.kwargs):
             args, kwargs = map_tensors(copy, self.args), map_tensors(copy, self.kwargs)
             return self.function(*map(new, args), **{name: new(value) for name, value in kwargs.items()})
@@ -74,11 +75,11 @@ def _follows(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def failed_calls(trace: TracebackType | None) -> tuple[list[Call], Spot]:
-    """Find the failed call in a traceback. Nothing is run for it but functions of torch in its arguments.
+    """Find the failed call in a traceback. Only functions of torch in its arguments are run.
 
     Returns:
-        The calls that may be made again, the innermost first: of an operator, then those of custom operators whose kernels in
-        Python made it. And where the innermost line of user code is.
+        The calls that may be repeated, the innermost first: of an operator, then of the custom operators whose Python
+        kernels called it. And the location of the innermost line of user code.
     """
     steps = []
     while trace is not None:
@@ -128,7 +129,7 @@ def _written(steps: list[TracebackType], index: int) -> Call | None:
     values = Values(steps[index].tb_frame)
     try:
         name, function, args, kwargs = values.call(node)
-    except Exception:  # not known, or not as it was when it ran
+    except Exception:  # unknown, or changed since it ran
         return None
     spot = _spot(steps, index, values.texts)
     return _known(Call(name, function, tuple(args), kwargs, writes(name) or "out" in kwargs, spot))
@@ -202,7 +203,7 @@ def _mapped(function: Callable[..., Any], levels: list[list[int | None]], *args:
 def failed_in_backward(loss: Tensor, error: BaseException, seconds: float) -> list[Call]:
     """The calls whose backward raised an error, with forward and backward repeated.
 
-    None where they cannot be told in so many ``seconds``.
+    None if they cannot be found within ``seconds``.
     """
     node = _torch.autograd.failed_node(loss, error, seconds)
     calls = []

@@ -46,7 +46,7 @@ _NOT_AGAIN: Final = "The call could not be repeated, so no cure was tried"
 MOST_BYTES: Final = 2**30
 """Calls whose tensors take more bytes are not repeated."""
 MOST_S: Final = 3.0
-"""After this many seconds of this thread's work no further cure is tried."""
+"""After this many seconds of this thread's time no further cure is tried."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Site:
 
     Attributes:
         plan: The plan.
-        compute: Format that the region runs in.
-        device_type: Where it runs.
-        extra: Rows beside those of the plan, for operators that its ``ops`` do not name.
-        meets: Whether the frame is that of a module with tables of its own, in which the plan's rules do not hold.
+        compute: Compute format of the region.
+        device_type: Its device.
+        extra: Rows beyond those of the plan, for operators that its ``ops`` do not name.
+        meets: Whether the frame is that of a module with its own tables, in which the plan's rules do not hold.
     """
 
     plan: Plan
@@ -134,26 +134,26 @@ class Complaint:
     def said(self) -> str:
         """Text to add to the message; empty if it is not a dtype error."""
         if self._module is None and not self._outside:
-            return ""  # an error that was on its way before the model ran
+            return ""  # an error that was raised before the model ran
         spot = Spot()
         for frame in dict.fromkeys((
             self._frame,
             self._off,
-        )):  # a block of the model's own may have turned autocast off
+        )):  # a block in the model's code may have turned autocast off
             with _in_force(frame):
                 calls, spot = failed_calls(self._error.__traceback__)
             if self._outside and not self._has_weights(calls):
-                return ""  # none of the model's business
+                return ""  # not caused by the model
             if said := self._tried(calls, frame):
                 return said
         return self._untried(spot)
 
     def said_of_backward(self, loss: Tensor) -> str:
-        """The same for an error from the backward of a loss."""
+        """As :attr:`said`, for an error from the backward of a loss."""
         self._outside = False
         with _in_force(self._off):
             calls, _ = failed_calls(self._error.__traceback__)
-            if said := self._tried(calls, self._off):  # in the backward of somebody's own Function
+            if said := self._tried(calls, self._off):  # in the backward of a user's Function
                 return said.replace(" outside of the model, in ", " in backward, in ", 1)
             calls = failed_in_backward(loss, self._error, MOST_S)
         said = self._tried(calls, self._inside)
@@ -174,7 +174,7 @@ class Complaint:
             return f"{head} {sentence(list(dict.fromkeys(cures)), line, self._late)}"
         if self._late or not is_mismatch(self._text):
             return ""
-        return f"{head} This call runs under no other rule for it and with no other dtype of its inputs."
+        return f"{head} No other rule for this call and no other dtype of its inputs makes it run."
 
     def _has_weights(self, calls: list[Call]) -> bool:
         mine = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
@@ -212,7 +212,7 @@ class Complaint:
         try:
             with _in_force(frame):
                 call.again(lambda t: _cast(t, casts[id(t)]) if id(t) in casts else t)
-        except Exception:  # whatever an operator says
+        except Exception:  # an operator may raise any error
             return False
         return True
 
@@ -263,7 +263,7 @@ class Complaint:
         with contextlib.ExitStack() as held:
             for rule in ("widest", "lower", "fp32", "as_is"):
                 if (rule == "fp32" and found[:1] == ["widest"]) or (rule == "as_is" and found):
-                    continue  # which does the same here
+                    continue  # which has the same effect here
                 plan = self._with_rule(site, call.name, rule)
                 if plan is None:
                     continue
@@ -385,7 +385,7 @@ class Complaint:
         for one in floating if asks_for_whole(self._text) else ():
             yield {id(one): torch.int64}
 
-    # --- saying ---------------------------------------------------------------------------------------------
+    # --- text -------------------------------------------------------------------------------------------------
 
     def _head(self, call: Call | None, spot: Spot, cast: Iterable[int] = ()) -> str:
         """The first sentence: which dtypes met, and where."""
@@ -407,7 +407,7 @@ class Complaint:
     def _untried(self, spot: Spot) -> str:
         """The text for a call that could not be repeated."""
         if not is_mismatch(self._text) or raised_by_hand(self._error.__traceback__):
-            return ""  # whose words may be about anything
+            return ""  # whose message may be about anything
         there = f"in line {spot.line.number}" if spot.line is not None else "there"
         several = len(met_in(self._text)) > 1
         write = (

@@ -1,6 +1,7 @@
 """Evaluate expressions in a frame that raised, without running user code, and find the operators that they call.
 
-Names, attributes, items, arithmetic and functions of torch are read; where anything else would have to run, nothing is known.
+Names, attributes, items, arithmetic and functions of torch are evaluated; anything that would run other code is
+unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from castwise.core import _torch
 from castwise.core.casting.trees import tensors_in
 
 OF_MODULE: Final = "forward"
-"""Stands for the name of an operator where a module of torch's own was called."""
+"""Stands for the name of an operator if a torch module was called."""
 
 
 _BINARY: Final[dict[type, tuple[str, Callable[[Any, Any], Any]]]] = {
@@ -43,7 +44,7 @@ _UNARY: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {
     ast.Not: ("", operator.not_),
 }  # fmt: skip
 _SPELLED: Final = {"getitem": "index", "setitem": "index_put_", "truediv": "div", "mod": "remainder"}
-"""Operators of Python that ATen calls otherwise."""
+"""Python operators with another name in ATen."""
 _PLAIN: Final = (
     len,
     int,
@@ -281,7 +282,7 @@ def handed_on(node: ast.AST | None, outer: FrameType, callee: FrameType) -> dict
     if code.co_flags & inspect.CO_VARKEYWORDS:
         kwargs |= given.get(code.co_varnames[behind]) or {}
     pairs: list[tuple[Any, ast.expr]] = []
-    with contextlib.suppress(Exception):  # what cannot be counted ends what is known by position
+    with contextlib.suppress(Exception):  # an item of unknown length ends the known positions
         called = None
         with contextlib.suppress(NotKnown):
             called = values.of(node.func)

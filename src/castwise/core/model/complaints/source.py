@@ -28,7 +28,7 @@ class Line:
     Attributes:
         file: Its path.
         number: From 1 on.
-        function: Whose line it is.
+        function: The function that contains it.
     """
 
     file: str
@@ -56,13 +56,13 @@ def is_shown(file: str) -> bool:
 
 @dataclass(frozen=True)
 class Spot:
-    """The line of user code that a call was made from.
+    """The line of user code that made a call.
 
     Attributes:
-        line: The innermost one; None where there is none.
-        code: What is written there of what was running, on one line; empty where it cannot be read.
-        texts: What is written there for each tensor, by ``id``.
-        maker: Finds for a name of that function the assignment that gave it its value.
+        line: The innermost one; None if there is none.
+        code: The source of the running expression, on one line; empty if it cannot be read.
+        texts: The source of each tensor there, by ``id``.
+        maker: For a name in that function, finds the assignment that gave it its value.
     """
 
     line: Line | None = None
