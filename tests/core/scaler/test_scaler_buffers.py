@@ -582,7 +582,7 @@ def test_what_cannot_be_put_back_is_said_once() -> None:
         run.step(batch(seed=seed))
     model.write = _through_data
     with pytest.warns(
-        RuntimeWarning, match="these buffers of Writes hold a NaN and cannot be restored: mean. Their earlier"
+        RuntimeWarning, match="these buffers of Writes hold a NaN and cannot be restored: mean. No copy"
     ):
         run.step(batch(NAN))
     assert run.step(batch(NAN)).restored == ()
