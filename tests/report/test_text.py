@@ -67,7 +67,7 @@ def test_the_answer_names_the_fastest_plan_with_interval_memory_and_loss(record:
 
 def test_plans_that_the_rounds_do_not_tell_apart_are_said_to_be_level(record: Make, row: Row) -> None:
     made = record(row("bf16-mixed", 0.05, 0.2), row("bf16-master", 0.05, 0.2), row("O1", 0.06, 0.2))
-    assert bench.headline(made).endswith("bf16-master cannot be told from it in speed.")
+    assert bench.headline(made).endswith("bf16-master cannot be distinguished from it in speed.")
 
 
 def test_of_level_plans_the_first_asked_for_is_the_answer(record: Make, row: Row) -> None:
@@ -78,7 +78,7 @@ def test_of_level_plans_the_first_asked_for_is_the_answer(record: Make, row: Row
     assert (made["best"], made["level_with_best"]) == ("bf16-mixed", ["bf16-true"])
     said = bench.headline(made)
     assert said.startswith("On this machine bf16-mixed trains sine 2.00x as fast")
-    assert said.endswith("bf16-true cannot be told from it in speed.")
+    assert said.endswith("bf16-true cannot be distinguished from it in speed.")
 
 
 def test_a_tie_with_the_baseline_is_said_as_a_tie(record: Make, row: Row) -> None:

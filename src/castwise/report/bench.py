@@ -1,4 +1,4 @@
-"""What a bench found, in the terminal and as a page."""
+"""Show a bench result in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["PICTURES", "grids", "headline", "interval_note", "lines", "notes", "
 Record = Mapping[str, Any]
 
 FEW = 6
-"""The interval of fewer rounds in one process, or of fewer starts, is wide."""
+"""With fewer rounds in one process, or fewer starts, the interval is wide."""
 MOST = 6
-"""Plans that are shown on one screen."""
+"""Number of plans shown on one screen."""
 _UNMEASURED = ("unsupported", "failed")
 _MEMORY = {
     "training peak": "training_peak_bytes",
@@ -37,7 +37,7 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """The answer and a row per plan, for one screen; of the remarks those about plans that were not measured."""
+    """The answer and a row per plan, for one screen; of the remarks only those about plans that were not measured."""
     base = baseline(record)
 
     def memory(row: Record) -> str:
@@ -76,13 +76,13 @@ def values(record: Record) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- in words -----------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------
 
 
 def headline(record: Record) -> str:
-    """The answer that a person came for, in a few sentences.
+    """The answer to the user's question, in a few sentences.
 
-    A difference inside its interval is called a tie, and a plan that did not learn as well is never the answer.
+    A difference inside its interval is called a tie, and a plan that learned less is never the answer.
     """
     base = baseline(record)
     name, workload = base["name"], record["workload"]
@@ -102,7 +102,7 @@ def headline(record: Record) -> str:
             f"{name} ({_firm(best)}){_memory_words(best, base)}; {_loss_words(best, base)}."
         )
         if record["level_with_best"]:
-            said += f" {words.listed(record['level_with_best'])} cannot be told from it in speed."
+            said += f" {words.listed(record['level_with_best'])} cannot be distinguished from it in speed."
     else:
         best = max(sound or rows, key=lambda row: float(row["training"]["speedup"]["value"]))
         speed = best["training"]["speedup"]
@@ -149,7 +149,7 @@ def _loss_words(row: Record, base: Record) -> str:
 
 
 def interval_note(record: Record) -> str:
-    """What the numbers in the speed table are."""
+    """How the numbers in the speed table were measured."""
     times = f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds"
     if record["starts"]:
         times += f" over {record['starts']} starts of every plan in a process of its own"
@@ -164,7 +164,7 @@ def interval_note(record: Record) -> str:
 
 
 def notes(record: Record) -> list[str]:
-    """Sentences below a table: why a plan has no numbers, and what else went wrong."""
+    """Sentences below a table: why a plan has no numbers, and other problems."""
     out = list(record["notes"])
     for row in record["plans"]:
         if row["status"] in _UNMEASURED:
@@ -177,11 +177,11 @@ def notes(record: Record) -> list[str]:
     return out
 
 
-# --- in tables ----------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------
 
 
 def grids(record: Record) -> list[Grid]:
-    """Speed, memory where it was measured, and learning: each narrow enough for a terminal and a phone."""
+    """Speed, memory if it was measured, and learning: each narrow enough for a terminal and a phone."""
     base, rows = baseline(record), record["plans"]
     versus = f"vs {base['name']}"
     stages = {"training": "training step"}
@@ -214,7 +214,7 @@ def grids(record: Record) -> list[Grid]:
 
 
 def _timed(row: Record, stage: str) -> tuple[str, str]:
-    """The time, and the speed against the baseline; in place of them what kept a plan from being timed."""
+    """The time, and the speed against the baseline; or why the plan was not timed."""
     timing = row[stage]
     if timing is not None:
         return words.step(timing["step"]) or "-", words.speed(timing["speedup"]) or ""

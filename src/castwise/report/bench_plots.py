@@ -1,4 +1,4 @@
-"""Pictures of a bench: bars of times and memory, losses, and what models have learned."""
+"""Plots of a bench: bars of times and memory, losses, and predictions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CUT = 3.0
 
 
 def baseline(record: Record) -> Record:
-    """The row that the others are compared with."""
+    """The row with which the others are compared."""
     found: Record = next(row for row in record["plans"] if row["name"] == record["baseline"])
     return found
 
@@ -66,9 +66,10 @@ def _bars(record: Record, panels: Sequence[tuple[str, Sequence[_Bar]]]) -> Figur
 
 
 def _panel(axes: Axes, title: str, bars: Sequence[_Bar], colours: Mapping[str, str]) -> None:
-    """Bars from the top down.
+    """Horizontal bars from top to bottom.
 
-    One longer than ``CUT`` times the baseline's, the first, is cut and marked, so that the others stay readable.
+    A bar longer than ``CUT`` times the baseline's, which is the first, is cut and marked, so that the others stay
+    readable.
     """
     import matplotlib
 
@@ -86,7 +87,7 @@ def _panel(axes: Axes, title: str, bars: Sequence[_Bar], colours: Mapping[str, s
                     0.94 * cut_at, index, "//", va="center", ha="center", color="white", fontweight="bold"
                 )
             elif below or above:
-                # A whisker that would leave the figure is drawn as far as there is room for its label.
+                # A whisker that would leave the figure is drawn as far as its label leaves room.
                 whisker = [[min(below, value)], [max(0.0, min(above, room - value))]]
                 axes.errorbar(value, index, xerr=whisker, color=ink, lw=1, capsize=2)
             end = cut_at if value > cut_at else min(value + above, max(room, value))

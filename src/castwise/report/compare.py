@@ -1,4 +1,4 @@
-"""What a comparison of two plans found, in the terminal and as a page."""
+"""Show a comparison of two plans in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PICTURES", "lines", "values"]
 Record = Mapping[str, Any]
 
 SHOWN = 12
-"""Rows of calls in the terminal."""
+"""Number of rows of calls in the terminal."""
 MEANING = (
     "Errors are relative: the norm of the difference over the norm under the first plan. error: of the call's results when "
     "each plan runs by itself. came in: of its inputs. own: of its results when it gets the inputs of the first plan's run, "
@@ -34,7 +34,7 @@ _DIRECTIONS = ("forward", "backward")
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """The answer, what was tried, and the calls that matter most, for the terminal."""
+    """The answer, the fixes that were tried, and the calls with the largest errors, for the terminal."""
     return [
         Line(headline(record), "bold"),
         Line(ends(record)),
@@ -99,7 +99,7 @@ def headline(record: Record) -> str:
 
 
 def ends(record: Record) -> str:
-    """What comes of it at the end."""
+    """The errors at the end of the pass."""
     one, other = record["losses"]
     said = f"At the end: loss {words.loss(one)} and {words.loss(other)}"
     parts = [f"{_error(record['loss_error'])} apart" if record["loss_error"] else ""]
@@ -113,7 +113,7 @@ def ends(record: Record) -> str:
 
 
 def tried(record: Record) -> Grid:
-    """What is left of the errors at the end with one module in the first plan's format."""
+    """The errors at the end when one module runs in the first plan's format."""
     columns: Columns = {
         "plan": "words",
         "loss": lambda trial: _error(trial["loss_error"]),

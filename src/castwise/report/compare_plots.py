@@ -1,4 +1,4 @@
-"""The path of an error through a model, forward and backward, as a picture."""
+"""Plot the error along a model's forward and backward."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NAMED = 3
-"""Calls that are named in a picture."""
+"""Number of calls that are named in a plot."""
 _TICKS, _APART = 9, 0.045
-"""Most calls that are named on the axis, and the least share of it between two of them."""
+"""Largest number of calls named on the axis, and the smallest gap between two, as a fraction of it."""
 _DECADES = 6.0
-"""A picture reaches so far below its largest error."""
+"""Lower end of a plot, relative to its largest error."""
 
 
 def label(call: Record) -> str:
-    """How a call is named: by its module's path, and which of its calls it is from the second on."""
+    """The name of a call: its module's path, and from the second call on its number."""
     name = call["path"] or "(model)"
     return f"{name} (call {call['call']})" if call["call"] else str(name)
 
 
 def _path(record: Record, direction: str) -> Figure | None:
-    """Errors over calls in the order in which they ended: what there is, what each adds by itself, what rounding explains."""
+    """Plot errors over calls in the order in which they ended: the error, the part that each call adds, its rounding."""
     calls = [call for call in _by_end(record["calls"]) if call[direction]["error"] is not None]
     if not any(call[direction]["error"] for call in calls):
         return None
@@ -50,7 +50,7 @@ def _path(record: Record, direction: str) -> Figure | None:
     axes.scatter(places, heights("own"), c=colours, s=10, zorder=3, label="own")
     axes.set_yscale("log")
     born = any(call[direction]["verdict"] == "born" for call in calls)
-    axes.set_ylim(floor / 4, top * (30 if born else 4))  # room for the legend, and for names
+    axes.set_ylim(floor / 4, top * (30 if born else 4))  # room for the legend and the names
     axes.grid(visible=True, axis="y")
     axes.set_title(f"{direction.capitalize()}: how the error develops")
     axes.set_xlabel(
@@ -70,7 +70,7 @@ def _path(record: Record, direction: str) -> Figure | None:
 
 
 def _by_end(calls: Sequence[Record]) -> list[Record]:
-    """Calls in the order in which they end, from that in which they begin: a module's after those of the modules in it."""
+    """Calls in the order in which they end, given the order in which they begin: a module after the modules in it."""
     out: list[Record] = []
     running: list[Record] = []
     for call in calls:
@@ -81,7 +81,7 @@ def _by_end(calls: Sequence[Record]) -> list[Record]:
 
 
 def _ticks(paths: Sequence[str]) -> list[int]:
-    """Places of the calls that the axis names: the innermost modules of the deepest level that it has room for."""
+    """Positions of the calls that the axis names: the innermost modules of the deepest level that fits."""
     called = set(paths)
     levels = [sum(path[:at] in called for at, letter in enumerate(path) if letter == ".") for path in paths]
     chosen: list[int] = []
@@ -99,7 +99,7 @@ def _ticks(paths: Sequence[str]) -> list[int]:
 
 
 def _short(path: str, most: int = 14) -> str:
-    """As many of a path's last parts as fit, and the one before a number in any case."""
+    """As many trailing parts of a path as fit; a number always keeps the part before it."""
     first, *rest = reversed(path.split("."))
     name = first
     for at, part in enumerate(rest):
@@ -114,7 +114,7 @@ def _is_inside(path: str, outer: str) -> bool:
 
 
 def _name(axes: Axes, calls: Sequence[Record], direction: str) -> None:
-    """Write the names of the birthplaces beside their points."""
+    """Write the names of the calls where errors arise beside their points."""
     born = [at for at, call in enumerate(calls) if call[direction]["verdict"] == "born"]
     worst = sorted(born, key=lambda at: -(calls[at][direction]["excess"] or float("inf")))[:_NAMED]
     for step, at in enumerate(sorted(worst)):

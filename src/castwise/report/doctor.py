@@ -1,4 +1,4 @@
-"""What a doctor found, in the terminal."""
+"""Show a doctor's result in the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Record = Mapping[str, Any]
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """A device, and perhaps a workload on it, for the terminal: the workload, which was asked for, first."""
+    """A device, and a workload if one was given, for the terminal: the workload first, since the user asked for it."""
     where, band = record["environment"], record["bandwidth"]
     quartiles = f"{band['gb_per_s_low']:.3g} to {band['gb_per_s_high']:.3g}"
     return [
@@ -33,7 +33,7 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """The answer, the formats or the steps by plan, and what holds a workload back, for one screen."""
+    """The answer, the formats or the steps by plan, and the limits of a workload, for one screen."""
     where, report = record["environment"], record["workload"]
     device = Line(f"{where['device']}, {where['threads']} threads: {record['units']['sentence']}.", "dim")
     hint = Line("--verbose shows the rates of each operator, and how they were measured.", "dim")
@@ -53,11 +53,11 @@ def brief(record: Record) -> list[Grid | Line]:
 
 
 _MOST = 2
-"""Findings that are shown on one screen; the first weigh most."""
+"""Number of findings shown on one screen; the first have the largest effect."""
 
 
 def _device_headline(record: Record) -> str:
-    """What the formats of a device are good for, in a sentence."""
+    """For which operators the device's formats are faster, in one sentence."""
     by: dict[str, list[str]] = {}
     for found in record["verdicts"]:
         by.setdefault(found["verdict"], []).append(found["format"])
@@ -106,7 +106,7 @@ def _verdicts(verdicts: list[Record]) -> Grid:
 
 
 def headline(report: Record) -> str:
-    """What a workload should do about formats, in a sentence."""
+    """Which format a workload should use, in one sentence."""
     fast = [step for step in report["steps"] if step["verdict"] == "fast"]
     if not fast:
         return f"{report['name']}: no low format is known to make a training step faster here; stay in fp32."

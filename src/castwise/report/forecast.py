@@ -1,4 +1,4 @@
-"""What formats would do to a model's numbers, in the terminal and as a page with every region's magnitudes."""
+"""Show the effect of formats on a model's numbers, in the terminal and as a page with every region's magnitudes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from castwise.report.plots import COLOURS, Picture
 Record = Mapping[str, Any]
 
 PICTURES: Mapping[str, Picture] = {}
-"""None: the histograms are drawn into the rows of the page."""
+"""No separate pictures: histograms are drawn in the rows of the page."""
 _MOST = 12
-"""Rows of a list in the terminal."""
+"""Number of rows of a list in the terminal."""
 _COLOURS = {"bf16": COLOURS[0], "fp16": COLOURS[1], "fp8_e5m2": COLOURS[4], "fp8_e4m3": COLOURS[3]}
 _WIDTH, _BARS, _STRIP = 240, 30, 5
-"""Pixels: a histogram's width, the height of its bars, and of the strip that shows a format's range."""
+"""In pixels: a histogram's width, the height of its bars, and of the strip that shows a format's range."""
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """The answer, the plan that follows, which formats hold which regions, and why not, for the terminal."""
+    """The answer, the resulting plan, which formats can represent which regions, and why others cannot, for the terminal."""
     bad = [region for region in record["regions"] if region["troubles"]]
     columns: Columns = {
         "region": lambda region: region["path"] or "(the model itself)",
@@ -110,7 +110,7 @@ def _holds(record: Record, name: str) -> Any:
 
 
 def _planned(region: Record) -> str:
-    """The format that the plan computes a region in."""
+    """The format in which the plan computes a region."""
     return (
         ", ".join(region["computed"]) + (", no" if region["trouble"] else "")
         if region["computed"]
@@ -119,7 +119,7 @@ def _planned(region: Record) -> str:
 
 
 def _scales(scales: Record | None) -> str | None:
-    """Loss scales that hold a region, as ``0.2 to 65,000``."""
+    """Loss scales with which a format can represent a region, as ``0.2 to 65,000``."""
     if scales is None:
         return None
     return f"{words.number(scales['lowest_scale'])} to {words.number(scales['highest_scale'])}"
@@ -140,12 +140,12 @@ def _facts(record: Record) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Cell:
-    """What a format does to a row's tensors.
+    """The effect of a format on a row's tensors.
 
     Attributes:
-        said: In words, the worst first.
-        order: To sort by: what is lost.
-        bad: Whether it does not hold them.
+        said: The text, the largest loss first.
+        order: Sort key: how much is lost.
+        bad: Whether the format cannot represent them.
     """
 
     format: str
@@ -159,7 +159,7 @@ class PageRow:
     """A region's tensors of one kind.
 
     Attributes:
-        plan: The format that the plan computes the region in.
+        plan: The format in which the plan computes the region.
         bars: Lowest exponent and counts of the histogram, for the page's script; the zeros last.
     """
 
@@ -197,7 +197,7 @@ def _row(record: Record, region: Record, tensor: Record, low: int, high: int) ->
 
 
 def _cast(tensor: Record, name: str) -> Record | None:
-    """As training would cast: scaled where it scales."""
+    """Cast as training would, with the loss scale if there is one."""
     found = [cast for cast in tensor["casts"] if cast["format"] == name]
     return next((cast for cast in found if cast["scale"] is not None), found[0] if found else None)
 
@@ -237,7 +237,7 @@ def _axis(record: Record) -> tuple[int, int]:
 
 
 def _picture(record: Record, tensor: Record, low: int, high: int) -> str:
-    """The histogram over exponents as SVG, with the range of each format below it: pale where numbers are subnormal."""
+    """The histogram over exponents as SVG, with the range of each format below it: pale for subnormal numbers."""
     histogram = tensor["histogram"]
     most = max(histogram["counts"], default=0)
 
@@ -262,11 +262,11 @@ def _picture(record: Record, tensor: Record, low: int, high: int) -> str:
 
 
 def _shift(tensor: Record, name: str, top: float) -> float:
-    """By how many powers of two a scale moves a format's range, which ends at ``top``, against the values."""
+    """The power of two by which a scale shifts a format's range, which ends at ``top``, relative to the values."""
     cast = _cast(tensor, name)
     if cast is None or cast["scale"] is None or not tensor["largest"]:
         return 0.0
-    if isinstance(cast["scale"], str):  # a scale of each tensor's own: the range ends with the largest value
+    if isinstance(cast["scale"], str):  # with a scale per tensor, the range ends at the largest value
         return math.log2(top / tensor["largest"])
     return math.log2(cast["scale"])
 

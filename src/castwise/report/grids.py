@@ -1,4 +1,4 @@
-"""A table as plain text, which the terminal and the page show each in its way."""
+"""A table as plain text, which the terminal and the page display differently."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ WORDS = (
     "plan", "region", "modules", "module", "format", "formats", "operator", "tensor", "cast", "phase", "alarm", "state", "verdict",
     "why", "where", "outcome",
 )  # fmt: skip
-"""Columns that hold words; the others hold numbers, which stand to the right."""
+"""Columns that hold text; the others hold numbers, which are right-aligned."""
 
 
 class Line(NamedTuple):
-    """A paragraph of text, and rich's name of its style."""
+    """A paragraph of text with a rich style."""
 
     text: str = ""
     style: str = ""
@@ -39,9 +39,9 @@ class Row:
     """A row of a table.
 
     Attributes:
-        cells: As many as the table has columns; ``-`` where something was not measured.
-        status: What sets the row apart, such as ``chosen`` or ``failed``; else empty.
-        why: The reason of it, in a clause.
+        cells: One for each column; ``-`` if something was not measured.
+        status: Status of the row, such as ``chosen`` or ``failed``; else empty.
+        why: The reason for the status, in a clause.
     """
 
     cells: tuple[str, ...]
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def tag(self) -> str:
-        """The status, where a page says it beside the name."""
+        """The status as shown on a page beside the name."""
         return self.status if self.status in ("chosen", "baseline", "tie", "rejected", "not tried") else ""
 
 
@@ -59,11 +59,11 @@ class Grid:
     """A table.
 
     Attributes:
-        title: What it is about.
-        header: Column names; the first column holds what rows are about.
-        rows: From the top down.
-        wraps: Whether numbers may wrap where the terminal is narrow, or only words.
-        spare: Columns that a terminal too narrow for all leaves out, in this order; below the table it names them.
+        title: The title.
+        header: Column names; the first column holds the names of the rows.
+        rows: From top to bottom.
+        wraps: Whether numbers may wrap in a narrow terminal, or only text.
+        spare: Columns that are left out, in this order, if the terminal is too narrow; they are named below the table.
     """
 
     title: str
@@ -85,11 +85,11 @@ class Grid:
         """Make a table of records, one per row.
 
         Args:
-            title: What it is about.
-            records: From the top down.
-            columns: By name what each says of a record: the name of a value, or a function of it; ``-`` for None.
-            status: The row's status, said in the same way; empty for none.
-            why: The reason of it.
+            title: The title.
+            records: From top to bottom.
+            columns: By name, the value of a record that each shows: a key, or a function of the record; ``-`` for None.
+            status: The row's status, given in the same way; empty for none.
+            why: The reason for the status.
             spare: Columns that a narrow terminal leaves out first.
         """
 
@@ -108,7 +108,7 @@ class Grid:
         return cls(title, tuple(columns), tuple(rows), spare=spare)
 
     def where(self, status: str, has: bool = True) -> Grid:
-        """The table with the rows that have a status, or with the others."""
+        """The table with only the rows that have a status, or only the others."""
         return replace(self, rows=tuple(row for row in self.rows if (row.status == status) is has))
 
     def only(self, title: str, *columns: str) -> Grid:
@@ -119,12 +119,12 @@ class Grid:
 
 
 def opening(lines: Iterable[Grid | Line]) -> list[Grid | Line]:
-    """The paragraphs that come before the first table or blank line: an answer, and what belongs to it."""
+    """The paragraphs before the first table or blank line: the answer and its context."""
     return list(itertools.takewhile(lambda part: isinstance(part, Line) and bool(part.text), lines))
 
 
 def terminal(lines: Iterable[Grid | Line]) -> RenderableType:
-    """Tables and lines, from the top down, for ``rich.print``."""
+    """Tables and lines, from top to bottom, for ``rich.print``."""
     from rich.console import Group
     from rich.text import Text
 
@@ -135,9 +135,10 @@ def terminal(lines: Iterable[Grid | Line]) -> RenderableType:
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A table that gives way where the terminal is too narrow to show whole words.
+    """A table that is reduced if the terminal is too narrow to show whole words.
 
-    Spare columns go, so that names stay whole; what follows a number goes below it; names go on below at a dot or an underscore.
+    Spare columns are left out first, so that names stay whole; then additions to a number move below it; then names
+    wrap at a dot or an underscore.
     """
 
     grid: Grid
@@ -158,16 +159,17 @@ class _Fitted:
 
 
 _NAME, _WRAPPED = 32, 10
-"""A name's length up to which columns are left out for it, and characters that a column of sentences has beyond its longest word."""
+"""Up to this length of a name, columns are left out to keep it whole; width added to the longest word of a text
+column."""
 
 
 def _longest(grid: Grid) -> int:
-    """Characters that the first column would take."""
+    """Width of the first column's longest name."""
     return max(len(name) for name in (grid.header[0], *(row.cells[0] for row in grid.rows)))
 
 
 def _least(grid: Grid) -> int:
-    """Characters that it needs so that no part of a name, and no more of a plan's line than must be, is broken."""
+    """Width that it needs so that no part of a name is broken, and as little as possible of a plan's line."""
     names = [grid.header[0], *(row.cells[0] for row in grid.rows)]
     words = [word for name in names for word in breakable(name).split()]
     parts = words if grid.header[0] == "plan" else [part for word in words for part in _pieces(word)]
@@ -179,7 +181,7 @@ def _pieces(word: str) -> list[str]:
 
 
 def _folded(name: str, width: int) -> str:
-    """A name with line breaks at dots and underscores, where it is longer than a column."""
+    """A name with line breaks at dots and underscores, if it is longer than a column."""
     words = []
     for word in name.split(" "):
         rows = [""]
@@ -193,11 +195,11 @@ def _folded(name: str, width: int) -> str:
 
 
 _STACKED = (None, re.compile(r" (?=\(|to )"), re.compile(r" (?=\(|to |±)"))
-"""Where numbers go on below, the less room there is."""
+"""Positions at which numbers wrap, used in turn the less room there is."""
 
 
 def _cell(text: str, level: int, head: bool = False) -> str:
-    """What a column of numbers shows of a cell."""
+    """The text of a cell in a column of numbers."""
     at = _STACKED[level]
     if at is None:
         return text
@@ -205,7 +207,7 @@ def _cell(text: str, level: int, head: bool = False) -> str:
 
 
 def _width(grid: Grid, level: int) -> int:
-    """Columns of the terminal that a table needs so that no number, and no word of a plan's name, is broken."""
+    """Terminal width that a table needs so that no number, and no word of a plan's name, is broken."""
     out = 3 + (3 if any(row.status == "chosen" for row in grid.rows) else 0) + _least(grid)
     columns = zip(grid.header, *(row.cells for row in grid.rows), strict=True)
     for name, *cells in list(columns)[1:]:

@@ -1,4 +1,4 @@
-"""What a comparison of log-probabilities found, in the terminal and as a page."""
+"""Show a comparison of log-probabilities in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PICTURES", "lines", "values"]
 
 Record = Mapping[str, Any]
 _TOLD = 5
-"""Tokens that the terminal shows, the worst first."""
+"""Number of tokens shown in the terminal, the largest differences first."""
 
 
 def lines(record: Record) -> list[Grid | Line]:
@@ -35,7 +35,7 @@ def values(record: Record) -> dict[str, Any]:
 
 
 def headline(record: Record) -> str:
-    """How far apart the two sides are: of the plan that is furthest off, and which are not off at all."""
+    """How far apart the two sides are, for the plan with the largest difference, and which plans do not differ at all."""
     train, clip = record["words_train"], record["clip"]
     same = [row["words"] for row in record["serve"] if row["max_abs"] == 0.0]
     off = [row for row in record["serve"] if row["max_abs"] != 0.0]
@@ -115,7 +115,7 @@ def _tokens(record: Record, count: int | None = None) -> Grid:
 
 
 def meaning(record: Record) -> str:
-    """What the numbers are."""
+    """What the numbers mean."""
     drawn = (
         "drawn from the serving plan's probabilities at each position, so that k1 and k3 are unbiased"
         if record["tokens"] == "sampled"

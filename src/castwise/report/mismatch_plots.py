@@ -1,4 +1,4 @@
-"""Pictures of log-probabilities: quantiles of the ratios, and how the difference grows along a sequence."""
+"""Plots of log-probabilities: quantiles of the ratios, and the difference along a sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a monitor saw of a training: alarms, the last sample by region, audits."""
+"""Show what a monitor recorded of a training: alarms, the last sample by region, audits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROWS = 12
-"""Regions in the terminal: those with the largest updates."""
+"""Number of regions in the terminal: those with the largest updates."""
 _COLUMNS = {
     "gradient": "grad_norm", "weights": "weight_norm", "update": "update_ratio", "output": "output",
     "near overflow": "near_overflow", "zero": "zero", "subnormal": "subnormal", "underflow": "underflow",
@@ -30,12 +30,12 @@ COLUMNS = {
     "underflow": "error of rounding to subnormals: its square over the squared norm of the gradients",
     "lost": "share of the updates that rounding dropped, where parameters are stored low without masters",
 }
-"""What columns say, for the page."""
+"""Meaning of the columns, for the page."""
 _SHARES = ("near_overflow", "zero", "subnormal", "lost_updates")
 
 
 def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
-    """The run in a line, open alarms, the last sample's regions and the last audit, for the terminal."""
+    """The run in one line, open alarms, the last sample's regions and the last audit, for the terminal."""
     out: list[Grid | Line] = [Line(answer(record))]
     still = [alarm for alarm in record["alarms"] if alarm["open"]]
     out += [
@@ -52,7 +52,7 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
 
 
 def answer(record: Mapping[str, Any]) -> str:
-    """The run in a sentence."""
+    """The run in one sentence."""
     count = sum(alarm["open"] for alarm in record["alarms"])
     alarms = "no alarm open" if not count else f"{count} alarm{'s' if count > 1 else ''} open"
     if cleared := len(record["alarms"]) - count:
@@ -65,7 +65,7 @@ def answer(record: Mapping[str, Any]) -> str:
 
 
 def last(record: Mapping[str, Any]) -> str:
-    """The last sample in a line; empty before there is one."""
+    """The last sample in one line; empty before the first."""
     if not record["samples"]:
         return ""
     sample = record["samples"][-1]
@@ -79,7 +79,7 @@ def last(record: Mapping[str, Any]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits."""
+    """Format a number to three digits."""
     return "-" if value is None else f"{value:.3g}"
 
 
@@ -94,7 +94,7 @@ def _cell(name: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def region_grid(record: Mapping[str, Any], most: int | None = None) -> Grid:
-    """The last sample by region, largest updates first, without columns that say nothing."""
+    """The last sample by region, largest updates first, without empty columns."""
     if not record["samples"]:
         return Grid("", ("module",), ())
     sample = record["samples"][-1]
@@ -134,7 +134,7 @@ def audit_grid(record: Mapping[str, Any]) -> Grid:
 
 
 def values(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for the page, and all that was seen before."""
+    """The same for the page, with everything recorded before."""
     return {
         "answer": answer(record), "regions": region_grid(record), "alarms": alarm_grid(record),
         "audits": audit_grid(record), "remarks": [f"Not seen: {what}" for what in record["unseen"]],

@@ -1,4 +1,4 @@
-"""Where the first value came up that is not finite, in the terminal and as a page."""
+"""Show where the first non-finite value arose, in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def headline(record: Record) -> str:
 
 
 def place(record: Record) -> str:
-    """The module, call and phase of an operator in words."""
+    """Text that names the module, call and phase of an operator."""
     module = record["module"] or ("the model itself" if record["in_model"] else "the loss")
     call = f", call {record['call']}" if record["call"] else ""
     if record["phase"] == "backward":
@@ -55,7 +55,7 @@ def place(record: Record) -> str:
 
 
 def cure(record: Record) -> str:
-    """What cures it, or what to do, in a sentence."""
+    """The cure that was found, or the advice, in one sentence."""
     if not record["found"]:
         return ""
     if record["cure"] is not None:
@@ -65,7 +65,7 @@ def cure(record: Record) -> str:
 
 
 def facts(record: Record) -> dict[str, str]:
-    """What else is known, by what it is called."""
+    """Further facts, by name."""
     reached = record["reached"]
     said = {
         "plan": record["plan"],
@@ -87,7 +87,7 @@ def facts(record: Record) -> dict[str, str]:
 
 
 def grids(record: Record) -> list[Grid]:
-    """What the operator was given and made, and the plans that were tried."""
+    """The inputs and results of the operator, and the plans that were tried."""
     out = []
     tensors = [*record["inputs"], *record["outputs"]]
     if tensors:
@@ -130,7 +130,7 @@ def brief(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """For the page."""
+    """The values for the page."""
     return {
         "answer": headline(record),
         "cure": cure(record),

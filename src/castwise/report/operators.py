@@ -1,4 +1,4 @@
-"""Operators by format, and casts, in the terminal and as a page."""
+"""Show operators by format, and casts, in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Record = Mapping[str, Any]
 
 PICTURES: Mapping[str, Picture] = {}
 _MOST = 10
-"""Rows of a table in the terminal."""
+"""Number of rows of a table in the terminal."""
 
 
 def headline(record: Record) -> str:
-    """How much runs in which format, and what casts take."""
+    """How much runs in each format, and the time that casts take."""
     total = record["time_s"] or 1.0
     calls = sum(use["calls"] for use in record["operators"])
     by_format: dict[str, float] = {}
@@ -44,7 +44,7 @@ def headline(record: Record) -> str:
 
 
 def grids(record: Record, most: int | None = None) -> list[Grid]:
-    """Operators, casts and regions; of each so many rows."""
+    """Operators, casts and regions, each limited to so many rows."""
     total = record["time_s"] or 1.0
     operators: Columns = {
         "operator": "operator",
@@ -84,7 +84,7 @@ def grids(record: Record, most: int | None = None) -> list[Grid]:
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """The tables for the terminal, the rows that matter most."""
+    """The tables for the terminal, with the rows that take the most time."""
     shown: list[Grid | Line] = [Line(record["answer"], "bold")]
     for grid in grids(record, _MOST):
         shown += [Line(), grid]
@@ -99,12 +99,12 @@ def brief(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """For the page."""
+    """The values for the page."""
     return {"answer": record["answer"], "grids": grids(record), "notes": record["notes"]}
 
 
 def _where(cast: Record) -> str:
-    """Where a cast stands, and why it could be avoided."""
+    """Where a cast is made, and why it could be avoided."""
     where = cast["source"].replace(", line ", ":")
     if cast["avoidable"] == "repeated":
         return f"was cast before in {cast['first'] or 'the model'}; {where}"

@@ -1,4 +1,4 @@
-"""What the parity test found, in the terminal."""
+"""Show a parity test's result in the terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What all pictures share: their style and colours, and how they become SVG in the page's colours, or PNG files.
+"""Shared by all plots: their style and colours, and conversion to SVG in the page's colours, or to PNG files.
 
-A figure is drawn at the width of a phone, so that its letters stay legible there; a page puts several side by side
-where it has room.
+A figure is drawn at the width of a phone, so that its text stays legible there; a page puts several side by side
+if it has room.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 
 WIDTH = 4.2
-"""Inches; at 100 units per inch about the width of a phone."""
+"""In inches; at 100 units per inch about the width of a phone."""
 _INK = "#1b1f24"
 SENTINEL = "#010203"
-"""Stands for the page's own text colour in figures that become SVG."""
+"""Placeholder for the page's text colour in figures that become SVG."""
 GREY = "#8a8f98"
 COLOURS = ("#2f6fde", "#e0872b", "#2a9d74", "#c2479c", "#7a5bd6", "#b8a01f", "#d1495b", "#3aa6c9")
 
 
 @contextlib.contextmanager
 def style(ink: str = _INK) -> Iterator[None]:
-    """Matplotlib's settings for figures whose letters have a colour."""
+    """Matplotlib settings for figures with text of this colour."""
     import matplotlib
 
     settings: dict[Any, Any] = {
@@ -50,7 +50,7 @@ def style(ink: str = _INK) -> Iterator[None]:
 
 
 def new_figure(height: float) -> Figure:
-    """An empty figure, its height in inches."""
+    """An empty figure of the standard width; its height is in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -60,12 +60,12 @@ def new_figure(height: float) -> Figure:
 
 
 class Picture(NamedTuple):
-    """A picture of a kind of record.
+    """A plot for one kind of record.
 
     Attributes:
-        draw: Makes the figure; None where a record has no numbers for it.
-        label: What a screen reader says of it.
-        caption: What stands below it.
+        draw: Makes the figure; None if a record has no numbers for it.
+        label: Text for a screen reader.
+        caption: Text below it.
     """
 
     draw: Callable[[Record], Figure | None]
@@ -74,21 +74,21 @@ class Picture(NamedTuple):
 
 
 def draw(pictures: Mapping[str, Picture], record: Record, ink: str = _INK) -> dict[str, Figure]:
-    """Figures by name: every picture that a record has numbers for, with letters of a colour."""
+    """Figures by name: every plot for which a record has numbers, with text of this colour."""
     if not pictures:
-        return {}  # and no matplotlib
+        return {}  # without importing matplotlib
     with style(ink):
         drawn = {name: picture.draw(record) for name, picture in pictures.items()}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def plain(text: str) -> str:
-    """A user's words as matplotlib draws them letter by letter: dollars start no formula."""
+    """Text of the user that matplotlib draws literally: a dollar sign starts no formula."""
     return text.replace("$", r"\$")
 
 
 def folded(name: str, most: int = 18) -> str:
-    """A name in lines short enough for an axis, which begin at a dot, a plus or an equals sign where they can."""
+    """A name in lines short enough for an axis, broken before a dot, a plus or an equals sign if possible."""
     rows = [""]
     for part in re.split(r"(?=[.+=])", name):
         pieces = [part[at : at + most] for at in range(0, len(part), most)]
@@ -101,19 +101,19 @@ def folded(name: str, most: int = 18) -> str:
 
 
 def row_height(names: Sequence[str], height: float) -> float:
-    """Inches for each of some rows, whose names may be folded, where one of a single line takes so many."""
+    """Inches per row, if a row of a single line takes ``height`` and names may be folded."""
     return height + 0.15 * max((folded(name).count("\n") for name in names), default=0)
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Give what is drawn at 0, 1, 2 ... its names, from the top down."""
+    """Label the rows at 0, 1, 2 ... with their names, from top to bottom."""
     axes.set_yticks(range(len(names)), [folded(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
 
 
 def name_decades(axes: Axes, values: Sequence[float]) -> None:
-    """Name what stands on a logarithmic axis in plain numbers, between decades too where it has few."""
+    """Label a logarithmic axis in plain numbers, between decades too if it spans few."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.yaxis.set_major_formatter("{x:g}")
@@ -130,10 +130,10 @@ def draw_curves(
     colours: Mapping[str, str],
     steps: Sequence[float] | None = None,
 ) -> None:
-    """Draw losses over training steps, on a logarithmic axis where they span more than a decade.
+    """Draw losses over training steps, on a logarithmic axis if they span more than a decade.
 
     Args:
-        figure: Where to.
+        figure: The figure to draw in.
         curves: By name a loss per step; None leaves a gap.
         colours: By name.
         steps: Step numbers of the losses; by default 1, 2, 3 ...
@@ -160,9 +160,9 @@ def draw_curves(
 
 
 def to_svg(figure: Figure, label: str) -> str:
-    """The ``<svg>`` element of a figure drawn in ``SENTINEL``, its letters in the page's own colour and font.
+    """The ``<svg>`` element of a figure drawn in ``SENTINEL``, with its text in the page's colour and font.
 
-    It is the same for the same figure; a screen reader says ``label``.
+    Equal figures give equal text; a screen reader reads ``label``.
     """
     buffer = io.StringIO()
     with style(SENTINEL):

@@ -1,6 +1,6 @@
-"""How far a job is, on standard error: what the command line shows, and ``progress=True`` from Python.
+"""Show a job's progress on standard error, for the command line and for ``progress=True`` from Python.
 
-A terminal gets bars or stages that move; what is not a terminal (a log of CI, of nohup) gets lines, each as soon as it is known.
+A terminal gets moving bars or stages; any other output (a log of CI, of nohup) gets lines, each as soon as it is known.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 EVERY_S = 10.0
-"""Without a terminal, seconds between two lines of progress in one stage."""
+"""Without a terminal: seconds between two lines of progress in one stage."""
 
 
 class Lines:
-    """A line where a stage begins or ends, and now and then between; of a search, where it begins alone."""
+    """A line when a stage begins or ends, and now and then between; for a search, only when a stage begins."""
 
     def __init__(self, console: Console, stages: bool) -> None:
         self._console = console
@@ -53,7 +53,7 @@ class Bars:
 
         self.bars = Progress(
             TextColumn("{task.description}", markup=False, table_column=column()),
-            BarColumn(bar_width=16, table_column=Column(min_width=4)),  # gives way in a narrow terminal
+            BarColumn(bar_width=16, table_column=Column(min_width=4)),  # shrinks in a narrow terminal
             MofNCompleteColumn(table_column=column()),
             TimeRemainingColumn(compact=True, table_column=column()),
             TextColumn("{task.fields[figures]}", markup=False, table_column=column()),
@@ -62,7 +62,7 @@ class Bars:
         self._tasks: dict[tuple[str, str], Any] = {}
 
     def __call__(self, event: Any) -> None:
-        """Show an event, as :class:`castwise.commands.jobs.Event` has it; those of a training have figures too."""
+        """Show an event, an instance of :class:`castwise.commands.jobs.Event`; those of a training have numbers too."""
         key = (event.stage, event.subject)
         figures = _figures(event)
         if key not in self._tasks:
@@ -84,7 +84,7 @@ def _figures(event: Any) -> str:
 
 
 class Stages(Bars):
-    """A line per stage, with what is being tried and what is known."""
+    """A line per stage, with the plan being tried and the results so far."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -118,14 +118,14 @@ class Stages(Bars):
 
 @contextlib.contextmanager
 def bars(stages: bool = False) -> Iterator[Bars | Lines]:
-    """What shows events: a bar per stage and subject, or a line per stage; nothing before the first of them."""
+    """The display of events: a bar per stage and subject, or a line per stage; nothing before the first event."""
     from rich.console import Console
 
     class Unread(Console):
-        def on_broken_pipe(self) -> None:  # rich's own leaves the process
+        def on_broken_pipe(self) -> None:  # rich's own stays in the process
             self.quiet = True
 
-    console = Unread(stderr=True)  # made anew, as standard error may have been replaced
+    console = Unread(stderr=True)  # created each time, since standard error may have been replaced
     if not (console.is_terminal or console.is_jupyter):
         yield Lines(console, stages)
         return

@@ -1,4 +1,4 @@
-"""What a recovery did, in the terminal."""
+"""Show a recovery's result in the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from castwise.report.grids import Columns, Grid, Line
 
 
 def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
-    """Each return to a good state: when, why, what was done about it."""
+    """Each return to a good state: when, why, and what was changed."""
     columns: Columns = {
         "step": "step", "back to": "to_step", "what was seen": "symptom", "cause": "cause", "evidence": "evidence",
         "what was done": "action",
@@ -21,7 +21,7 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
 
 
 def headline(record: Mapping[str, Any]) -> str:
-    """How often, and what the plan is now, in a sentence."""
+    """How many returns were made, and the current plan, in one sentence."""
     count = len(record["returns"])
     times = "never" if not count else "once" if count == 1 else f"{count} times"
     changed = "" if record["plan"] == record["first_plan"] else f"; the plan is {record['words']} now"

@@ -1,4 +1,4 @@
-"""A record as a table in the terminal, and as a page: one HTML file that needs nothing beside it."""
+"""Show a record as a table in the terminal, and as a page: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ _KINDS = {
     "monitor": monitor, "nonfinite": nonfinite, "operators": operators, "parity": parity, "recovery": recovery,
     "replay": replay, "train": train, "try": tried, "tune": tune,
 }  # fmt: skip
-"""By the kind of a record what says it: ``lines`` and ``brief`` for the terminal; ``values`` and ``PICTURES`` for the page's template."""
+"""By the kind of a record, the module with its text: ``lines`` and ``brief`` for the terminal; ``values`` and
+``PICTURES`` for the page's template."""
 
 
 def table(record: Mapping[str, Any], verbose: bool = True) -> RenderableType:
-    """What a result's record says, for ``rich.print``; readable from 80 columns on.
+    """A result's record as text for ``rich.print``; readable from 80 columns on.
 
     Args:
         record: Of any kind.
-        verbose: All of it, or what fits on a screen: the answer and what supports it.
+        verbose: All of it; otherwise what fits on a screen: the answer and what supports it.
     """
     kind = _KINDS[record["kind"]]
     lines = kind.lines if verbose else getattr(kind, "brief", kind.lines)
@@ -55,7 +56,8 @@ def table(record: Mapping[str, Any], verbose: bool = True) -> RenderableType:
 def page(record: Mapping[str, Any]) -> str:
     """The page of a record: HTML with its style and pictures inside.
 
-    It fits wide and narrow screens, light and dark; what was not measured is None or empty in the record, and left out.
+    It fits wide and narrow screens, light and dark; values that were not measured are None or empty in the record, and
+    left out.
     """
     import jinja2
 
@@ -77,12 +79,12 @@ def page(record: Mapping[str, Any]) -> str:
     said: str = template.render(
         record=record, pictures=pictures, where=words.where(record), **kind.values(record)
     )
-    return re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", said)  # a number and its sign stay on a line
+    return re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", said)  # a number and its sign stay on one line
 
 
 def write(record: Mapping[str, Any], path: Path) -> list[Path]:
     """Write the page to ``path`` and its pictures as PNG files beside it; returns their paths, the page's first."""
-    write_whole(path, page(record), errors="backslashreplace")  # parts of a path that are not text
+    write_whole(path, page(record), errors="backslashreplace")  # bytes of a path that are not text
     figures = plots.draw(_KINDS[record["kind"]].PICTURES, record)
     return [
         path,

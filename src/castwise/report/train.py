@@ -1,4 +1,4 @@
-"""What became of a training, in a sentence and as curves."""
+"""Show a training's result, in one sentence and as curves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def lines(record: Mapping[str, Any]) -> list[Line]:
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """The outcome in a sentence."""
+    """The outcome in one sentence."""
     where = f" on {record['layout']}" if record["world_size"] > 1 else ""
     said = f"{record['workload']} under {record['words']}{where}: loss {words.loss(record['final_loss'])}"
     said += f" after {record['steps_done']} steps ({record['steps_per_s']:.3g} steps/s"
@@ -31,11 +31,11 @@ def summary(record: Mapping[str, Any]) -> str:
 
 
 def plot_curves(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
-    """Draw a training's loss, and below it its loss scale where there is one, to a PNG file; returns its path.
+    """Draw a training's loss, and below it its loss scale if there is one, to a PNG file; returns its path.
 
     Args:
-        records: One mapping per step with ``step`` and ``loss``, perhaps ``loss_scale``; other keys are ignored.
-        path: Of the file.
+        records: One mapping per step with ``step`` and ``loss``, optionally ``loss_scale``; other keys are ignored.
+        path: Path of the file.
     """
     steps = [record.get("step", index + 1) for index, record in enumerate(records)]
     scales = [

@@ -1,4 +1,4 @@
-"""What a script did under several plans, in the terminal."""
+"""Show the results of a script under several plans, in the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Record = Mapping[str, Any]
 
 
 def headline(record: Record) -> str:
-    """Which plan ran the script fastest, in a sentence."""
+    """Which plan ran the script fastest, in one sentence."""
     rows = record["plans"]
     first, ran = rows[0], [row for row in rows if row["status"] == "ok"]
     if first not in ran:
@@ -41,11 +41,11 @@ def brief(record: Record) -> list[Grid | Line]:
 
 
 _MOST = 2
-"""Failures that fit on one screen; the table shows all."""
+"""Number of failures that fit on one screen; the table shows all."""
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """The answer, a table with a row per plan, why one failed, and what the numbers are."""
+    """The answer, a table with a row per plan, why one failed, and what the numbers mean, for the terminal."""
     rows = record["plans"]
     process = ", of the whole process" if record["environment"]["device_type"] == "cpu" else ""
     return [

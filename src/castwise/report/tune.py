@@ -1,4 +1,4 @@
-"""What a search for a plan found, in the terminal and as a page that a person can decide from."""
+"""Show the result of a search for a plan, in the terminal and as a page on which a user can base a decision."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = [
 Record = Mapping[str, Any]
 
 _LEFT = {"sound": "sound but not timed", "rejected": "rejected", "not tried": "not tried"}
-"""Statuses of plans that have no row of their own among those compared, and what they are called."""
+"""Labels for the statuses of plans that have no row in the comparison."""
 _MOST = 12
-"""Rows of a list in the terminal."""
+"""Number of rows of a list in the terminal."""
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """A search's answer, why, how to use it, the plans that it compared and what became of others, for the terminal."""
+    """A search's answer, why, how to use it, the plans that it compared and the outcome of others, for the terminal."""
     plans, apart = plan_grid(record), region_grid(record).where("apart")
     compiling = [name for name in plans.header if name == "compiling"]
     grids = (
@@ -57,7 +57,7 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """The answer, what supports it, what is open, how to use the plan, and the plans beside it, for one screen."""
+    """The answer, its support, open questions, how to use the plan, and the closest plans, for one screen."""
     grid, open_ = plan_grid(record), _open(record)
     rows = tuple(
         row for row in grid.rows if row.tag in ("chosen", "baseline", "tie") or _BESIDE in row.cells[0]
@@ -80,7 +80,7 @@ _BESIDE = "one-line autocast"
 
 
 def _others(record: Record) -> list[Grid | Line]:
-    """Plans that are not in the running, with why: the first of them."""
+    """The first few plans that dropped out, with the reason."""
     grid = other_grid(record)
     more = len(grid.rows) - _MOST
     shown = replace(grid, rows=grid.rows[:_MOST]).only(grid.title, "plan", "outcome", "why")
@@ -101,11 +101,11 @@ def values(record: Record) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- in tables ----------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------
 
 
 def plan_grid(record: Record) -> Grid:
-    """The plan, fp32, one-line autocast and what is as good as can be told; ties with the plan as one row."""
+    """The plan, fp32, one-line autocast and plans of equal quality; ties with the plan are one row."""
     rows = [row for row in record["candidates"] if _is_shown(record, row)]
     ties = [row for row in rows if row["status"] == "tie" and not _name_beside(row)]
     columns = _columns(record)
@@ -116,7 +116,7 @@ def plan_grid(record: Record) -> Grid:
 
 
 def other_grid(record: Record) -> Grid:
-    """The plans that :func:`plan_grid` does not show, one row for each outcome and reason; columns that say nothing are left out."""
+    """The plans that :func:`plan_grid` does not show, one row for each outcome and reason; empty columns are left out."""
     rows = [
         row
         for status in _LEFT
@@ -161,7 +161,7 @@ def _is_shown(record: Record, row: Record) -> bool:
 
 
 def _name_beside(row: Record) -> str:
-    """What a plan is to everybody, which is why it always has a row."""
+    """The reason why a plan always has a row, such as being fp32."""
     return {"fp32": "as it is", "bf16-mixed": _BESIDE}.get(row["plan"], "")
 
 
@@ -197,7 +197,7 @@ def _columns(record: Record) -> Columns:
 
 
 def _folded(ties: Sequence[Record], columns: Columns) -> Row:
-    """Plans that tie as one row: what they have in common, the least and the most of each number."""
+    """Plans that tie as one row: their common part, and the smallest and largest of each number."""
 
     def span(said: Callable[[float], str], values: Sequence[float | None]) -> str:
         known = [value for value in values if value is not None]
@@ -230,7 +230,7 @@ def _folded(ties: Sequence[Record], columns: Columns) -> Row:
 
 
 def _compiling(row: Record) -> str | None:
-    """What compiling took, and when it pays."""
+    """The time that compiling took, and after how many steps it pays off."""
     if row["compile_s"] is None:
         return None
     steps = row["pays_after_steps"]
@@ -238,7 +238,7 @@ def _compiling(row: Record) -> str | None:
 
 
 def region_grid(record: Record) -> Grid:
-    """The model's regions, in the model's order; ``apart`` are those kept out of the plan's own format, with why."""
+    """The model's regions, in the model's order; ``apart`` are those kept out of the plan's compute format, with the reason."""
 
     def apart(row: Record) -> str:
         return "apart" if row["format"] != record["compute"] else ""
@@ -257,7 +257,7 @@ def region_grid(record: Record) -> Grid:
 
 
 def stage_grid(record: Record) -> Grid:
-    """What the search did: stage, time, forward/backwards on numerics, timed steps; the sum last."""
+    """The work of the search: stage, time, forward/backward passes on numerics, timed steps; the sum last."""
     stages = record["stages"]
     sums = {key: sum(stage[key] for stage in stages) for key in ("time_s", "passes", "steps")}
     columns: Columns = {
@@ -290,11 +290,11 @@ def _damage(parity: Record) -> str:
     return f"{words.damage(parity['value'])} ({(' to ' if 'e' in ''.join(said) else '-').join(said)})"
 
 
-# --- in words -----------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------
 
 
 def _chosen(record: Record) -> Record | None:
-    """The candidate that was chosen; None where nothing was tried."""
+    """The candidate that was chosen; None if nothing was tried."""
     return next((row for row in record["candidates"] if row["plan"] == record["plan"]), None)
 
 
@@ -303,13 +303,13 @@ def _baseline(record: Record) -> Record | None:
 
 
 def _open(record: Record) -> list[str]:
-    """What the search could not tell."""
-    ended = "The search was interrupted or ran out of time: this is what it knew by then."
+    """Questions that the search left open."""
+    ended = "The search was interrupted or ran out of time: this is the result so far."
     return [*([] if record["complete"] else [ended]), *record.get("undecided", ())]
 
 
 def facts(record: Record) -> list[tuple[str, str, str]]:
-    """The chosen plan's numbers: what it is, the number, what makes it firm; unmeasured ones left out."""
+    """The chosen plan's numbers: name, number, and evidence; unmeasured ones are left out."""
     row = _chosen(record)
     if row is None:
         return []
@@ -342,7 +342,7 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
 
 
 def _told(ratio: Record) -> str:
-    """A speed as the answer tells it: no direction where its interval has none."""
+    """A speed as the answer states it: without a direction if its interval allows both."""
     low, high = (round(ratio[end], 2) if ratio[end] is not None else None for end in ("low", "high"))
     if low is None or high is None or high > _UNKNOWN * low:
         return "not known"
@@ -350,16 +350,16 @@ def _told(ratio: Record) -> str:
 
 
 _UNKNOWN = 10.0
-"""An interval whose upper end is this many times the lower says nothing."""
+"""An interval is uninformative if its upper end is this many times the lower."""
 
 
 def _starts(record: Record) -> int:
-    """How often finalists were started, those that came to the end; 0 where fp32 had none beside it."""
+    """How often finalists were started and finished; 0 if fp32 was not measured with them."""
     return max((row["speedup"]["n"] for row in record["candidates"] if row["speedup"]), default=0)
 
 
 def interval_note(record: Record) -> str:
-    """What the numbers in the tables are."""
+    """What the numbers in the tables mean."""
     lines, starts = record["lines"], _starts(record)
     how = (
         f"they were started up to {starts} times, each in a process of its own, and trained in turns"
@@ -377,7 +377,7 @@ def interval_note(record: Record) -> str:
 
 
 def scale_sentences(record: Record) -> list[str]:
-    """The window of loss scales in words; nothing where fp16 was not in the running."""
+    """The range of usable loss scales as text; empty if fp16 was not a candidate."""
     scale = record["scale"]
     if scale is None or None in scale.values():
         return []
@@ -398,12 +398,12 @@ def scale_sentences(record: Record) -> list[str]:
 
 
 def verification_sentence(record: Record) -> str:
-    """What paired training runs showed; empty where there were none."""
+    """The result of paired training runs, in one sentence; empty if there were none."""
     found = record["verification"]
     if found is None:
         return ""
     said = {
-        "not worse": "The plan is not worse than fp32 by more than the margin that was set beforehand",
+        "not worse": "The plan is not worse than fp32 by more than the margin set beforehand",
         "worse": "The plan is worse than fp32",
         "not shown": "The runs do not show that the plan is not worse than fp32",
     }.get(found["verdict"], found["verdict"])
@@ -420,7 +420,7 @@ def verification_sentence(record: Record) -> str:
 
 
 def settings(record: Record) -> list[tuple[str, str]]:
-    """What was asked for, as pairs of name and value."""
+    """The settings of the search, as pairs of name and value."""
     out = [("goal", record["goal"]), ("formats", ", ".join(record["formats"]))]
     for key, value in record["settings"].items():
         said = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value

@@ -1,4 +1,4 @@
-"""Pictures of a search: magnitudes of gradients, speed against damage, and the regions' part in it."""
+"""Plots of a search: magnitudes of gradients, speed against damage, and the damage of each region."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _STATUS = {
     "baseline": (GREY, "s", 42.0),
 }
 REGIONS = 16
-"""Regions that a picture shows at most: those with the largest gradients, or with the largest damage."""
+"""Largest number of regions in a plot: those with the largest gradients, or with the largest damage."""
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 SLOWEST = 0.4
-"""Plans that are slower, as parts of fp32's speed, are drawn here and labelled."""
+"""Plans slower than this fraction of fp32's speed are drawn here and labelled."""
 _LEAST = 1e-9
-"""Damage that is smaller is drawn here."""
+"""Smaller damage is drawn here."""
 
 
 # --- speed against damage -----------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def _scatter(record: Record) -> Figure | None:
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     speeds = [max(r["speedup"]["value"], SLOWEST) for r in rows]
-    ends = [r["speedup"] for r in rows]  # an interval may be endless; the points have to stay apart
+    ends = [r["speedup"] for r in rows]  # an interval may be infinite; the axis limits follow the points
     left = min(1.0, max(min(end["low"] for end in ends), 0.7 * min(speeds)))
     highs = [math.inf if end["high"] is None else end["high"] for end in ends]
     right = max(1.0, min(max(highs), 1.3 * max(speeds)))
@@ -87,7 +87,7 @@ def _scatter(record: Record) -> Figure | None:
 
 
 def _error_bars(axes: Axes, row: Record, x: float, y: float, low: float, high: float, colour: str) -> None:
-    """The intervals of a point, or words where it lies outside the picture."""
+    """The intervals of a point, or a label if it is outside the plot."""
     speed, parity = row["speedup"], row["parity"]
     said = []
     if speed["value"] < SLOWEST:
@@ -111,7 +111,7 @@ def _error_bars(axes: Axes, row: Record, x: float, y: float, low: float, high: f
 
 
 def _spans(record: Record) -> list[tuple[str, str, tuple[float, float, float]]]:
-    """The ranges to draw: label, format and base-2 logarithms; fp16 once more where its loss scale moves it."""
+    """The ranges to draw: label, format and base-2 logarithms; fp16 a second time, shifted by its loss scale."""
     out = []
     for name in _PALETTE:
         known = FORMATS[name]
@@ -130,7 +130,7 @@ def _spans(record: Record) -> list[tuple[str, str, tuple[float, float, float]]]:
 
 
 def _power(exponent: float) -> str:
-    """A power of two as people write it, or the number where the exponent is not whole."""
+    """Format a power of two, or the plain number if the exponent is not an integer."""
     if exponent != round(exponent):
         return words.number(2.0**exponent)
     return "2" + f"{exponent:.0f}".translate(_RAISED)
@@ -162,7 +162,7 @@ def _gradients(record: Record) -> Figure | None:
     top.set_ylabel("% of gradients")
     top.tick_params(labelbottom=False)
     for index, (label, name, ends) in enumerate(spans):
-        # Full where the format has full precision, pale among its subnormals.
+        # Opaque where the format has full precision, pale for its subnormals.
         subnormal, normal, largest = (min(max(end, low), high) for end in ends)
         colour = _PALETTE[name]
         below.barh(index, largest - normal, left=normal, height=0.78, color=colour, alpha=0.45, lw=0)
@@ -179,7 +179,7 @@ def _gradients(record: Record) -> Figure | None:
 
 
 def _edges(axes: Axes, ends: Sequence[float], colour: str, dashed: bool, label: str | None = None) -> None:
-    """Lines at both ends of a format's range, where the axis reaches them."""
+    """Lines at both ends of a format's range, if the axis includes them."""
     low, high = axes.get_xlim()
     for edge in (ends[0], ends[2]):
         if low < edge < high:
@@ -188,7 +188,7 @@ def _edges(axes: Axes, ends: Sequence[float], colour: str, dashed: bool, label: 
 
 
 def _powers(axes: Axes, low: int, high: int) -> None:
-    """An axis of powers of two."""
+    """Set up an axis of powers of two."""
     step = 8 if high - low <= 64 else 16 if high - low <= 128 else 32
     axes.set_xlim(low, high)
     axes.set_xticks(range(math.ceil(low / step) * step, high + 1, step))
@@ -200,7 +200,7 @@ def _by_region(record: Record) -> Figure | None:
     if len(histograms) < 2:
         return None
     if len(histograms) > REGIONS:
-        # Both ends matter: half of the rows to the largest gradients, half to the smallest.
+        # Both ends matter: half of the rows go to the largest gradients, half to the smallest.
         order = sorted(histograms, key=lambda h: (h["lowest"] + len(h["counts"]), h["lowest"]))
         keep = [*order[: REGIONS // 2], *order[-REGIONS // 2 :]]
         histograms = [h for h in histograms if h in keep]
@@ -210,7 +210,7 @@ def _by_region(record: Record) -> Figure | None:
     axes = figure.subplots()
     for index, histogram in enumerate(histograms):
         most = max(histogram["counts"])
-        # A ridge: half-widths grow with the root of the count, so that rare magnitudes stay visible.
+        # Half-widths grow with the square root of the count, so that rare magnitudes stay visible.
         edges = range(histogram["lowest"], histogram["lowest"] + len(histogram["counts"]))
         x = [edge for low_edge in edges for edge in (low_edge, low_edge + 1)]
         half = [h for count in histogram["counts"] for h in [0.44 * math.sqrt(count / most)] * 2]

@@ -1,4 +1,4 @@
-"""Numbers in words, the same in the terminal and on a page."""
+"""Format numbers as text, the same in the terminal and on a page."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ MEANING = (
     "the relative error of an update: the square of the error that a plan adds to one update, over the update's own "
     "expected square"
 )
-"""What damage is, for whoever prints one."""
+"""Definition of damage, for every text that reports it."""
 PAIRED = (
     "A speed is the median ratio of times measured side by side, not the ratio of two medians; the two differ if the "
     "machine's speed changed in between."
 )
-"""Why the times of a table need not give its speeds."""
+"""Why the times in a table need not give its speeds."""
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
 def time(seconds: float) -> str:
-    """Seconds to three digits in the unit that suits them, as ``12.5 ms``."""
+    """Format seconds to three digits in a suitable unit, as ``12.5 ms``."""
     unit, size = _unit(seconds)
     return f"{digits(seconds / size)} {unit}"
 
 
 def step(summary: Record | None) -> str | None:
-    """Median and half the interquartile range, as ``12.5 ±0.3 ms``."""
+    """Format the median and half the interquartile range, as ``12.5 ±0.3 ms``."""
     if summary is None:
         return None
     unit, size = _unit(summary["median_s"])
@@ -43,7 +43,7 @@ def step(summary: Record | None) -> str | None:
 
 
 def against(count: float | None, reference: float | None) -> str:
-    """Bytes, and how many more or fewer than a reference, as ``7.46 MiB (-20 %)``."""
+    """Format bytes, and how many more or fewer than a reference, as ``7.46 MiB (-20 %)``."""
     if count is None:
         return "-"
     change = f" ({count / reference - 1:+.0%})".replace("%", " %") if reference else ""
@@ -51,12 +51,12 @@ def against(count: float | None, reference: float | None) -> str:
 
 
 def factor(value: float) -> str:
-    """A factor to three digits, as ``1.96x``."""
+    """Format a factor to three digits, as ``1.96x``."""
     return f"{digits(value)}x"
 
 
 def speed(ratio: Record | None) -> str | None:
-    """A ratio with its interval, as ``1.96x (1.81-2.02)``; one without an upper end says nothing."""
+    """Format a ratio with its interval, as ``1.96x (1.81-2.02)``; without an upper end as ``1.96x (no interval)``."""
     if ratio is None:
         return None
     said = "no interval" if ratio["high"] is None else interval(ratio).replace(" to ", "-")
@@ -64,7 +64,7 @@ def speed(ratio: Record | None) -> str | None:
 
 
 def interval(ratio: Record) -> str:
-    """A ratio's interval, as ``1.81 to 2.02``; an end that is not 1 does not look like it."""
+    """Format a ratio's interval, as ``1.81 to 2.02``; an end close to 1 gets enough digits to differ from 1."""
     ends = [ratio[end] for end in ("low", "high")]
     said = ["?" if end is None else digits(end) for end in ends]
     return " to ".join(
@@ -74,12 +74,12 @@ def interval(ratio: Record) -> str:
 
 
 def loss(value: float | None) -> str:
-    """A loss to four digits; a loss that is not finite has no number in a record."""
+    """Format a loss to four digits; a loss that is not finite has no number in a record."""
     return "not finite" if value is None else f"{value:.4g}"
 
 
 def damage(value: float | None) -> str:
-    """Damage to two digits; a value that is not finite has no number in a record."""
+    """Format damage to two digits; a value that is not finite has no number in a record."""
     if value is None:
         return "not finite"
     return "0" if value == 0 else f"{value:.2g}"
@@ -94,7 +94,7 @@ def share(value: float, reference: float) -> str:
 
 
 def pasted(line: str, width: int = 76) -> str:
-    """The Python that trains by a plan's line, which breaks at its ``+`` where it is longer than a terminal is wide."""
+    """The Python code that trains by a plan's line, broken at its ``+`` if it is wider than a terminal."""
     whole = f'amp = castwise.Amp("{line}")'
     if len(whole) > width:
         first, *rest = line.split("+")
@@ -109,7 +109,7 @@ def pasted(line: str, width: int = 76) -> str:
 
 
 def where(record: Record) -> str:
-    """The machine and the versions in a line, and how many processes looked together."""
+    """The machine and the versions in one line, and the number of processes."""
     env = record["environment"]
     castwise = f"castwise {env['castwise']}" + (f" at {env['commit']}" if env["commit"] else "")
     threads = f"{env['threads']} thread{'s' if env['threads'] != 1 else ''}"
