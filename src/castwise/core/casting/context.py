@@ -161,9 +161,10 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         cache_enabled: Whether fp32 weights keep their low-precision copy until the outermost block ends. Pass False if
             weights are changed by hand inside the block: the change is not detected, and a stale copy would be used.
         device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``; by default the available accelerator, else the CPU.
-            Operators outside the block are never affected. Overrides stay registered as long as the instance lives:
-            create one instance, enter it often, and keep it until backward has finished if activation checkpointing
-            recomputes code inside.
+
+    Operators outside the block are never affected. Overrides stay registered as long as the instance lives: create
+    one instance, enter it often, and keep it until backward has finished if activation checkpointing recomputes
+    code inside.
 
     Raises:
         PlanError: The plan, dtype or device type is not allowed.

@@ -44,9 +44,9 @@ def init_process_group(
         pg_options: As torch takes it.
 
     Raises:
-        StateError: Other processes did not arrive in time. RuntimeError: From torch: the store cannot be reached.
-            ValueError: From torch: a group exists already, or the environment lacks ``MASTER_ADDR`` or a similar
-            variable.
+        StateError: Other processes did not arrive in time.
+        RuntimeError: From torch: the store cannot be reached.
+        ValueError: From torch: a group exists already, or the environment lacks ``MASTER_ADDR`` or a similar variable.
     """
     dist.init_process_group(
         backend,

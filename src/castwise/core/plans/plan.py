@@ -81,8 +81,8 @@ class Plan:
         provenance: Who measured the plan, on which hardware, with which result: any mapping of JSON values.
 
     Raises:
-        UnknownNameError: A rule, or a key of a mapping, does not exist. PlanError: A value is not allowed for its
-            field, or fields contradict one another.
+        UnknownNameError: A rule, or a key of a mapping, does not exist.
+        PlanError: A value is not allowed for its field, or fields contradict one another.
     """
 
     compute: str = field(default="bf16", metadata={"formats": ("fp32", *LOW)})
@@ -249,8 +249,8 @@ class Plan:
             The plan, without provenance.
 
         Raises:
-            UnknownNameError: No such preset or field. PlanError: The line is malformed, or a value is not allowed for
-                its field.
+            UnknownNameError: No such preset or field.
+            PlanError: The line is malformed, or a value is not allowed for its field.
         """
         if not isinstance(text, str):
             raise PlanError(
@@ -463,8 +463,8 @@ def as_plan(value: Plan | str | os.PathLike[str] | torch.dtype) -> Plan:
         The plan.
 
     Raises:
-        UnknownNameError: No such preset, and no file of that name. PlanError: The value does not name a plan, or the
-            file does not hold one.
+        UnknownNameError: No such preset, and no file of that name.
+        PlanError: The value does not name a plan, or the file does not hold one.
     """
     if isinstance(value, Plan):
         return value

@@ -201,8 +201,8 @@ def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Ma
         for which the caller does not enable autocast; with ``ops``, ``none`` disables every row of the native table.
 
     Raises:
-        UnknownNameError: No such base, device type, rule or operator. PlanError: An override could never work, see
-            `check_rule`.
+        UnknownNameError: No such base, device type, rule or operator.
+        PlanError: An override could never work, see `check_rule`.
     """
     return _overrides(base, tuple((op, rule) for op, rule in ops), device_type)
 

@@ -1,7 +1,7 @@
 """Apex, as far as training scripts use it.
 
-``amp``: mixed precision. ``parallel``, ``optimizers``, ``normalization``, ``fp16_utils``, ``multi_tensor_apply``: what
-such scripts import along with it, on torch, by Apex's paths.
+``amp``: mixed precision. ``parallel``, ``optimizers``, ``normalization``, ``fp16_utils``, ``multi_tensor_apply``:
+further modules that such scripts import, implemented with torch under Apex's paths.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from castwise.bridges.compat.coverage import missing_attribute
 
 PARTS: Final = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
-"""The modules that there are, each imported when it is first used."""
+"""The available modules, each imported at its first use."""
 __all__ = list(PARTS)
 _missing = missing_attribute("apex")
 

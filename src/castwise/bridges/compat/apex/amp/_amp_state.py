@@ -1,4 +1,4 @@
-"""The state of the drop-in: one for the process, as Apex has it, because scripts read it and write to it."""
+"""The state of the drop-in: one per process, as in Apex, because scripts read it and write to it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["AmpState", "master_params", "maybe_print", "warn_or_err"]
 
 
 class AmpState:
-    """What :func:`~castwise.compat.apex.amp.initialize` decided.
+    """The decisions of :func:`~castwise.compat.apex.amp.initialize`.
 
     Attributes:
-        opt_properties: The options in force; missing until the first ``initialize``, which scripts ask with hasattr.
+        opt_properties: The active options; missing until the first ``initialize``, which scripts test with hasattr.
         loss_scalers: One per ``loss_id``.
-        handle: Of the casts of O1; None where there are none.
+        handle: The handle of O1's casts; None if there are none.
         verbosity: 0 prints nothing.
         hard_override: Print contradictions in the arguments as warnings instead of raising.
-        allow_incoming_model_not_fp32: Take models that are stored in half already.
+        allow_incoming_model_not_fp32: Accept models that are stored in half already.
         min_loss_scale: Floor of dynamic scales, or None.
         max_loss_scale: Ceiling of dynamic scales.
     """
@@ -40,14 +40,14 @@ _amp_state = AmpState()
 
 
 def warn_or_err(msg: str) -> None:
-    """Raise RuntimeError, or print where ``_amp_state.hard_override`` is set."""
+    """Raise RuntimeError, or print if ``_amp_state.hard_override`` is set."""
     if not _amp_state.hard_override:
         raise RuntimeError(msg)
     print("Warning:  " + msg)
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print unless verbosity is 0, if ``rank0`` on the first rank alone."""
+    """Print unless verbosity is 0; with ``rank0``, only on the first rank."""
     if _amp_state.verbosity <= 0:
         return
     dist = torch.distributed
@@ -57,6 +57,6 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The parameters that an optimizer updates, group by group: the fp32 masters where there are any."""
+    """The parameters that an optimizer updates, group by group: the fp32 masters if there are any."""
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -1,8 +1,8 @@
-"""The casts of O1: in force from ``initialize`` until the handle is deactivated, in all code.
+"""The casts of O1: active in all code from ``initialize`` until the handle is deactivated.
 
-castwise runs them below Python, except for what is no operator of ATen or takes no cast there: ``Tensor.cpu``, ``**=``, the
-in-place matrix products, ``local_response_norm``, and ``x += y`` and its like, which make ``x`` a new fp32 tensor where it
-is half and ``y`` is fp32, are patched while the casts are in force.
+castwise runs them below Python, except for functions that are not ATen operators or cannot be cast there:
+``Tensor.cpu``, ``**=``, the in-place matrix products, ``local_response_norm``, and ``x += y`` and similar operators,
+which make ``x`` a new fp32 tensor if it is half and ``y`` is fp32. These are patched while the casts are active.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from castwise.core.plans.rules import overrides
 __all__ = ["FORMATS", "begin_caching", "casts_of_o1", "end_caching", "patch_torch"]
 
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-"""What half may mean, and castwise's name of it."""
+"""The dtypes that half can stand for, with castwise's names."""
 _MEET = (*FORMATS, torch.float32)
 _BCE = (
     "\namp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` "
@@ -50,8 +50,8 @@ def casts_of_o1(device_type: str, dtype: torch.dtype, allow_banned: bool = False
 def begin_caching(module: nn.Module, args: Any) -> None:
     """Forward pre-hook of a model: inside one call a weight is cast once.
 
-    Between calls nothing is kept, so that weights may change by any means: a copy that outlived its weight's change was
-    one of Apex's defects. Nor is anything kept where no gradient is wanted, since such a copy has no graph. A copy of
+    Between calls nothing is cached, so that weights may change in any way: a cached copy that outlived a change of its
+    weight was a defect of Apex. Nothing is cached without gradients either, since such a copy has no graph. A copy of
     the model that outlives the casts finds no handle.
     """
     if torch.is_grad_enabled() and _caches():
@@ -132,7 +132,7 @@ _PATCHES: dict[tuple[Any, str], Callable[[Callable[..., Any], str], Callable[...
 
 
 def patch_torch(device_type: str, undo: ExitStack) -> None:
-    """Put the patches in place, until ``undo`` is closed."""
+    """Install the patches, until ``undo`` is closed."""
     for (owner, name), make in _PATCHES.items():
         original = getattr(owner, name)
         patch(owner, name, functools.wraps(original)(make(original, device_type)), undo)

@@ -53,9 +53,9 @@ def initialize(
         optimizers: An optimizer, a list of them, or None for inference.
         enabled: False makes everything in ``amp`` do nothing.
         opt_level: ``O0`` fp32; ``O1`` casts around operators, everywhere; ``O2`` half with fp32 masters; ``O3`` half.
-        cast_model_type: What models are stored in: fp16, bf16, fp32, or False for no cast.
+        cast_model_type: Storage dtype of models: fp16, bf16, fp32, or False for no cast.
         patch_torch_functions: False leaves the casts of O1 out.
-        keep_batchnorm_fp32: Keep BatchNorm with weights in fp32; ``"True"`` and ``"False"`` are taken too.
+        keep_batchnorm_fp32: Keep BatchNorm with weights in fp32; ``"True"`` and ``"False"`` are accepted too.
         master_weights: Keep fp32 masters in the optimizers.
         loss_scale: ``"dynamic"`` or a number, also as text.
         cast_model_outputs: Dtype of the models' floating outputs.
@@ -69,16 +69,16 @@ def initialize(
         ``models``, or ``models, optimizers``; lists where lists were given.
 
     Raises:
-        RuntimeError: A level that does not exist, options that contradict each other, models in half or wrapped already,
-            an optimizer given twice.
-        TypeError: Containers other than lists, or parameters that are neither fp32 nor half.
+        RuntimeError: The level does not exist, options contradict each other, a model is in half or wrapped already, or
+            an optimizer is given twice.
+        TypeError: A container is not a list, or parameters are neither fp32 nor half.
     """
     _amp_state.opt_properties = properties = Properties()
     _amp_state.verbosity = verbosity
     _amp_state.loss_scalers = []
     if _end_casts():
         maybe_print(
-            "amp.initialize was called again: the casts that an earlier call with O1 put in force end here.  Call it once, "
+            "amp.initialize was called again: the casts of an earlier call with O1 end here.  Call it once, "
             "with lists of all models and optimizers, to keep them.",
             True,
         )
@@ -117,7 +117,7 @@ def initialize(
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
     ]
-    # What can fail comes first, so that the call can be made again.
+    # Checks come first, so that the call can be repeated after an error.
     if properties.patch_torch_functions:
         device_type, half = casting.device_type_of(all_models), patch_torch_functions_type or torch.float16
         _begin_casts(device_type, half, all_models, properties.loss_scale)
@@ -151,7 +151,7 @@ def _as_list(what: str, given: Any, fits: Callable[[Any], bool]) -> list[Any]:
 
 
 def _end_casts() -> bool:
-    """The casts of an earlier ``initialize`` end when another one begins; Apex would stack them. Whether there were any."""
+    """End the casts of an earlier ``initialize``, which Apex would stack; return whether there were any."""
     handle = _amp_state.handle
     if handle is None:
         return False
@@ -201,10 +201,11 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Any:
-    """Put the casts of O1 in force, as Apex's first API did; returns their handle.
+    """Activate the casts of O1, as Apex's first API did; returns their handle.
 
-    It does nothing with ``enabled=False``. ``enable_caching`` and ``verbose`` are kept by it: without ``initialize`` there
-    is no model to keep copies for. With ``allow_banned``, ``binary_cross_entropy`` runs in fp32 instead of being refused.
+    Does nothing with ``enabled=False``. ``enable_caching`` and ``verbose`` are stored without effect: without
+    ``initialize`` there is no model whose weights could be cached. With ``allow_banned``, ``binary_cross_entropy`` runs
+    in fp32 instead of raising.
     """
     _end_casts()
     where, half = casting.device_type_of([]), torch.float16
@@ -217,7 +218,7 @@ def init(
 def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
     """The loss scales, in Apex's structure: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``.
 
-    They are written to ``destination``, if given; there are none where ``amp`` is disabled.
+    They are written to ``destination``, if given; there are none if ``amp`` is disabled.
     """
     destination = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(_amp_state.loss_scalers):
@@ -229,10 +230,10 @@ def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Continue with saved loss scales, those of real Apex too; where these are more or fewer, the first ones count.
+    """Load saved loss scales, also those of real Apex; if the numbers differ, the first ones are used.
 
     Raises:
-        RuntimeError: A key that is not a loss scale's.
+        RuntimeError: A key does not belong to a loss scale.
     """
     scalers = _amp_state.loss_scalers
     if len(state_dict) != len(scalers):

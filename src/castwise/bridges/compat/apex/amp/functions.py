@@ -1,4 +1,4 @@
-"""Functions of the user's own: decorators, and functions of modules registered before ``initialize``."""
+"""Casts of user functions: decorators, and functions of modules registered before ``initialize``."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
 
 
 _ONE_OPERATOR = {"cross_entropy", "grid_sample", "interpolate", "softmin"}
-"""Functions of torch in Python that run one operator of the lists, under another name."""
+"""Python functions of torch that run one operator of the lists, under another name."""
 
 
 def _is_listed(function: Any) -> bool:
-    """Whether a function is one that Apex's lists may have, and not code that calls several of them."""
+    """Whether a function can be on Apex's lists, rather than user code that calls several of them."""
     if isinstance(function, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)):
         return True
     name, home = (getattr(function, key, "") or "" for key in ("__name__", "__module__"))
@@ -69,13 +69,13 @@ def _casting(
     choose: Callable[[Any, Any], torch.dtype | None],
     alone: Callable[[_F], _F] | None = None,
 ) -> _F:
-    """Cast the arguments and run the function with the casts of O1 on inside, as Apex does.
+    """Cast the arguments and run the function with the casts of O1 active inside, as Apex does.
 
     Args:
-        function: To be decorated.
-        choose: The dtype, from the handle and the arguments; None for no cast.
-        alone: Decorates a function that the lists may have, in place of the above: what they say of it is not to be
-            done inside.
+        function: The function to decorate.
+        choose: Returns the dtype, from the handle and the arguments; None for no cast.
+        alone: Decorator for a function that may be on the lists, used instead, so that the lists do not apply
+            inside.
     """
     listed = alone(function) if alone is not None and _is_listed(function) else None
 
@@ -97,23 +97,23 @@ def _casting(
 
 
 def half_function(fn: _F) -> _F:
-    """Cast floating arguments to half (bf16 where O1 runs in it) while the casts of O1 are in force.
+    """Cast floating arguments to half (bf16 if O1 uses it) while the casts of O1 are active.
 
-    A function of torch that is on Apex's lists runs in half whatever they say.
+    A torch function on Apex's lists runs in half, whatever the lists say.
     """
     return _casting(fn, lambda handle, _: handle.dtype, lower_function)
 
 
 def float_function(fn: _F) -> _F:
-    """Cast floating arguments to fp32 while the casts of O1 are in force.
+    """Cast floating arguments to fp32 while the casts of O1 are active.
 
-    A function of torch that is on Apex's lists runs in fp32 whatever they say.
+    A torch function on Apex's lists runs in fp32, whatever the lists say.
     """
     return _casting(fn, lambda _handle, _values: torch.float32, fp32_function)
 
 
 def promote_function(fn: _F) -> _F:
-    """Cast floating arguments to the widest type among them while the casts of O1 are in force; Apex's lists come first."""
+    """Cast floating arguments to the widest type among them while the casts of O1 are active; Apex's lists take precedence."""
 
     def choose(handle: Any, values: Any) -> torch.dtype | None:
         found = {tensor.dtype for tensor in _floating(values, handle.device_type)}
@@ -130,22 +130,22 @@ def _register(module: Any, name: str, decorator: Callable[[Any], Any]) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have the next ``initialize`` with O1 put :func:`half_function` around a function of a module or a class."""
+    """Make the next ``initialize`` with O1 put :func:`half_function` around a function of a module or a class."""
     _register(module, name, half_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Have the next ``initialize`` with O1 put :func:`float_function` around a function of a module or a class."""
+    """Make the next ``initialize`` with O1 put :func:`float_function` around a function of a module or a class."""
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Have the next ``initialize`` with O1 put :func:`promote_function` around a function of a module or a class."""
+    """Make the next ``initialize`` with O1 put :func:`promote_function` around a function of a module or a class."""
     _register(module, name, promote_function)
 
 
 def patch(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
-    """Put ``value`` in the place of an attribute of a module or a class; ``undo`` puts back what stood there."""
+    """Replace an attribute of a module or a class by ``value``; ``undo`` restores it."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
     if own is None:
@@ -155,7 +155,7 @@ def patch(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
 
 
 def patch_registered(undo: ExitStack) -> None:
-    """Put the registered decorators in place, until ``undo`` is closed. They stay registered for a later ``initialize``."""
+    """Install the registered decorators, until ``undo`` is closed. They stay registered for a later ``initialize``."""
     for module, name, decorator in _registered:
         wrapped = decorator(getattr(module, name))
         static = isinstance(inspect.getattr_static(module, name, None), (staticmethod, classmethod))

@@ -30,21 +30,21 @@ def scale_loss(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    Gradients that were there before are kept apart, so that losses and micro-batches add up. Where one of the new ones is
-    not finite, the scale is halved and the next step of each optimizer does nothing. The casts of O1 rest inside the
-    block, as backward needs none.
+    Earlier gradients are set aside and then added, so that losses and micro-batches accumulate. If a new gradient is
+    not finite, the scale is halved and the next step of each optimizer does nothing. The casts of O1 are off inside the
+    block, since backward needs none.
 
     Args:
         loss: Of any shape and floating dtype; it is scaled in fp32.
-        optimizers: One, or a list or tuple: all whose parameters this loss gives gradients to.
+        optimizers: One, or a list or tuple: every optimizer whose parameters get gradients from this loss.
         loss_id: Which of the ``num_losses`` scales to use.
         model: Ignored, as in Apex.
-        delay_unscale: Leave gradients scaled and the scale as it is, for a later pass to complete.
-        delay_overflow_check: Leave the scale as it is.
+        delay_unscale: Leave gradients scaled and the scale unchanged, for a later pass to complete.
+        delay_overflow_check: Leave the scale unchanged.
 
     Raises:
-        RuntimeError: Before ``initialize``.
-        IndexError: A ``loss_id`` of ``num_losses`` or more.
+        RuntimeError: Called before ``initialize``.
+        IndexError: ``loss_id`` is ``num_losses`` or more.
         LossScaleError: Gradients overflow although the scale is at fp32's smallest number.
     """
     properties = getattr(_amp_state, "opt_properties", None)
@@ -70,7 +70,7 @@ def scale_loss(
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Let the casts of O1 rest inside the block, also when it ends by an exception."""
+    """Turn the casts of O1 off inside the block; restores them also after an exception."""
     with contextlib.nullcontext() if _amp_state.handle is None else _amp_state.handle.suspended():
         yield
 
@@ -79,14 +79,14 @@ class AmpHandle:
     """The casts of O1, from :func:`~castwise.compat.apex.amp.init` or ``initialize`` until :meth:`_deactivate`.
 
     Args:
-        ambient: The casts; the handle does nothing until they are entered, and again once they have ended.
-        dtype: What half means.
+        ambient: The casts; the handle does nothing before they are entered or after they have ended.
+        dtype: The dtype that half stands for.
         loss_scale: For losses scaled by :meth:`scale_loss`.
         enable_caching: Whether weights are cast once in each call of an initialised model.
-        verbose: Kept, and without effect.
+        verbose: Stored without effect.
 
     Attributes:
-        undo: What is called when the casts end.
+        undo: Called when the casts end.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class AmpHandle:
     _disable_casts = suspended
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """An optimizer that scales ``num_loss`` losses per step by itself, as in Apex's first API."""
+        """Wrap an optimizer so that it scales ``num_loss`` losses per step itself, as in Apex's first API."""
         from castwise.bridges.compat.apex.amp.opt import OptimWrapper
 
         self._default_scaler = None
@@ -126,7 +126,7 @@ class AmpHandle:
         """Scale a loss, as in Apex's first API.
 
         Raises:
-            RuntimeError: After :meth:`wrap_optimizer`, which scales by itself.
+            RuntimeError: Called after :meth:`wrap_optimizer`, whose optimizer scales losses itself.
         """
         if not self.is_active():
             return contextlib.nullcontext(loss)
@@ -142,10 +142,11 @@ class AmpHandle:
         self._ambient.clear_cache()
 
     def _deactivate(self) -> None:
-        """End the casts, and put every patched function back.
+        """End the casts, and restore every patched function.
 
         Raises:
-            StateError: On another thread than they began on, or inside a region that was entered after them.
+            StateError: Called on another thread than the one that began them, or inside a region that was entered after
+                them.
         """
         try:
             self._ambient.leave()
@@ -159,9 +160,9 @@ class AmpHandle:
 
     @property
     def cache(self) -> dict[Any, Any]:
-        """Empty: the copies are torch's."""
+        """Always empty: torch holds the copies."""
         return {}
 
     def remove_cache(self, param: torch.Tensor) -> None:
-        """Forget the copies of weights."""
+        """Drop the low-precision copies of weights."""
         self._clear_cache()

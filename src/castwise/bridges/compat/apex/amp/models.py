@@ -29,13 +29,13 @@ __all__ = [
 
 
 def base_of(optimizer: Any) -> Any:
-    """The torch optimizer inside LARC; any other is it itself."""
+    """The torch optimizer inside LARC; any other optimizer is returned unchanged."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def device_type_of(models: Sequence[nn.Module]) -> str:
-    """The device type that models are on; where they have no tensors, the accelerator at hand, else the CPU."""
+    """The device type of models; if they have no tensors, the available accelerator, else the CPU."""
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
             if torch.amp.is_autocast_available(tensor.device.type):
@@ -50,7 +50,7 @@ def check_models(models: Sequence[nn.Module]) -> None:
     """Refuse models that are wrapped for data parallelism already.
 
     Raises:
-        RuntimeError: In Apex's words.
+        RuntimeError: One is; the message is Apex's.
     """
     from castwise.bridges.compat.apex.parallel import DistributedDataParallel
 
@@ -71,7 +71,7 @@ def check_params_fp32(models: Sequence[nn.Module]) -> None:
     """Refuse models that are stored in half already.
 
     Raises:
-        RuntimeError: In Apex's words.
+        RuntimeError: One is; the message is Apex's.
     """
     for model in models:
         for what, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -86,11 +86,11 @@ def check_params_fp32(models: Sequence[nn.Module]) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Any], cast: Sequence[nn.Module] = ()) -> None:
-    """Refuse optimizers given twice, and parameters that are neither fp32 nor half, but for those of models to be cast.
+    """Refuse optimizers given twice, and parameters that are neither fp32 nor half, except those of models to be cast.
 
     Raises:
-        RuntimeError: An optimizer that ``initialize`` has seen.
-        TypeError: Parameters of other types.
+        RuntimeError: ``initialize`` has seen the optimizer before.
+        TypeError: Parameters have another type.
     """
     seen: set[int] = set()
     will_fit = {id(parameter) for model in cast for parameter in model.parameters()}
@@ -110,7 +110,7 @@ def check_optimizers(optimizers: Sequence[Any], cast: Sequence[nn.Module] = ()) 
 
 
 def _regions(model: nn.Module, keep: bool, low: str) -> tuple[Region, ...]:
-    """Parameters and buffers of all modules are stored low; of BatchNorm with weights of its own, if it is kept, in fp32: as in Apex."""
+    """Regions that store all parameters and buffers low, except, if kept, BatchNorm with weights in fp32: as in Apex."""
     every = Region("**", params=low)
     if not keep:
         return (every,)
@@ -125,12 +125,12 @@ def cast_models(
     properties: Any,
     outputs: torch.dtype | None,
 ) -> None:
-    """Store models in ``properties.cast_model_type``, cast what goes in and out, and give optimizers their masters.
+    """Store models in ``properties.cast_model_type``, cast inputs and outputs, and give optimizers their masters.
 
     Models return ``outputs``, fp32 if that is None.
 
     Raises:
-        RuntimeError: A type that models cannot be cast to.
+        RuntimeError: Models cannot be cast to the type.
     """
     dtype = properties.cast_model_type
     if dtype is not torch.float32 and dtype not in FORMATS:
@@ -150,7 +150,7 @@ def cast_models(
         )
         own = {id(parameter) for parameter in model.parameters()}
         mine = [o for o in optimizers if any(id(model_param_of(p)) in own for p in master_params(o))]
-        # Apex's own scalers decide what is skipped.
+        # Apex's scalers decide what is skipped
         Amp(plan, device=device_type_of([model]), nonfinite="allow").prepare(model, *map(base_of, mine))
     install_casts(models, dtype, torch.float32 if outputs is None else outputs)
     for model in models:
@@ -163,7 +163,7 @@ def _in_fp64(model: nn.Module) -> bool:
 
 
 def _store_in_fp32(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-    """Cast models, and what optimizers keep of their parameters, which follows as in Apex: it is loaded anew."""
+    """Cast models to fp32, and the optimizers' state of their parameters too, as in Apex, by loading it again."""
     params = [parameter for model in models for parameter in model.parameters()]
     cast = {id(parameter) for parameter in params if parameter.dtype is not torch.float32}
     for model in models:
@@ -174,7 +174,7 @@ def _store_in_fp32(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> No
 
 
 def install_casts(models: Sequence[nn.Module], inputs: torch.dtype | None, outputs: torch.dtype) -> None:
-    """Cast what goes into models, unless ``inputs`` is None, and what they return."""
+    """Cast the inputs of models, unless ``inputs`` is None, and their outputs."""
     casts = Casts(inputs, outputs)
     make_pickles_plain()
     for model in models:
@@ -185,7 +185,7 @@ def install_casts(models: Sequence[nn.Module], inputs: torch.dtype | None, outpu
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """Forward hooks that cast as Apex does: containers of any kind, and whatever has a method ``to``."""
+    """Forward hooks that cast as Apex does: containers of any kind, and objects with a method ``to``."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype
@@ -201,9 +201,9 @@ class Casts:
 
 
 def apply_cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating tensors in a value: a tensor, or a container, which is rebuilt with its own type.
+    """Cast floating tensors in a value: a tensor, or a container, which is rebuilt with its type.
 
-    Named tuples, dataclasses and objects of the user's own with ``to(dtype)`` are cast too; anything else passes.
+    Named tuples, dataclasses and user objects with ``to(dtype)`` are cast too; anything else is returned unchanged.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype is not dtype and value.is_floating_point() else value
@@ -233,10 +233,10 @@ def apply_cast(value: Any, dtype: torch.dtype) -> Any:
 def state_dict_in_fp32(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """Hook of a module: nothing of its own in its state dict is stored low.
+    """Hook of a module: its direct entries in the state dict are not stored low.
 
-    Apex rounds weights to half and widens them again; here a weight comes with its master's full value, so that a
-    training that resumes from it goes on where it was. Who asks for the parameters themselves (``keep_vars``) gets them.
+    Apex rounds weights to half and converts them back; here a weight has its master's full value, so that a
+    training resumed from it continues exactly. With ``keep_vars``, the parameters themselves are returned.
     """
     own = (
         *module.named_parameters(recurse=False, remove_duplicate=False),

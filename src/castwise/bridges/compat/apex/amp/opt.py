@@ -15,9 +15,9 @@ __all__ = ["OptimWrapper"]
 
 
 class OptimWrapper:
-    """An optimizer that scales its losses and skips steps by itself; other attributes are the optimizer's.
+    """An optimizer that scales its losses and skips steps itself; other attributes are those of the inner optimizer.
 
-    Each of the ``num_loss`` losses of a step has a scale of its own, by the order of the calls.
+    Each of the ``num_loss`` losses of a step has a separate scale, by the order of the calls.
     """
 
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
@@ -33,7 +33,7 @@ class OptimWrapper:
         """Scale the next loss of this step.
 
         Raises:
-            RuntimeError: More losses than ``num_loss`` since the last step.
+            RuntimeError: There were more losses than ``num_loss`` since the last step.
         """
         if not self._amp_handle.is_active():
             yield loss

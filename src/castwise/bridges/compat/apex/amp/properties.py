@@ -1,4 +1,4 @@
-"""The options of an optimization level, and what may be overridden."""
+"""The options of an optimization level, and which of them may be overridden."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BRIEFS = {
     "O2": "FP16 training with FP32 batchnorm and FP32 master weights.\n",
     "O3": "Pure FP16 training.",
 }
-"""What Apex prints of each level."""
+"""Apex's description of each level, as printed."""
 LEVELS: dict[str, tuple[Any, ...]] = {
     "O0": (torch.float32, False, None, False, 1.0),
     "O1": (None, True, None, None, "dynamic"),
@@ -27,7 +27,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
 
 
 class Properties:
-    """The options in force, as attributes; setting one checks it against the level.
+    """The active options, as attributes; setting one checks it against the level.
 
     Attributes:
         options: All of them by name, in Apex's order.
@@ -47,7 +47,7 @@ class Properties:
         }
 
     def set_level(self, level: str) -> None:
-        """Take a level's options, unchecked."""
+        """Set a level's options without checks."""
         self.options.update(zip(self.options, (True, level, *LEVELS[level]), strict=True))
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +64,7 @@ class Properties:
 
 
 def _checked(name: str, value: Any, o1: bool) -> Any:
-    """The value of an option as Apex keeps it, or its complaint."""
+    """The normalised value of an option, or an error message."""
     match name:
         case "cast_model_type" if o1 and value not in (None, False, torch.float32):
             warn_or_err(

@@ -1,4 +1,4 @@
-"""The loss scale as Apex moves it: by backward passes, with a number on the host."""
+"""The loss scale with Apex's update rule: updated at backward passes, with a number on the host."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PATIENCE = 10
 class LossScaler:
     """One loss scale.
 
-    A dynamic scale starts at ``min(max_loss_scale, 2**16)``, doubles after 2000 backward passes with finite gradients and
-    halves after one without. A static one never moves and never skips a step.
+    A dynamic scale starts at ``min(max_loss_scale, 2**16)``, doubles after 2000 backward passes with finite gradients
+    and halves after one without. A static one never changes and never skips a step.
 
     Args:
         loss_scale: ``"dynamic"``, or the static scale.
         init_scale: First dynamic scale.
-        scale_factor: Growth, and its inverse the backoff.
-        scale_window: Clean backward passes before the scale grows.
-        min_loss_scale: Floor of a dynamic scale. Without one the scale ends at fp32's smallest normal number; Apex let it
-            fall to zero and divided by it.
+        scale_factor: Growth factor; its inverse is the backoff factor.
+        scale_window: Backward passes with finite gradients before the scale grows.
+        min_loss_scale: Floor of a dynamic scale. Without one the scale stops at fp32's smallest normal number; Apex let
+            it fall to zero and divided by it.
         max_loss_scale: Ceiling of a dynamic scale.
     """
 
@@ -58,11 +58,11 @@ class LossScaler:
         return self._loss_scale
 
     def clear_overflow_state(self) -> None:
-        """Forget what :meth:`unscale_` found."""
+        """Clear the result of :meth:`unscale_`."""
         self._has_overflow, self._flag = False, None
 
     def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
-        """Divide gradients, of any floating dtypes and devices, by the scale, in place; note whether all were finite.
+        """Divide gradients, of any floating dtypes and devices, by the scale, in place; record whether all were finite.
 
         Does not wait for the device.
         """
@@ -76,13 +76,13 @@ class LossScaler:
         self._flag = flag if self._flag is None else torch.maximum(self._flag, flag.to(self._flag.device))
 
     def update_scale(self) -> bool:
-        """Move the scale by what was found. Synchronises with the device where the scale is dynamic.
+        """Update the scale by the recorded result. Synchronises with the device if the scale is dynamic.
 
         Returns:
             Whether the next step must be skipped.
 
         Raises:
-            LossScaleError: Without a floor, where the scale has come to fp32's smallest number and gradients still are
+            LossScaleError: There is no floor, the scale has reached fp32's smallest number, and gradients still are
                 not finite.
         """
         if self.dynamic and self._flag is not None:

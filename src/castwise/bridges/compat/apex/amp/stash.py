@@ -1,4 +1,4 @@
-"""What the drop-in keeps with an optimizer, and the step that may be skipped."""
+"""The drop-in's data on an optimizer, and a step that can be skipped."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _NO_CLOSURES = "Currently, Amp does not support closure use with optimizers."
 
 
 class Stash:
-    """``optimizer._amp_stash``: named as in Apex, since scripts look into it.
+    """``optimizer._amp_stash``: named as in Apex, since scripts read it.
 
     Attributes:
         has_masters: Whether the options ask for fp32 masters.
-        params_have_scaled_gradients: A backward pass with ``delay_unscale`` has left scaled gradients.
+        params_have_scaled_gradients: Whether a backward pass with ``delay_unscale`` has left scaled gradients.
         overflow: The loss, by number, and its scale for which the next step will be skipped; None if it will be made.
         lazy_init_called: True; masters are made by ``initialize``.
     """
@@ -66,7 +66,7 @@ class Stash:
 def equip(optimizer: Any, has_masters: bool) -> None:
     """Give a torch optimizer, or LARC around one, its stash and a step that can be skipped."""
     optimizer._amp_stash = Stash(optimizer, has_masters)
-    # A bound method with the attributes of the one it replaces: torch's schedulers look for both.
+    # A bound method with the attributes of the one it replaces: torch's schedulers check both.
     optimizer.step = types.MethodType(_skippable(optimizer.step), optimizer)
     for name, method in (
         ("_amp_lazy_init", lambda self: None),
@@ -77,7 +77,7 @@ def equip(optimizer: Any, has_masters: bool) -> None:
 
 
 def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
-    # step is bound already; only what it says of itself is copied.
+    # step is bound already; only its metadata is copied
     @functools.wraps(getattr(step, "__func__", step))
     def skippable_step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         stash: Stash = self._amp_stash
@@ -91,7 +91,7 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
             maybe_print(
                 f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.loss_scale()}"
             )
-            self._opt_called = True  # or torch's schedulers would warn of a step that never came
+            self._opt_called = True  # or torch's schedulers would warn of a missing step
             return None
         handle = _amp_state.handle
         if handle is None:
@@ -105,9 +105,9 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checked(closure: Callable[[], Any], stash: Stash) -> Callable[[], Any]:
-    """A closure that ends its step where its gradients overflow: one that has begun cannot be skipped.
+    """A closure that ends its step if its gradients overflow: a step that has begun cannot be skipped.
 
-    Apex makes it, and so every weight NaN.
+    Apex makes the step, so that every weight becomes NaN.
     """
 
     def evaluate() -> Any:
@@ -135,14 +135,14 @@ def _params(optimizers: Sequence[Any]) -> list[torch.Tensor]:
 
 
 class Scaled:
-    """The block of a backward pass of a loss, in fp32 and scaled, in which the casts of O1 rest.
+    """The block of a backward pass of a loss, in fp32 and scaled, in which the casts of O1 are off.
 
-    Gradients that are unscaled already are kept apart meanwhile, so that the pass leaves its own alone; these are unscaled
-    then and added. Where one is not finite, each of the optimizers skips its next step. A class, as a generator takes
+    Existing unscaled gradients are set aside, so that the pass leaves only its own; these are then unscaled
+    and added. If one is not finite, each of the optimizers skips its next step. It is a class because a generator takes
     longer to enter and leave.
 
-    ``delay_unscale`` leaves gradients and scale as they are, for a later pass to complete, ``delay_overflow_check`` the
-    scale alone. Without optimizers the loss is scaled, and nothing else.
+    ``delay_unscale`` leaves gradients and scale unchanged, for a later pass to complete; ``delay_overflow_check``
+    leaves only the scale unchanged. Without optimizers the loss is scaled, and nothing else.
     """
 
     def __init__(
@@ -188,5 +188,5 @@ class Scaled:
         self._scaler.unscale_([g for p in _params(self._optimizers) if (g := p.grad) is not None])
         add_up(self._aside)
         if not self._unchecked and self._scaler.update_scale():
-            for stash in stashes:  # once, whatever number of losses ask for it
+            for stash in stashes:  # once, however many losses request it
                 stash.overflow = stash.overflow or (self._loss_id, self._scaler)

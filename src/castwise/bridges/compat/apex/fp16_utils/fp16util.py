@@ -1,4 +1,4 @@
-"""``apex.fp16_utils.fp16util``: O2 by hand."""
+"""``apex.fp16_utils.fp16util``: the helpers for hand-written O2."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class tofp16(nn.Module):  # noqa: N801 - Apex's name
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Store a module's own floating parameters and buffers in ``dtype``, not its children's."""
+    """Store a module's direct floating parameters and buffers in ``dtype``, not its children's."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
@@ -48,7 +48,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Store a model in ``dtype``, all but BatchNorm with weights."""
+    """Store a model in ``dtype``, except BatchNorm with weights."""
     for module in network.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
             continue
@@ -67,14 +67,14 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's nam
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
-    """A model in fp16 with BatchNorm in fp32, behind a cast of its input."""
+    """A model in fp16 with BatchNorm in fp32, preceded by a cast of its input."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def prep_param_lists(
     model: nn.Module, flat_master: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A model's trainable parameters, and fp32 masters of them; with ``flat_master`` one master for all."""
+    """A model's trainable parameters, and their fp32 masters; with ``flat_master`` one master for all."""
     params: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
     if flat_master:
         flat = nn.utils.parameters_to_vector([p.detach() for p in params]).float()

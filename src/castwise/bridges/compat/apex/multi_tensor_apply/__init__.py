@@ -1,4 +1,4 @@
-"""``apex.multi_tensor_apply``: imported by many scripts, used by few."""
+"""``apex.multi_tensor_apply``: imported by many scripts, called by few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``apex.multi_tensor_apply.multi_tensor_apply``: the class by its deep path."""
+"""``apex.multi_tensor_apply.multi_tensor_apply``: the class under its full path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["MultiTensorApply"]
 
 
 class MultiTensorApply:
-    """Says that Apex's own kernels are not there."""
+    """Placeholder that reports that Apex's kernels are not available."""
 
     available = False
     import_err = ImportError("Apex's CUDA extension amp_C is not part of castwise")
@@ -17,7 +17,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> NoReturn:
-        """Refuse.
+        """Raise an error.
 
         Raises:
             RuntimeError: Always: there is no ``op`` to call.

@@ -1,4 +1,4 @@
-"""``apex.normalization.fused_layer_norm`` on torch's norms, fused where the device can; ``memory_efficient`` is ignored."""
+"""``apex.normalization.fused_layer_norm`` with torch's norms, fused if the device supports it; ``memory_efficient`` is ignored."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: _Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm, by the name of Apex's reference."""
+    """RMS norm, under the name of Apex's reference implementation."""
     if weight is None:
         return fused_rms_norm(input, normalized_shape, eps)
     return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps)

@@ -1,4 +1,4 @@
-"""``apex.optimizers``: torch's own by Apex's arguments, and what torch does not have on its foreach operations."""
+"""``apex.optimizers``: torch's optimizers with Apex's arguments, and those that torch lacks, on foreach operations."""
 
 from __future__ import annotations
 

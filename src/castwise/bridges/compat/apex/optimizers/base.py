@@ -1,4 +1,4 @@
-"""What Apex's optimizers have in common."""
+"""Shared parts of Apex's optimizers."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from torch import Tensor
 
 
 def refuse(what: str, instead: str) -> NoReturn:
-    """Say that torch has nothing for an argument, and what to do."""
+    """Raise for an argument without equivalent in torch, with an alternative."""
     raise RuntimeError(f"{what} has no equivalent in torch; {instead}")
 
 
 class ClearsAsSaid(torch.optim.Optimizer):
-    """An optimizer that was told once how ``zero_grad`` clears."""
+    """An optimizer whose constructor decides how ``zero_grad`` clears."""
 
     set_grad_none: bool
     said: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     """Attributes that hold arguments of the class."""
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, by default as ``set_grad_none`` said."""
+        """Clear gradients, by default as ``set_grad_none`` specified."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch leaves out of copies and pickles what is no option of a group
+        # torch leaves attributes that are not group options out of copies and pickles
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.said}}
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """What a step's closure returns, with gradients; None where there is none."""
+    """The result of a step's closure, called with gradients enabled; None without closure."""
     with torch.enable_grad():
         return None if closure is None else closure()
 
 
 def with_gradients(params: Iterable[Tensor], kind: str) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Parameters that have gradients, and these: in lists of one device and dtype.
+    """Parameters that have gradients, with the gradients: in lists of one device and dtype.
 
     Raises:
-        RuntimeError: A sparse gradient; in Apex's words, which name the ``kind`` of optimizer.
+        RuntimeError: A gradient is sparse; the message is Apex's, with the ``kind`` of optimizer.
     """
     lists: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for parameter in params:

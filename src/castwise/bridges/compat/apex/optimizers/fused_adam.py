@@ -12,9 +12,9 @@ __all__ = ["FusedAdam"]
 
 
 class FusedAdam(ClearsAsSaid, torch.optim.Adam):
-    """``torch.optim.AdamW``, or ``Adam`` with ``adam_w_mode=False``. States that Apex saved load.
+    """``torch.optim.AdamW``, or ``Adam`` with ``adam_w_mode=False``. It can load states saved by Apex.
 
-    ``set_grad_none=False`` has ``zero_grad`` fill with zeros.
+    ``set_grad_none=False`` makes ``zero_grad`` fill with zeros.
 
     Raises:
         RuntimeError: ``bias_correction=False``, ``amsgrad=True`` (as in Apex) or ``master_weights=True``.
@@ -37,7 +37,7 @@ class FusedAdam(ClearsAsSaid, torch.optim.Adam):
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
         if not bias_correction:
-            refuse("FusedAdam(bias_correction=False)", "leave it out and warm the learning rate up")
+            refuse("FusedAdam(bias_correction=False)", "leave it out and use learning-rate warmup")
         if master_weights:
             refuse("FusedAdam(master_weights=True)", "leave it out: amp.initialize with O2 keeps masters")
         self.set_grad_none = set_grad_none

@@ -14,21 +14,21 @@ __all__ = ["FusedLAMB"]
 
 
 class FusedLAMB(ClearsAsSaid):
-    """LAMB, on any device; of parameters in half the arithmetic is fp32. States that Apex saved load.
+    """LAMB, on any device; half parameters are updated in fp32 arithmetic. It can load states saved by Apex.
 
     Args:
         params: Of any floating dtypes.
         lr: Learning rate.
         bias_correction: Divide running means by the sum of their weights.
-        betas: Of the running means of the gradient and of its square.
+        betas: Decay factors of the running means of the gradient and of its square.
         eps: Added to the root of the mean square.
-        weight_decay: Of each group.
+        weight_decay: Default for each group.
         amsgrad: Not supported, as in Apex.
         adam_w_mode: Add weight decay to the direction, else to the gradient.
-        grad_averaging: Weigh a gradient by ``1 - betas[0]`` in its mean, else by 1.
+        grad_averaging: Weight a gradient by ``1 - betas[0]`` in its mean, else by 1.
         set_grad_none: ``zero_grad`` drops gradients, else it fills with zeros.
-        max_grad_norm: All gradients together are clipped to this norm at each step; they themselves stay as they are.
-        use_nvlamb: Give directions their tensor's length in groups without weight decay, too.
+        max_grad_norm: At each step all gradients are clipped to this joint norm; ``.grad`` is not changed.
+        use_nvlamb: Scale directions to the norm of their tensor in groups without weight decay, too.
 
     Raises:
         RuntimeError: ``amsgrad=True``.
@@ -76,7 +76,7 @@ class FusedLAMB(ClearsAsSaid):
         work = [(group, with_gradients(group["params"], "FusedLAMB")) for group in self.param_groups]
         every = [grad for _, lists in work for _, grads in lists for grad in grads]
         norm = total_norm(every) if every else torch.zeros((), device="cpu")
-        most = self.defaults["max_grad_norm"]  # Apex asks no group for its own
+        most = self.defaults["max_grad_norm"]  # Apex uses one value for all groups
         divisor = torch.where(norm > most, norm / most, 1.0)
         for group, lists in work:
             group["step"] = group.get("step", 0) + 1

@@ -15,29 +15,31 @@ __all__ = ["FusedNovoGrad"]
 
 
 class FusedNovoGrad(ClearsAsSaid):
-    """NovoGrad, on any device; of parameters in half the arithmetic is fp32. States that Apex saved load.
+    """NovoGrad, on any device; half parameters are updated in fp32 arithmetic. It can load states saved by Apex.
 
-    The running norm of a parameter's gradients is in its own state, where Apex kept those of a group together.
+    The running norm of a parameter's gradients is in the state of that parameter; Apex stored the norms of a group
+    together.
 
     Args:
         params: Of any floating dtypes.
         lr: Learning rate.
-        bias_correction: Divide running means and norms by the sum of their weights, as if they had begun at zero.
-        betas: Of the running mean of the gradient and of its running norm.
+        bias_correction: Divide running means and norms by the sum of their weights, as if they had started at zero.
+        betas: Decay factors of the running mean of the gradient and of its running norm.
         eps: Added to the norm.
-        weight_decay: Of each group.
+        weight_decay: Default for each group.
         amsgrad: Not supported, as in Apex.
-        reg_inside_moment: Divide by the norm and add weight decay before the mean is taken, as in the paper; else after.
-        grad_averaging: Weigh a gradient by ``1 - betas[0]`` in its mean, else by 1.
+        reg_inside_moment: Divide by the norm and add weight decay before the mean is taken, as in the paper; else
+            after.
+        grad_averaging: Weight a gradient by ``1 - betas[0]`` in its mean, else by 1.
         norm_type: 2, or 0 for the largest absolute value.
-        init_zero: Running norms begin at zero, else at the first gradient's.
+        init_zero: Running norms start at zero, else at the first gradient's norm.
         set_grad_none: ``zero_grad`` drops gradients, else it fills with zeros.
 
     Raises:
         RuntimeError: ``amsgrad=True``, or another ``norm_type``.
 
-    Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks",
-    2019.
+    Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep
+    Networks", 2019.
     """
 
     said = ("set_grad_none", "moment_mode")
@@ -111,7 +113,7 @@ class FusedNovoGrad(ClearsAsSaid):
         return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state of this class or of Apex's, which keeps norms by group: those of fp16, then those of fp32."""
+        """Load a state of this class or of Apex's, which stores norms by group: those of fp16, then those of fp32."""
         state = {index: dict(entry) for index, entry in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group in groups:
@@ -120,7 +122,7 @@ class FusedNovoGrad(ClearsAsSaid):
                 if index in state:
                     state[index]["exp_avg_sq"] = next(norms[state[index]["exp_avg"].dtype is torch.float32])
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
-        # torch has cast each norm to its parameter's dtype, and in fp16 it could be infinite
+        # torch has cast each norm to its parameter's dtype, in which fp16 may overflow
         indices = [index for group in groups for index in group["params"]]
         params = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in zip(indices, params, strict=True):

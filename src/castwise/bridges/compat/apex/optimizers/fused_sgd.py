@@ -14,8 +14,8 @@ __all__ = ["FusedSGD"]
 class FusedSGD(ClearsAsSaid, torch.optim.SGD):
     """``torch.optim.SGD``.
 
-    ``set_grad_none=True`` has ``zero_grad`` drop gradients; ``materialize_master_grads`` is ignored, as masters share the
-    model's gradients.
+    ``set_grad_none=True`` makes ``zero_grad`` drop gradients; ``materialize_master_grads`` is ignored, since masters
+    share the model's gradients.
 
     Raises:
         RuntimeError: ``wd_after_momentum=True``.

@@ -12,14 +12,14 @@ __all__ = ["LARC"]
 class LARC:
     """Layer-wise adaptive rates around any torch optimizer.
 
-    Each gradient is multiplied by ``trust * |w| / (|g| + decay * |w| + eps)``, divided by the group's rate and cut at 1
-    where ``clip`` is set.
+    Each gradient is multiplied by ``trust * |w| / (|g| + decay * |w| + eps)``; with ``clip``, this factor is divided by
+    the group's learning rate and limited to 1.
 
     Args:
-        optimizer: To wrap; its weight decay is applied here.
-        trust_coefficient: ``trust``, how much of a weight's norm a step may be.
-        clip: Whether the optimizer's own rate is the largest.
-        eps: Keeps the division from zero.
+        optimizer: The optimizer to wrap; its weight decay is applied here.
+        trust_coefficient: ``trust``, the largest step relative to a weight's norm.
+        clip: Whether the optimizer's learning rate is an upper limit.
+        eps: Prevents division by zero.
 
     Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017.
     """
@@ -37,7 +37,7 @@ class LARC:
         self.eps = eps
 
     def __getattr__(self, name: str) -> Any:
-        # _amp_stash and the like are this object's own, or nobody's.
+        # _amp_stash and similar attributes belong to this object only
         if name.startswith("_") or name == "optim":
             raise AttributeError(name)
         return getattr(self.optim, name)
@@ -47,7 +47,7 @@ class LARC:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's."""
+        """The wrapped optimizer's groups."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -78,10 +78,10 @@ class LARC:
         factor = self.trust_coefficient * weight_norm / (grad_norm + weight_norm * decay + self.eps)
         if self.clip:
             factor = (factor / rate).clamp(max=1)
-        # Where either norm is zero, the gradient and its decay stay out of it, as in Apex.
+        # If either norm is zero, the gradient is not scaled and gets no weight decay, as in Apex.
         alive = (weight_norm != 0) & (grad_norm != 0)
         grad.copy_(torch.where(alive, (grad + decay * weights) * factor, grad))
 
 
-# apex.parallel.LARC is this class here and this module in Apex, so scripts write apex.parallel.LARC.LARC too
+# apex.parallel.LARC is this class here but this module in Apex, so scripts write apex.parallel.LARC.LARC too
 LARC.LARC = LARC  # type: ignore[attr-defined]

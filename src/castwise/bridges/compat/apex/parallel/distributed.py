@@ -15,14 +15,15 @@ _MEBI = 2**20
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's, with Apex's arguments, and torch's own besides: ``process_group`` and others.
+    """torch's DistributedDataParallel with Apex's arguments; torch's, such as ``process_group``, are accepted too.
 
-    ``num_allreduce_streams``, ``gradient_predivide_factor``, ``gradient_average_split_factor`` and ``prof`` are ignored.
+    ``num_allreduce_streams``, ``gradient_predivide_factor``, ``gradient_average_split_factor`` and ``prof`` are
+    ignored.
 
     Args:
-        module: As ``amp.initialize`` returned it.
-        message_size: Elements per message, taken as fp32.
-        delay_allreduce: Parameters may go without gradients, which torch has to look for in each pass.
+        module: The module, as ``amp.initialize`` returned it.
+        message_size: Elements per message, assumed to be fp32.
+        delay_allreduce: Parameters may have no gradient, which torch must check in each pass.
         allreduce_always_fp32: Reduce half gradients in fp32.
         gradient_average: False sums gradients instead.
 
@@ -71,7 +72,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 def _reduction(average: bool, in_fp32: bool) -> Any:
-    """A communication hook that sums, or averages, and in fp32 if asked."""
+    """A communication hook that sums or averages gradients, in fp32 if requested."""
 
     def reduce(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -87,13 +88,13 @@ def _reduction(average: bool, in_fp32: bool) -> Any:
         result: torch.futures.Future[torch.Tensor] = future.get_future().then(take)
         return result
 
-    # DistributedDataParallel compares the annotations themselves, not their texts.
+    # DistributedDataParallel compares the annotation objects, not their text
     reduce.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})  # type: ignore[attr-defined]
     return reduce
 
 
 class Reducer:
-    """Averages gradients over all ranks when it is told to: a list's, or a module's, which begins as the first rank's."""
+    """Averages gradients over all ranks on request: those of a list, or of a module, which starts with the first rank's weights."""
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[torch.Tensor]) -> None:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None

@@ -1,4 +1,4 @@
-"""``apex.parallel.optimized_sync_batchnorm``: where Apex with compiled code has the class."""
+"""``apex.parallel.optimized_sync_batchnorm``: the path of the class in a compiled Apex."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's; ``channel_last`` is ignored, as torch goes by the tensor's own memory format.
+    """torch's SyncBatchNorm; ``channel_last`` is ignored, since torch uses the tensor's memory format.
 
     Raises:
         ValueError: ``fuse_relu=True``.
@@ -42,10 +42,10 @@ def convert_syncbn_model(
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """This rank's group of ``group_size`` neighbours, made by all ranks together; None for 0, which means all.
+    """This rank's group of ``group_size`` neighbours, created by all ranks together; None for 0, which means all.
 
     Raises:
-        ValueError: A size that does not divide the number of ranks.
+        ValueError: The size does not divide the number of ranks.
     """
     if group_size == 0:
         return None
