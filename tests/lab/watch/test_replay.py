@@ -642,9 +642,7 @@ def test_records_that_are_passed_over_are_named(tmp_path: Path) -> None:
             amp.step(optimizer)
             optimizer.zero_grad()
     _ = (recorder.records[1] / "checkpoint.json").write_text("{")
-    with pytest.warns(
-        UserWarning, match=r"skipped step-00000002, which its checkpoint\.json cannot be read"
-    ):
+    with pytest.warns(UserWarning, match=r"skipped step-00000002, which its checkpoint\.json cannot be read"):
         assert replay(tmp_path, Net(), loss, find=False).step == 1
     _ = (recorder.records[0] / "checkpoint.json").write_text("{")
     with pytest.raises(

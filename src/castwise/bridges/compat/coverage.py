@@ -1,4 +1,4 @@
-"""What a drop-in has: every public name of the original, and what became of it, from the ``coverage.toml`` beside it."""
+"""The coverage of a drop-in: every public name of the original with its status, from ``coverage.toml``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["STATUSES", "Covered", "Status", "covered", "instead", "missing_attri
 
 Status = Literal["works", "differs", "absent"]
 STATUSES: Final[tuple[Status, ...]] = get_args(Status)
-"""``works``: as in the original. ``differs``: it is there and does something else, which the note says and why.
+"""``works``: as in the original. ``differs``: available with another behaviour; the note says what differs and why.
 ``absent``: using it raises, and the note says what to use instead."""
 
 
 @dataclass(frozen=True)
 class Covered:
-    """One name of an original's contract.
+    """One public name of the original.
 
     Attributes:
-        name: As a script writes it, from the package down: ``apex.amp.initialize``; an argument is
-            ``apex.amp.initialize(opt_level)``, and ``module.*`` whatever else the original's module has.
+        name: As a script writes it, from the package on: ``apex.amp.initialize``; an argument is
+            ``apex.amp.initialize(opt_level)``, and ``module.*`` stands for everything else in the original's module.
         status: One of `STATUSES`.
         note: What differs and why, or what to use instead. May be empty for ``works``. Markdown, one line, no ``|``.
     """
@@ -38,16 +38,16 @@ class Covered:
 
 @functools.cache
 def covered(package: str) -> tuple[Covered, ...]:
-    """Every name of the contract of ``apex`` or ``colossalai``, by the order in which a reader meets them."""
+    """Every public name of ``apex`` or ``colossalai``, in the order in which docs list them."""
     text = resources.files(__package__).joinpath(package, "coverage.toml").read_text(encoding="utf-8")
     parts = {name: said.partition(": ") for name, said in tomllib.loads(text).items()}
     return tuple(Covered(name, status, note) for name, (status, _, note) in parts.items())
 
 
 def instead(*names: str, inside: str = "") -> str:
-    """What to use in the place of something: what the nearest row says of which one of its names, or what it is in, is absent.
+    """The replacement of an absent name: the note of the nearest absent row, for the name or for what contains it.
 
-    If there is none, the first such row of what is ``inside`` a module; empty where nothing says it.
+    If there is none, the first such row of what is ``inside`` a module; empty if there is none either.
     """
     rows = {row.name: row for row in covered(names[0].partition(".")[0]) if row.status == "absent"}
     nearest = (around for name in names for around in _outwards(name))
@@ -57,7 +57,7 @@ def instead(*names: str, inside: str = "") -> str:
 
 
 def _outwards(name: str) -> Iterator[str]:
-    """A name, then what it is in: ``a.b``, the rest of ``a``, ``a``."""
+    """A name, then what contains it: ``a.b``, the rest of ``a``, ``a``."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -67,8 +67,8 @@ def _outwards(name: str) -> Iterator[str]:
 def missing_attribute(module: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a module, such as ``apex.optimizers``: an error that says what to use instead.
 
-    It is an AttributeError, so that ``hasattr`` is False, but for ``from module import name``, which would put a text of
-    its own in the place of that one's: to this an ImportError says it.
+    It is an AttributeError, so that ``hasattr`` is False, except for ``from module import name``, whose own message
+    would replace it: there it is an ImportError.
     """
 
     def lookup(name: str) -> NoReturn:
@@ -88,7 +88,7 @@ def missing_attribute(module: str) -> Callable[[str], Any]:
 
 
 def _imports(caller: FrameType) -> bool:
-    """Whether a frame asks for an attribute by ``from module import name``: itself, or the import system for a package."""
+    """Whether a frame reads an attribute for ``from module import name``: itself, or the import system for a package."""
     if caller.f_code.co_name == "_handle_fromlist":
         return True
     return caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]

@@ -1,4 +1,4 @@
-"""``import apex`` and ``import colossalai`` from castwise, where the real package is missing or has lost its amp."""
+"""``import apex`` and ``import colossalai`` from castwise, if the real package is missing or no longer contains amp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGES = ("apex", "colossalai")
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds packages and what is in them under ``castwise.compat``."""
+    """Finds packages and their modules under ``castwise.compat``."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = tuple(packages)
@@ -28,7 +28,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: object = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The import system's question."""
+        """Find a module for the import system."""
         if fullname.partition(".")[0] not in self.packages:
             return None
         home = _home_of(fullname)
@@ -43,13 +43,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _home_of(fullname: str) -> str:
-    # where a later version of the original put all of its parts
+    # the location of all parts in later versions of the original
     legacy = f"{fullname}.".startswith("colossalai.legacy.")
     return f"{_HOME}.{fullname.replace('.legacy', '', 1) if legacy else fullname}"
 
 
 def _asked(fullname: str) -> str:
-    """The module that an import is for which has come to a package on the way to it."""
+    """The module being imported, if a package on its path is being found."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_find_and_load":
@@ -60,41 +60,41 @@ def _asked(fullname: str) -> str:
 
 
 class _Loader(importlib.abc.Loader):
-    """Gives the module under ``castwise.compat`` itself, so that each exists once."""
+    """Returns the module under ``castwise.compat`` itself, so that each exists only once."""
 
     def __init__(self, home: str) -> None:
         self.home = home
         self._spec: object = None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """The module. What it has imported of its own parts gets its short name too, before anyone asks."""
+        """Return the module. Modules that it has already imported get their short names too, before they are used."""
         module = importlib.import_module(self.home)
         self._spec = module.__spec__
         for name, part in list(sys.modules.items()):
             if f"{name}.".startswith(f"{self.home}."):
                 sys.modules.setdefault(name.removeprefix(f"{_HOME}."), part)
-                # in a package of no folder, so that who looks inside is told what to use instead
+                # in a package without a folder, so that access to its contents raises the error with the replacement
                 vars(part).setdefault("__path__", [])
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run already; it keeps its own spec."""
+        """Do nothing: it has run already, and keeps its spec."""
         module.__spec__ = self._spec  # type: ignore[assignment]
 
 
 def install(*packages: str) -> tuple[str, ...]:
     """Let ``import apex`` and ``import colossalai`` find castwise's drop-ins in this process.
 
-    A real package stays: only where it is missing, or where it is an Apex without ``amp``, is it served from here.
+    A real package takes precedence: the drop-in is used only if the package is missing, or is an Apex without ``amp``.
 
     Args:
-        packages: Which to serve; all that castwise has if none is named.
+        packages: The packages to install; all that castwise has if none is named.
 
     Returns:
-        Those that are served from castwise now.
+        The packages that come from castwise now.
 
     Raises:
-        ValueError: A package that castwise has no drop-in for.
+        ValueError: castwise has no drop-in for a package.
     """
     unknown = [name for name in packages if name not in _PACKAGES]
     if unknown:
@@ -108,7 +108,7 @@ def install(*packages: str) -> tuple[str, ...]:
 
 
 def _is_real(package: str) -> bool:
-    """Whether an installed package is there and whole."""
+    """Whether a package is installed and complete."""
     try:
         if importlib.util.find_spec(package) is None:
             return False
@@ -118,7 +118,7 @@ def _is_real(package: str) -> bool:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: modules that were imported meanwhile are forgotten under their short names."""
+    """Undo :func:`install`: modules imported meanwhile are removed under their short names."""
     for finder in [finder for finder in sys.meta_path if isinstance(finder, _Finder)]:
         _remove(finder)
 
@@ -131,7 +131,7 @@ def _remove(finder: _Finder) -> None:
 
 @contextlib.contextmanager
 def serving(package: str) -> Iterator[None]:
-    """Serve a package for as long as the block runs, unless it is served, or really there, anyway."""
+    """Install a drop-in for the duration of a block, unless it is installed already, or the real package is available."""
     if package in sys.modules or importlib.util.find_spec(package) is not None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Colossal-AI's AMP and the frame around it, carried out by castwise.
+"""Colossal-AI's AMP with its engine and trainer, run by castwise.
 
     from castwise.compat import colossalai
 
@@ -7,10 +7,10 @@
 
 or, with the original import lines, after ``castwise.compat.install()``.
 
-``plans``: the modes' options as plans. ``amp``: ``convert_to_amp``. ``context``, ``core``: the configuration and the
-process groups. ``initialize``: from a configuration to an engine. ``engine``: it, its schedules and accumulation.
-``sharding``: what ``zero`` asks for. ``trainer``: the loop, with hooks. ``nn``, ``utils``, ``logging``, ``builder``,
-``registry``: what scripts import besides.
+``plans``: translates the modes' options to plans. ``amp``: ``convert_to_amp``. ``context``, ``core``: the configuration
+and the process groups. ``initialize``: from a configuration to an engine. ``engine``: it, its schedules and
+accumulation. ``sharding``: what ``zero`` configures. ``trainer``: the loop, with hooks. ``nn``, ``utils``, ``logging``,
+``builder``, ``registry``: further modules that scripts import.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bo
     Args:
         layers: The whole model, the same on every rank.
         num_chunks: Shares per rank, for an interleaved pipeline.
-        verbose: Taken for the original's sake.
+        verbose: Accepted for compatibility.
 
     Returns:
-        ``nn.Sequential`` with the layers under their old names; an ``nn.ModuleList`` of several where ``num_chunks`` is
+        ``nn.Sequential`` with the layers under their former names; an ``nn.ModuleList`` of several if ``num_chunks`` is
         above 1.
 
     Raises:
-        PlanError: Not a sequence, or fewer layers than shares.
+        PlanError: ``layers`` is not a sequence, or has fewer layers than shares.
     """
     ranks, rank = gpc.pipeline_parallel_size, gpc.get_local_rank(ParallelMode.PIPELINE)
     shares = ranks * num_chunks
@@ -41,7 +41,7 @@ def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bo
     for index in range(rank, shares, ranks):
         part = nn.Sequential()
         for name, layer in named[bounds[index] : bounds[index + 1]]:
-            # under its own name, so that a checkpoint of all stages is one of the whole
+            # under its former name, so that a checkpoint of all stages is one of the whole model
             part.add_module(name, layer)
         parts.append(part)
     return parts[0] if num_chunks == 1 else nn.ModuleList(parts)

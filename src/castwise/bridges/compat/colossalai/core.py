@@ -1,4 +1,4 @@
-"""``colossalai.core``: the one context of this process, under its usual name ``global_context as gpc``."""
+"""``colossalai.core``: the context of this process, usually imported as ``global_context as gpc``."""
 
 from __future__ import annotations
 

@@ -67,21 +67,21 @@ def launch(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """Start torch.distributed, read the configuration, make its process groups and seed.
+    """Start torch.distributed, read the configuration, create its process groups and seed.
 
     Args:
         config: A dict, or the path of a Python file.
-        rank: Of this process.
-        world_size: How many there are.
-        host: Address of the first.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        host: Address of the first process.
         port: Its port.
-        backend: For torch.distributed; ``nccl`` becomes ``gloo`` where there is no CUDA device.
-        local_rank: Of this process on its machine: the accelerator that it takes; by default the rank modulo their
+        backend: For torch.distributed; ``nccl`` becomes ``gloo`` if there is no CUDA device.
+        local_rank: Rank of this process on its machine: the index of its accelerator; by default the rank modulo their
             number.
-        seed: For Python, NumPy and torch, on all ranks alike.
-        verbose: Log that it is done.
+        seed: For Python, NumPy and torch, equal on all ranks.
+        verbose: Log when it has finished.
 
-    Where torch.distributed is initialised already, that is used as it is.
+    If torch.distributed is initialised already, it is used unchanged.
     """
     kind = default_device_type()
     if kind != "cpu":
@@ -110,7 +110,7 @@ def launch(
 def _launch_by(
     call: str, starter: str, config: _Configuration, names: Mapping[str, str], **given: Any
 ) -> None:
-    """``launch`` with further arguments from the environment: a host, and whole numbers."""
+    """``launch`` with further arguments from the environment: a host, and integers."""
     try:
         for key, name in names.items():
             given[key] = os.environ[name] if key == "host" else int(os.environ[name])
@@ -124,7 +124,7 @@ def _launch_by(
 def launch_from_torch(
     config: _Configuration, backend: str = "nccl", seed: int = 1024, verbose: bool = True
 ) -> None:
-    """``launch`` by what torchrun says: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+    """``launch`` by torchrun's variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
     names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
     names |= {"host": "MASTER_ADDR", "port": "MASTER_PORT"}
     starter = "torchrun --nproc-per-node N script.py"
@@ -139,7 +139,7 @@ def launch_from_slurm(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """``launch`` by what SLURM says: SLURM_PROCID and SLURM_NPROCS."""
+    """``launch`` by SLURM's variables: SLURM_PROCID and SLURM_NPROCS."""
     names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NPROCS"}
     given = {"host": host, "port": port, "backend": backend, "seed": seed, "verbose": verbose}
     _launch_by("slurm", "srun", config, names, **given)
@@ -153,7 +153,7 @@ def launch_from_openmpi(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """``launch`` by what Open MPI says."""
+    """``launch`` by Open MPI's variables."""
     names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "SIZE"}
     names = {key: f"OMPI_COMM_WORLD_{name}" for key, name in names.items()}
     given = {"host": host, "port": port, "backend": backend, "seed": seed, "verbose": verbose}
@@ -170,28 +170,28 @@ def initialize(
     ophooks: Any = None,
     verbose: bool = True,
 ) -> tuple[Engine, Any, Any, Any]:
-    """Make an engine of training components, by ``gpc.config``.
+    """Create an engine from training components, by ``gpc.config``.
 
     Of the configuration it reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``zero``, ``parallel``,
     ``NUM_MICRO_BATCHES``, ``torch_ddp``, ``cudnn_benchmark`` and ``cudnn_deterministic``.
 
     Args:
-        model: On any device, or a function that makes it. In a pipeline this rank's stage, see
+        model: On any device, or a function that creates it. In a pipeline this rank's stage, see
             :func:`castwise.compat.colossalai.builder.build_pipeline_model`.
-        optimizer: Of torch, or a function from parameters to one.
-        criterion: From outputs and targets to the loss.
+        optimizer: A torch optimizer, or a function from parameters to one.
+        criterion: Computes the loss from outputs and targets.
         train_dataloader: Yields ``(inputs, targets)``.
         test_dataloader: The same.
-        lr_scheduler: Of torch or of here, around the optimizer.
-        ophooks: Not taken.
+        lr_scheduler: A scheduler of torch or of this package, for the optimizer.
+        ophooks: Not supported.
         verbose: Log the configuration.
 
     Returns:
         ``(engine, train_dataloader, test_dataloader, lr_scheduler)``.
 
     Raises:
-        StateError: Before ``launch``, or with ``ophooks``.
-        PlanError: A configuration that cannot be.
+        StateError: Called before ``launch``, or with ``ophooks``.
+        PlanError: The configuration is invalid.
     """
     if ophooks:
         raise StateError(

@@ -1,4 +1,4 @@
-"""``colossalai.logging``: a logger that knows ranks."""
+"""``colossalai.logging``: a logger that can log on some ranks only."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _loggers: dict[str, DistributedLogger] = {}
 
 
 class _Stderr(logging.StreamHandler[Any]):
-    """Writes to what ``sys.stderr`` is at the time, so that redirection is respected."""
+    """Writes to the current ``sys.stderr``, so that redirection works."""
 
     stream = property(lambda self: sys.stderr, lambda self, value: None)
 
 
 class DistributedLogger:
-    """Logs on all ranks, or on those named, by the logger of a name in :mod:`logging`."""
+    """Logs on all ranks, or on given ones, with a logger of :mod:`logging`."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
@@ -40,7 +40,7 @@ class DistributedLogger:
 
     @staticmethod
     def get_instance(name: str) -> DistributedLogger:
-        """The logger of a name, made when it is first asked for."""
+        """The logger of a name, created at its first use."""
         return get_dist_logger(name)
 
     def set_level(self, level: str) -> None:
@@ -48,7 +48,7 @@ class DistributedLogger:
         self._logger.setLevel(level)
 
     def log_to_file(self, path: str, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
-        """Write to ``path/rank_<n>[_suffix].log`` as well; the folder is made where it is missing."""
+        """Also write to ``path/rank_<n>[_suffix].log``; the folder is created if it does not exist."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"rank_{gpc.get_global_rank()}" + (f"_{suffix}" if suffix else "")
@@ -77,12 +77,12 @@ class DistributedLogger:
 
 
 def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
-    """The logger of a name; the same each time."""
+    """The logger of a name; the same object each time."""
     return _loggers.setdefault(name, DistributedLogger(name))
 
 
 def disable_existing_loggers(include: list[str] | None = None, exclude: list[str] | None = None) -> None:
-    """Raise the level of loggers to WARNING: all there are or those of ``include``, but ``exclude`` (``colossalai``)."""
+    """Raise the level of loggers to WARNING: of all or those in ``include``, except ``exclude`` (``colossalai``)."""
     kept = ["colossalai"] if exclude is None else exclude
     for name in include if include is not None else list(logging.root.manager.loggerDict):
         if name not in kept:

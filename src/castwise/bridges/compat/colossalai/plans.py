@@ -1,7 +1,7 @@
-"""The options of Colossal-AI's three AMP modes as castwise's plans.
+"""Translate the options of Colossal-AI's three AMP modes to castwise plans.
 
-A pure translation: a mode and a mapping of options in, a :class:`castwise.Plan` out. Options are taken under the names
-of Colossal-AI's documentation and under those of its code.
+A pure function: a mode and a mapping of options in, a :class:`castwise.Plan` out. Options are accepted under the names
+in Colossal-AI's documentation and those in its code.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FLOOR: Final = LossScale().floor
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a mode and its options come to.
+    """The translation of a mode and its options.
 
     Attributes:
         plan: The plan.
-        mode: ``torch``, ``apex``, ``naive``, or ``none`` where the configuration asks for no AMP.
-        covers_loss: Whether the criterion runs under the plan too, as the originals of the mode have it.
+        mode: ``torch``, ``apex``, ``naive``, or ``none`` if the configuration asks for no AMP.
+        covers_loss: Whether the criterion runs under the plan too, as in the original mode.
         clip_grad_norm: Largest norm of the gradients, 0 for no clipping; an option of the naive mode.
-        verbose: Log the scale when it moves.
+        verbose: Log the scale when it changes.
         counts_zeros: The naive optimizer's ``step`` also returns how many gradient elements are zero.
     """
 
@@ -44,7 +44,7 @@ class Recipe:
 
 
 def fp32_recipe() -> Recipe:
-    """No AMP: nothing is cast, and norms are still those of all ranks together."""
+    """No AMP: nothing is cast, and norms are still computed over all ranks."""
     return Recipe(Plan(compute="fp32", output="as_is"), "none")
 
 
@@ -52,8 +52,8 @@ def recipe_of(mode: Any, options: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe of ``fp16 = dict(mode=mode, **options)``; the mode is a member of ``AMP_TYPE`` or its value.
 
     Raises:
-        PlanError: A mode or a value that is not allowed.
-        UnknownNameError: An option that the mode does not have.
+        PlanError: A mode or a value is not allowed.
+        UnknownNameError: The mode does not have an option.
     """
     makers = {"torch": torch_recipe, "apex": apex_recipe, "naive": naive_recipe}
     name = getattr(mode, "value", mode)
@@ -65,7 +65,7 @@ def recipe_of(mode: Any, options: Mapping[str, Any] | None = None) -> Recipe:
 
 
 class _Options:
-    """The options of one mode, taken out one by one."""
+    """The options of one mode, removed one by one as they are read."""
 
     def __init__(self, mode: str, given: dict[str, Any]) -> None:
         self.mode = mode
@@ -73,7 +73,7 @@ class _Options:
         self.known: list[str] = []
 
     def take(self, *names: str, default: Any = None) -> Any:
-        """The value of an option under any of its names; giving it twice with two values is an error."""
+        """Remove and return the value of an option under any of its names; two names with different values are an error."""
         self.known += names
         found = {name: self.given.pop(name) for name in names if name in self.given}
         if len({repr(value) for value in found.values()}) > 1:
@@ -84,7 +84,7 @@ class _Options:
         return next(iter(found.values()), default)
 
     def done(self) -> None:
-        """Refuse what is left."""
+        """Refuse the options that are left."""
         for name in self.given:
             close = difflib.get_close_matches(name, self.known, n=2)
             hint = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
@@ -93,12 +93,12 @@ class _Options:
             )
 
     def low_format(self) -> str:
-        """The format that takes the place of fp16, where the user names one."""
+        """The format to use instead of fp16, if the user names one."""
         return _format(f"AMP_TYPE.{self.mode}: dtype", self.take("dtype", default="fp16"), "fp16", "bf16")
 
 
 def _format(option: str, value: Any, *allowed: str) -> str:
-    """A plan's name for a format that is given by that, by torch's name or by dtype."""
+    """A plan's name for a format that is given by that name, by torch's name or by dtype."""
     with contextlib.suppress(PlanError):
         name = Plan(compute=value).compute
         if name in allowed:
@@ -109,7 +109,7 @@ def _format(option: str, value: Any, *allowed: str) -> str:
 def torch_recipe(options: dict[str, Any]) -> Recipe:
     """``AMP_TYPE.TORCH``: CUDA's autocast lists, on every device, and torch's scaler.
 
-    ``enabled=False`` means no scaling, autocast all the same; ``dtype`` (fp16 or bf16) is castwise's own.
+    ``enabled=False`` disables scaling but not autocast; ``dtype`` (fp16 or bf16) is an addition of castwise.
     """
     given = _Options("TORCH", options)
     init = float(given.take("init_scale", default=2.0**16))
@@ -131,7 +131,7 @@ def naive_recipe(options: dict[str, Any]) -> Recipe:
     """``AMP_TYPE.NAIVE``: everything in fp16, BatchNorm too, with fp32 masters and outputs.
 
     ``initial_scale`` is 2**16 by default, as in the code; the documentation shows 2**32. ``dtype`` (fp16 or bf16) is
-    castwise's own.
+    an addition of castwise.
     """
     given = _Options("NAIVE", options)
     init = float(given.take("initial_scale", "init_scale", default=2.0**16))
@@ -238,7 +238,7 @@ def _apex_scale(value: Any, smallest: Any, largest: Any) -> LossScale | None:
 
 
 def _floor(value: Any, init: float) -> float | None:
-    """The originals let the scale fall to zero, after which nothing trains any more: castwise's floor takes its place."""
+    """The floor of castwise; the originals let the scale fall to zero, after which every step is skipped."""
     if value:
         return float(value)
     return None if _FLOOR is None else min(_FLOOR, init)

@@ -23,26 +23,26 @@ _Registered = TypeVar("_Registered")
 
 
 class Registry:
-    """Classes and functions under the names that they were defined by."""
+    """Classes and functions under the names with which they were defined."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._held: dict[str, Any] = {}
 
     def register_module(self, module: _Registered) -> _Registered:
-        """Enter a class or a function, in place of another one of its name; a decorator."""
+        """Register a class or a function, replacing another one of the same name; a decorator."""
         self._held[module.__name__] = module  # type: ignore[attr-defined]
         return module
 
     def has(self, module_name: str) -> bool:
-        """Whether something is entered under a name."""
+        """Whether something is registered under a name."""
         return module_name in self._held
 
     def get_module(self, module_name: str) -> Any:
-        """What is entered under a name.
+        """The object registered under a name.
 
         Raises:
-            UnknownNameError: Nothing is. What Colossal-AI itself registers, such as layers, is not here.
+            UnknownNameError: There is none. Colossal-AI's registered objects, such as layers, are not available here.
         """
         if module_name not in self._held:
             raise UnknownNameError(

@@ -1,6 +1,6 @@
 """``zero = dict(...)``: parameters, gradients and optimizer state sharded over data parallel ranks, by FSDP2.
 
-Colossal-AI refuses ``zero`` beside ``fp16``; here any mode's plan says in which format the shards are gathered.
+Colossal-AI refuses ``zero`` with ``fp16``; here the plan of any mode decides in which format shards are gathered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READ = ("level", "reshard_after_forward", "model_config", "optimizer_config")
 
 
 def zero_recipe(zero: Mapping[str, Any]) -> Recipe:
-    """ZeRO without ``fp16`` is fp16 with fp32 masters in Colossal-AI, so it is the naive plan here.
+    """The recipe for ``zero`` without ``fp16``: the naive plan, since Colossal-AI uses fp16 with fp32 masters there.
 
     The loss scale's options are those of ``optimizer_config``.
     """
@@ -41,9 +41,9 @@ def shard(amp: Amp, model: nn.Module, optimizer: Optimizer, zero: dict[str, Any]
 
     Args:
         amp: The session, whose plan decides the formats.
-        model: Whole on every rank, and equal; each module of its ``nn.ModuleList`` and ``nn.Sequential`` is gathered by
-            itself.
-        optimizer: Made for the whole parameters; it has not stepped yet.
+        model: Whole and equal on every rank; each module of its ``nn.ModuleList`` and ``nn.Sequential`` is gathered
+            separately.
+        optimizer: Created for the whole parameters; it has not stepped yet.
         zero: ``level`` (3 frees weights after the forward pass, 1 and 2 keep them) or ``reshard_after_forward``.
 
     Raises:
@@ -73,5 +73,5 @@ def shard(amp: Amp, model: nn.Module, optimizer: Optimizer, zero: dict[str, Any]
     amp.fully_shard(model, blocks=blocks, mesh=gpc.device_mesh["data"], reshard_after_forward=bool(fully))
     shards = dict(model.named_parameters(remove_duplicate=False))
     for group in optimizer.param_groups:
-        # in place: the optimizer may hold the list itself
+        # in place: the optimizer may reference the list
         group["params"][:] = [shards[names[id(p)]] if id(p) in names else p for p in group["params"]]

@@ -1,4 +1,4 @@
-"""``convert_to_amp``: a model, an optimizer and a criterion made to train in one of three AMP modes."""
+"""``convert_to_amp``: prepare a model, an optimizer and a criterion to train in one of three AMP modes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class AmpCriterion(nn.Module):
-    """A criterion, any callable, that runs under the plan, as the torch mode and Apex's O1 have it."""
+    """A criterion (any callable) that runs under the plan, as in the torch mode and Apex's O1."""
 
     def __init__(self, loss: Any, amp: Amp) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ def convert_to_amp(
     mode: AMP_TYPE,
     amp_config: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Make training components train in an AMP mode.
+    """Prepare training components to train in an AMP mode.
 
-    The model comes back as the same object, made to run by the plan. Where torch.distributed is initialised all ranks
+    The same model object is returned, and runs by the plan. If torch.distributed is initialised, all ranks
     make the call together. Prepare before DistributedDataParallel and ``torch.compile``.
 
     Args:
         model: On its device; an ``nn.ModuleList`` holds several stages of a pipeline.
-        optimizer: Of torch, updating the model.
+        optimizer: A torch optimizer that updates the model.
         criterion: Any callable that computes a loss, or None.
         mode: TORCH, APEX or NAIVE.
         amp_config: The mode's options, as docs/compat.md lists them.
@@ -69,8 +69,8 @@ def convert_to_amp(
         ``step()`` and the session as ``amp``.
 
     Raises:
-        PlanError: A mode or an option that is not allowed.
-        UnknownNameError: An option that the mode does not have.
+        PlanError: A mode or an option is not allowed.
+        UnknownNameError: The mode does not have an option.
     """
     recipe = recipe_of(mode, amp_config)
     parameter = next(model.parameters(), None)
@@ -103,7 +103,7 @@ def prepare(
     criterion: Any,
     clip_grad_norm: float = 0.0,
 ) -> tuple[nn.Module, AmpOptimizer, Any]:
-    """Prepare by a session that exists; ``initialize`` makes it earlier, to shard by it."""
+    """Prepare with an existing session; ``initialize`` creates it earlier, to shard by it."""
     part = gpc.pipeline_parallel_size > 1
     for module in model if isinstance(model, nn.ModuleList) and part else [model]:
         amp.prepare(module, optimizer, part=part)
@@ -111,7 +111,7 @@ def prepare(
     if recipe.mode == "apex":
         for module in model.modules():
             module.register_state_dict_post_hook(state_dict_in_fp32)
-    # in a pipeline its schedule runs the backward passes, and ranks do not reach them together
+    # a pipeline's schedule runs the backward passes, which ranks do not reach together
     kinds: dict[str, type[AmpOptimizer]] = {
         "naive": NaiveAMPOptimizer,
         "apex": AmpOptimizer if part else ApexAMPOptimizer,
@@ -123,7 +123,7 @@ def prepare(
 
 
 def _declare_cut(amp: Amp, model: nn.Module) -> None:
-    """Colossal-AI's tensor parallel layers mark each parameter that they cut by ``is_tensor_parallel``."""
+    """Declare the parameters that Colossal-AI's tensor parallel layers shard, marked by ``is_tensor_parallel``."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     group = gpc.get_group(ParallelMode.TENSOR) if gpc.is_initialized(ParallelMode.TENSOR) else None

@@ -19,16 +19,16 @@ from castwise.errors import StateError
 __all__ = ["AmpOptimizer", "ApexAMPOptimizer", "NaiveAMPOptimizer"]
 
 _SAVED = "castwise_amp"
-"""Key of the session's state in an optimizer's; torch's optimizers pass over it."""
+"""Key of the session's state in an optimizer's state dict; torch's optimizers ignore it."""
 
 
 class AmpOptimizer(ColossalaiOptimizer):
-    """An optimizer whose losses are scaled and whose steps are skipped where a gradient is not finite.
+    """An optimizer whose losses are scaled and whose steps are skipped if a gradient is not finite.
 
-    Each step clips to the global norm ``clip_grad_norm``, or that of the recipe; 0 for none.
+    Each step clips to the global norm ``clip_grad_norm``, or to that of the recipe; 0 for none.
 
     Attributes:
-        amp: The castwise session, for whatever it can do beyond Colossal-AI.
+        amp: The castwise session, for features beyond Colossal-AI.
     """
 
     def __init__(self, optim: Optimizer, amp: Amp, recipe: Recipe, clip_grad_norm: float = 0.0) -> None:
@@ -47,14 +47,14 @@ class AmpOptimizer(ColossalaiOptimizer):
         self.amp.backward(loss)
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Compute gradients of an output whose own, scaled already, is known."""
+        """Compute gradients of an output whose own gradient, already scaled, is given."""
         self.amp.scale(torch.zeros((), device=tensor.device))  # the window of the last step is over
         torch.autograd.backward(tensor, grad)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> None:
         """Unscale the gradients and clip them to a global norm, over all ranks.
 
-        Nothing is left to do where each step clips to that norm anyway, and where it is 0.
+        Does nothing if each step clips to that norm anyway, or if it is 0.
         """
         if max_norm > 0 and max_norm != self.max_norm:
             self.amp.clip_grad_norm_(self.optim, max_norm)
@@ -75,21 +75,21 @@ class AmpOptimizer(ColossalaiOptimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with the loss scale under a key of its own."""
+        """The optimizer's state, with the loss scale under a separate key."""
         return {**self.optim.state_dict(), _SAVED: self.amp.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of the bare optimizer."""
+        """Load a state of this class, or of the unwrapped optimizer."""
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != _SAVED})
         if _SAVED in state_dict:
             self.amp.load_state_dict(state_dict[_SAVED])
 
 
 class ApexAMPOptimizer(AmpOptimizer):
-    """The optimizer of the Apex mode: each backward pass leaves true gradients, as Apex's ``scale_loss`` does.
+    """The optimizer of the Apex mode: each backward pass leaves unscaled gradients, as Apex's ``scale_loss`` does.
 
-    So whoever clips or reads ``parameter.grad`` before the step sees it without the loss scale.
-    The step looks once more whether gradients are finite.
+    So code that clips or reads ``parameter.grad`` before the step sees it without the loss scale.
+    The step checks again whether gradients are finite.
     """
 
     def backward(self, loss: Tensor) -> None:
@@ -98,7 +98,7 @@ class ApexAMPOptimizer(AmpOptimizer):
         self._unscale()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Add gradients of an output whose own, without the loss scale, is known."""
+        """Add gradients of an output whose own gradient, without the loss scale, is given."""
         scale = self.amp.scale(torch.ones((), device=tensor.device))
         torch.autograd.backward(tensor, grad * scale)
         self._unscale()
@@ -109,10 +109,10 @@ class ApexAMPOptimizer(AmpOptimizer):
 
 
 class NaiveAMPOptimizer(AmpOptimizer):
-    """The optimizer of the naive mode: its ``step`` tells whether it was made, and clips by itself.
+    """The optimizer of the naive mode: its ``step`` returns whether it was made, and clips by itself.
 
     ``step()`` returns ``(True, grad_norm)``, the norm a number or None without clipping, or ``(False, None)``; with
-    ``log_num_zeros_in_grad=True`` a third value, how many elements of the gradients are zero.
+    ``log_num_zeros_in_grad=True`` also a third value, the number of zero elements of the gradients.
     """
 
     def _outcome(self, result: Any) -> Any:
@@ -124,7 +124,7 @@ class NaiveAMPOptimizer(AmpOptimizer):
         return (True, norm, self._zeros()) if self.recipe.counts_zeros else (True, norm)
 
     def _zeros(self) -> int:
-        """Zeros in this process's gradients; each of several processes counts what it holds."""
+        """The number of zeros in this process's gradients; each of several processes counts its local ones."""
         grads = [local_grad(p) for group in self.param_groups for p in group["params"]]
         return sum(int((grad == 0).sum()) for grad in grads if grad is not None)
 
@@ -139,13 +139,13 @@ class NaiveAMPOptimizer(AmpOptimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, of Colossal-AI's own, or of the bare optimizer."""
+        """Load a state of this class, of Colossal-AI, or of the unwrapped optimizer."""
         if "optimizer" not in state_dict:
             self.optim.load_state_dict(state_dict)
             return
         self.optim.load_state_dict(state_dict["optimizer"])
         if state_dict.get("grad_scaler"):
-            # Colossal-AI's own has a tensor for the scale, and no counters
+            # Colossal-AI's has a tensor for the scale, and no counters
             saved, session = state_dict["grad_scaler"], self.amp.state_dict()
             own = {key: saved.get(key, value) for key, value in (session["scaler"] or {}).items()}
             self.amp.load_state_dict({**session, "scaler": {**own, "scale": float(saved["scale"])}})

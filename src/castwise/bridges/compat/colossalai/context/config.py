@@ -15,11 +15,11 @@ __all__ = ["Config", "ConfigException"]
 
 
 class ConfigException(PlanError):
-    """A configuration that cannot be."""
+    """An invalid configuration."""
 
 
 class Config(dict[str, Any]):
-    """A dictionary whose values are attributes too, nested ones as well."""
+    """A dictionary whose values, also nested ones, can be read as attributes."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__()
@@ -37,19 +37,19 @@ class Config(dict[str, Any]):
         self[key] = value
 
     def update(self, config: Mapping[str, Any]) -> Self:  # type: ignore[override]
-        """Take in further values; mappings become :class:`Config`."""
+        """Add further values; mappings become :class:`Config`."""
         for key, value in config.items():
             self[key] = Config(value) if isinstance(value, dict) else value
         return self
 
     @classmethod
     def from_file(cls, filename: str | os.PathLike[str]) -> Self:
-        """Run a Python file, which may import from ``colossalai``, and take its free names.
+        """Run a Python file, which may import from ``colossalai``, and collect its global names.
 
         Names that begin with ``__``, modules and classes are left out.
 
         Raises:
-            ConfigException: No such file, or not Python.
+            ConfigException: There is no such file, or it is not Python.
         """
         from castwise.bridges.compat.installing import serving
 

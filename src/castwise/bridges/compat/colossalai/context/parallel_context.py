@@ -1,4 +1,4 @@
-"""``colossalai.context.parallel_context``: the process's place among the others, and its configuration."""
+"""``colossalai.context.parallel_context``: the process's place in each kind of parallelism, and its configuration."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["ParallelContext"]
 
 
 class ParallelContext:
-    """This process's place among the others, and the configuration: ``colossalai.core.global_context``.
+    """This process's place in each kind of parallelism, and the configuration: ``colossalai.core.global_context``.
 
-    Ranks lie as Colossal-AI lays them: tensor parallel ranks next to one another, then data, then pipeline.
+    Ranks are ordered as in Colossal-AI: tensor parallel ranks are adjacent, then data, then pipeline.
 
     Attributes:
         config: The configuration; empty before ``launch``.
-        verbose: Whether ``initialize`` was asked to say much.
+        verbose: Whether ``initialize`` was called with ``verbose``.
         device_mesh: ``DeviceMesh`` with the dimensions ``pipeline``, ``data`` and ``tensor``, for
-            ``parallelize_module`` and the like; None before ``launch``. castwise's own.
+            ``parallelize_module`` and similar functions; None before ``launch``. Added by castwise.
     """
 
     def __init__(self) -> None:
         self.destroy()
 
     def destroy(self) -> None:
-        """Forget everything; process groups of torch.distributed stay as they are."""
+        """Reset everything; process groups of torch.distributed are not destroyed."""
         self.config = Config()
         self.verbose = False
         self.device_mesh: Any = None
@@ -45,7 +45,7 @@ class ParallelContext:
         self._groups: dict[ParallelMode, Any] = {}
 
     def load_config(self, config: Mapping[str, Any] | str | os.PathLike[str]) -> None:
-        """Take a configuration from a mapping or a Python file."""
+        """Read a configuration from a mapping or a Python file."""
         if isinstance(config, Mapping):
             self.config = Config(config)
         elif isinstance(config, (str, os.PathLike)):
@@ -59,10 +59,10 @@ class ParallelContext:
     # --- groups ---------------------------------------------------------------------------------------------
 
     def init_parallel_groups(self) -> None:
-        """Make the process groups that ``config.parallel`` asks for.
+        """Create the process groups for ``config.parallel``.
 
         Raises:
-            ConfigException: Sizes that do not divide the number of processes, or a tensor parallel mode other than 1d.
+            ConfigException: The sizes do not divide the number of processes, or the tensor parallel mode is not 1d.
         """
         parallel = self.config.get("parallel") or {}
         pipeline, _ = _size_of(parallel, "pipeline")
@@ -124,11 +124,11 @@ class ParallelContext:
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def get_local_rank(self, mode: ParallelMode) -> int:
-        """The rank within the group of a kind of parallelism; 0 where there is none."""
+        """The rank within the group of a kind of parallelism; 0 if there is none."""
         return dist.get_rank(self._groups[mode]) if mode in self._groups else 0
 
     def get_world_size(self, mode: ParallelMode) -> int:
-        """The size of the group of a kind of parallelism; 1 where there is none."""
+        """The size of the group of a kind of parallelism; 1 if there is none."""
         return dist.get_world_size(self._groups[mode]) if mode in self._groups else 1
 
     def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:
@@ -136,11 +136,11 @@ class ParallelContext:
         return list(dist.get_process_group_ranks(self.get_group(mode)))
 
     def get_next_global_rank(self, mode: ParallelMode) -> int:
-        """The global rank of the next in a group, after the last the first."""
+        """The global rank of the next process in a group; after the last, the first."""
         return self._neighbour(mode, 1)
 
     def get_prev_global_rank(self, mode: ParallelMode) -> int:
-        """The global rank of the one before in a group, before the first the last."""
+        """The global rank of the previous process in a group; before the first, the last."""
         return self._neighbour(mode, -1)
 
     def _neighbour(self, mode: ParallelMode, step: int) -> int:
@@ -164,7 +164,7 @@ class ParallelContext:
         return self.is_last_rank(ParallelMode.PIPELINE)
 
     def set_seed(self, seed: int) -> None:
-        """Seed Python, NumPy and torch, on all ranks alike."""
+        """Seed Python, NumPy and torch, equally on all ranks."""
         random.seed(seed)
         with contextlib.suppress(ImportError):
             import numpy as np

@@ -17,7 +17,7 @@ __getattr__ = missing_attribute("colossalai.engine")
 
 
 class Engine:
-    """What a training loop needs, behind one object.
+    """A model, its optimizer and its criterion in one object for a training loop.
 
         engine.zero_grad()
         output = engine(inputs)
@@ -26,12 +26,12 @@ class Engine:
         engine.step()
 
     Args:
-        model: Prepared, and in DistributedDataParallel where that averages its gradients.
+        model: Prepared, and in DistributedDataParallel if that averages its gradients.
         optimizer: The wrapper that ``convert_to_amp`` returns, or one around it.
         criterion: The loss.
         gradient_handlers: Called before each step to average gradients over data parallel ranks.
         clip_grad_norm: Largest global norm of the gradients; 0 for no clipping.
-        verbose: Taken for the original's sake.
+        verbose: Accepted for compatibility.
         schedule: How :meth:`execute_schedule` runs a batch.
     """
 
@@ -55,7 +55,7 @@ class Engine:
 
     @property
     def amp(self) -> Amp:
-        """The castwise session, for whatever it can do beyond Colossal-AI."""
+        """The castwise session, for features beyond Colossal-AI."""
         session: Amp = self.optimizer.amp
         return session
 
@@ -79,22 +79,23 @@ class Engine:
         self.model.eval()
 
     def zero_grad(self) -> None:
-        """Clear gradients; under accumulation before the first of its batches alone."""
+        """Clear gradients; under accumulation only before the first of N batches."""
         self.optimizer.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Add gradients of a loss, scaled ones but in the Apex mode."""
+        """Add gradients of a loss: scaled ones, except in the Apex mode."""
         self.optimizer.backward(loss)
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Add gradients of an output whose own is known: scaled already, but in the Apex mode."""
+        """Add gradients of an output whose own gradient is given: already scaled, except in the Apex mode."""
         self.optimizer.backward_by_grad(tensor, grad)
 
     def step(self) -> Any:
         """Average gradients over data parallel ranks, clip, then step or skip.
 
         Returns:
-            What the optimizer's ``step`` does: ``(True, grad_norm)`` or ``(False, None)`` in the naive mode, else None.
+            The result of the optimizer's ``step``: ``(True, grad_norm)`` or ``(False, None)`` in the naive mode, else
+            None.
         """
         for handler in self._handlers:
             handler.handle_gradient()
@@ -105,7 +106,7 @@ class Engine:
         """Run a batch, forward and, unless ``forward_only``, backward; ``data_iter`` yields ``(inputs, targets)``.
 
         Returns:
-            ``(output, label, loss)``; what ``return_loss`` and ``return_output_label`` do not ask for, and what is of
-            other stages, is None.
+            ``(output, label, loss)``; values that ``return_loss`` and ``return_output_label`` do not request, or that
+            belong to other stages, are None.
         """
         return self.schedule.forward_backward_step(self, data_iter, **kwargs)

@@ -24,7 +24,7 @@ __all__ = [
 class GradAccumOptimizer(ColossalaiOptimizer):
     """Divides losses by N, and steps, clears and clips once in N batches.
 
-    Where the model is in DistributedDataParallel, ranks exchange gradients in the last of N batches alone.
+    If the model is in DistributedDataParallel, ranks exchange gradients only in the last of N batches.
     """
 
     def __init__(self, optim: Any, accumulate_size: int, model: nn.Module | None = None) -> None:
@@ -39,11 +39,11 @@ class GradAccumOptimizer(ColossalaiOptimizer):
 
     @property
     def is_full(self) -> bool:
-        """Whether N batches have been gathered, so that the next step is made."""
+        """Whether N batches have been accumulated, so that the next step is made."""
         return self.accumulate_step >= self.accumulate_size
 
     def count(self) -> None:
-        """One more batch."""
+        """Count a batch."""
         self.accumulate_step += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -61,7 +61,7 @@ class GradAccumOptimizer(ColossalaiOptimizer):
             self.optim.backward(loss / self.accumulate_size)  # type: ignore[attr-defined]
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Add gradients of an output whose own is known; that one has been divided already."""
+        """Add gradients of an output whose own gradient is given, already divided by N."""
         self.count()
         with self._alone():
             self.optim.backward_by_grad(tensor, grad)  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ class GradAccumOptimizer(ColossalaiOptimizer):
             self.optim.clip_grad_norm(model, max_norm)  # type: ignore[attr-defined]
 
     def step(self, closure: Any = None) -> Any:
-        """Step after the last of N batches; before it None, and nothing happens."""
+        """Step after the last of N batches; before that do nothing and return None."""
         if not self.is_full:
             return None
         self.accumulate_step = 0
@@ -80,7 +80,7 @@ class GradAccumOptimizer(ColossalaiOptimizer):
 
 
 class GradAccumDataloader:
-    """A loader of known length without its last batches, where fewer than N are left."""
+    """A loader of known length without the last batches if they are fewer than N."""
 
     def __init__(self, dataloader: Any, accumulate_size: int) -> None:
         self.dataloader = dataloader
@@ -95,14 +95,14 @@ class GradAccumDataloader:
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        # all of it is read: a loader that is not torch's may not begin anew otherwise
+        # read to the end: a loader that is not torch's may not restart otherwise
         for index, batch in enumerate(self.dataloader):
             if index < self.steps_per_epoch:
                 yield batch
 
 
 class GradAccumLrSchedulerByStep:
-    """Any of torch's rate schedulers, which steps once in N calls."""
+    """Any of torch's learning-rate schedulers, stepped once in N calls."""
 
     def __init__(self, lr_scheduler: Any, accumulate_size: int) -> None:
         self.lr_scheduler = lr_scheduler
@@ -128,7 +128,7 @@ class GradAccumLrSchedulerByStep:
 
 
 class GradAccumGradientHandler:
-    """A gradient handler that works before a step that is made, and not in between."""
+    """A gradient handler that runs only before a step that is made."""
 
     def __init__(self, grad_handler: Any, optimizer: GradAccumOptimizer) -> None:
         self.grad_handler = grad_handler
@@ -148,7 +148,7 @@ def accumulate_gradient(
     gradient_handlers: Iterable[Any] = (),
     lr_scheduler: Any = None,
 ) -> tuple[GradAccumOptimizer, Any, list[GradAccumGradientHandler], Any]:
-    """Wrap what takes part in training so that N batches make a step; loader and scheduler may be None.
+    """Wrap the training components so that N batches make a step; loader and scheduler may be None.
 
     Returns:
         Optimizer, loader, handlers and scheduler.

@@ -1,4 +1,4 @@
-"""Gradients averaged over data parallel ranks, where DistributedDataParallel does not do it."""
+"""Average gradients over data parallel ranks, if DistributedDataParallel does not do it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from castwise.core.masters import model_param_of
 __all__ = ["DataParallelGradientHandler", "local_grad"]
 
 _BUCKET = 2**24
-"""Elements sent at once: 64 MiB of fp32, beside the gradients themselves."""
+"""Elements sent at once: 64 MiB of fp32, in addition to the gradients."""
 
 
 def local_grad(parameter: Tensor) -> Tensor | None:
-    """What this rank holds of a parameter's gradient, in the same memory; values of a sparse one.
+    """This rank's part of a parameter's gradient, sharing its memory; the values of a sparse gradient.
 
-    A DTensor that is a partial sum, as tensor parallelism leaves for what every rank holds, is summed first, in its place.
+    A DTensor that is a partial sum, as tensor parallelism leaves for replicated parameters, is summed first, in place.
     """
     grad: Any = parameter.grad
     if hasattr(grad, "to_local"):
@@ -42,7 +42,7 @@ class DataParallelGradientHandler:
     """Averages the gradients of an optimizer over the data parallel ranks, once per step.
 
     For stages of a pipeline and for tensor parallel weights. Gradients may still be scaled then; those of masters are
-    sent in fp32, and what is not finite on one rank is so on all after it.
+    sent in fp32, and a non-finite value on one rank becomes non-finite on all.
     """
 
     def __init__(self, optimizer: Optimizer, group: Any = None) -> None:

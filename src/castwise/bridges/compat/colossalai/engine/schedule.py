@@ -19,7 +19,7 @@ __getattr__ = missing_attribute("colossalai.engine.schedule")
 
 
 class _Loads:
-    """Reads batches, and knows the size of the last on this rank."""
+    """Reads batches, and records the local size of the last one."""
 
     batch_size = 0
 
@@ -49,7 +49,7 @@ def _to_device(value: Any) -> Any:
 
 
 def _call(function: Callable[..., Any], *values: Any) -> Any:
-    """Call it with values of which tuples, lists and mappings are taken apart into arguments."""
+    """Call a function with values, unpacking tuples, lists and mappings into arguments."""
     given: dict[str, Any] = {}
     args: list[Any] = []
     for value in values:
@@ -61,14 +61,14 @@ def _call(function: Callable[..., Any], *values: Any) -> Any:
 
 
 def _loss(criterion: Callable[..., Any], output: Any, label: Any) -> Any:
-    """A criterion takes several outputs and several targets as so many arguments."""
+    """Call a criterion with several outputs and several targets as separate arguments."""
     if isinstance(output, dict) and not isinstance(label, dict):
-        return criterion(output, label)  # whose targets have no names
+        return criterion(output, label)  # its targets have no names
     return _call(criterion, output, label)
 
 
 class NonPipelineSchedule(_Loads):
-    """Forward, loss, backward; ``data_process_func`` goes from what the loader yields to ``(inputs, targets)``."""
+    """Forward, loss, backward; ``data_process_func`` converts what the loader yields to ``(inputs, targets)``."""
 
     def __init__(self, data_process_func: Callable[[Any], tuple[Any, Any]] | None = None) -> None:
         self.data_process_func = data_process_func
@@ -81,9 +81,9 @@ class NonPipelineSchedule(_Loads):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, Any]:
-        """Run a batch; returns ``(output, label, loss)``, None in the place of what is not asked for.
+        """Run a batch; returns ``(output, label, loss)``, with None for values that are not requested.
 
-        The loss is computed wherever there is a backward, that is unless ``forward_only``.
+        The loss is computed whenever there is a backward, that is unless ``forward_only``.
         """
         if self.data_process_func is not None:
             data_iter = iter([self.data_process_func(next(data_iter))])
@@ -101,12 +101,13 @@ class NonPipelineSchedule(_Loads):
 class PipelineSchedule(_Loads):
     """One forward, one backward, by ``torch.distributed.pipelining``.
 
-    Every mode works in it: the loss scale goes into the schedule, and all stages step or skip together. Every stage
-    reads the same loader; inputs count on the first one, targets on the last.
+    It supports every mode: the loss scale is applied in the schedule, and all stages step or skip together. Every stage
+    reads the same loader; inputs are used on the first one, targets on the last.
 
     Args:
-        num_microbatches: Into how many parts a batch is cut; it must divide the batch.
-        kwargs: ``tensor_shape``, ``scatter_gather_tensors`` and others of the original: torch finds shapes by itself.
+        num_microbatches: Number of parts into which a batch is split; it must divide the batch.
+        kwargs: ``tensor_shape``, ``scatter_gather_tensors`` and other options of the original are ignored: torch infers
+            shapes.
     """
 
     def __init__(self, num_microbatches: int, **kwargs: Any) -> None:
@@ -117,7 +118,7 @@ class PipelineSchedule(_Loads):
     def attach(self, model: nn.Module, criterion: Any, amp: Any, divide_by: int = 1) -> None:
         """Build torch's schedule for this rank's stages, and let it train by the plan.
 
-        ``model`` is a stage that is prepared, or an ``nn.ModuleList`` of several; ``divide_by`` batches make a step.
+        ``model``: a prepared stage, or an ``nn.ModuleList`` of several. ``divide_by``: number of batches per step.
         """
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -139,7 +140,7 @@ class PipelineSchedule(_Loads):
             loss: Tensor = _loss(criterion, output, target)
             return loss / parts
 
-        # torch would divide the gradients in the end, those of batches before this one once more
+        # torch would divide the gradients at the end, and those of earlier batches once more
         options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
         if len(stages) == 1:
             schedule: Any = Schedule1F1B(stages[0], self.num_microbatches, **options)
@@ -157,8 +158,8 @@ class PipelineSchedule(_Loads):
     ) -> tuple[Any, Any, Any]:
         """Run a batch through all stages; all ranks of the pipeline call it together.
 
-        Arguments and result are those of :meth:`NonPipelineSchedule.forward_backward_step`; on all stages but the last,
-        output and loss are None.
+        Arguments and result are those of :meth:`NonPipelineSchedule.forward_backward_step`; on all stages except the
+        last, output and loss are None.
         """
         data, label = self.load_batch(data_iter)
         first, last = gpc.is_pipeline_first_stage(), gpc.is_pipeline_last_stage()
@@ -180,7 +181,7 @@ class PipelineSchedule(_Loads):
 
 
 class InterleavedPipelineSchedule(PipelineSchedule):
-    """Several stages on each rank, by turns: those of the ``nn.ModuleList`` that is attached, however many.
+    """Several stages on each rank, in turn: those of the ``nn.ModuleList`` that is attached.
 
     ``num_microbatches`` is a multiple of the number of ranks.
     """

@@ -1,4 +1,4 @@
-"""``colossalai.nn.lr_scheduler``: rates that warm up, and torch's own under Colossal-AI's arguments."""
+"""``colossalai.nn.lr_scheduler``: learning rates with warmup, and torch's schedulers with Colossal-AI's arguments."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __getattr__ = missing_attribute("colossalai.nn.lr_scheduler")
 
 
 class LinearWarmupLR(LRScheduler):
-    """The rate rises linearly, then falls linearly to zero, where it stays.
+    """The learning rate rises linearly, then falls linearly to zero, where it stays.
 
-    With w warm-up steps and T in total, step e has (e+1)/(w+1) of each group's rate while e < w, then (T-e)/(T-w).
-    ``last_epoch`` is the last step made, -1 to begin.
+    With w warmup steps and T in total, step e has (e+1)/(w+1) of each group's rate while e < w, then (T-e)/(T-w).
+    ``last_epoch`` is the last step made, -1 at the start.
 
     Raises:
-        PlanError: Fewer steps in total than 1, or a negative warm-up.
+        PlanError: Fewer than 1 step in total, or a negative warmup.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class LinearWarmupLR(LRScheduler):
         super().__init__(optimizer, last_epoch=last_epoch)
 
     def get_lr(self) -> list[Any]:
-        """The rates of this step, one per group."""
+        """The learning rates of this step, one per group."""
         step, total, warmup = self.last_epoch, self.total_steps, self.warmup_steps
         if step < warmup:
             factor = (step + 1) / (warmup + 1)
         else:
-            # the original divides by zero where all steps are warm-up, and goes below zero after the last
+            # the original divides by zero if all steps are warmup, and goes below zero after the last
             factor = max(0.0, (total - step) / (total - warmup)) if total > warmup else 0.0
         return [factor * rate for rate in self.base_lrs]
 
 
 class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
-    """torch's, whose ``T_max`` is called ``total_steps`` here."""
+    """torch's CosineAnnealingLR, with ``T_max`` called ``total_steps``."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
 
 
 class CosineAnnealingWarmupLR(LRScheduler):
-    """Step e has (e+1)/w of each group's rate for w warm-up steps, then it follows torch's ``CosineAnnealingLR(T_max=total_steps - w)``.
+    """Step e has (e+1)/w of each group's rate for w warmup steps; then torch's ``CosineAnnealingLR(T_max=total_steps - w)``.
 
-    Where all steps are warm-up it stays at ``eta_min`` after them.
+    If all steps are warmup, it stays at ``eta_min`` after them.
 
     Raises:
-        PlanError: A negative warm-up.
+        PlanError: A negative warmup.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class CosineAnnealingWarmupLR(LRScheduler):
         super().__init__(optimizer, last_epoch=last_epoch)
 
     def get_lr(self) -> list[Any]:
-        """The rates of this step, one per group."""
+        """The learning rates of this step, one per group."""
         step, warmup = self.last_epoch, self.warmup_steps
         if step < warmup:
             return [(step + 1) / warmup * rate for rate in self.base_lrs]

@@ -9,9 +9,9 @@ __all__ = ["Accuracy"]
 
 
 class Accuracy(nn.Module):
-    """How many rows of the logits are largest at their label; for ``hooks.AccuracyHook``."""
+    """Counts the rows whose largest logit is at their label; for ``hooks.AccuracyHook``."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Count, from logits ``[..., classes]`` of any dtype and whole targets ``[...]``; 0-dim int64."""
+        """Count from logits ``[..., classes]`` of any dtype and integer targets ``[...]``; 0-dim int64."""
         with torch.no_grad():
             return (logits.argmax(-1) == targets).sum()

@@ -1,4 +1,4 @@
-"""``colossalai.nn.optimizer``: the wrapper that the engine works with, and fused optimizers of torch."""
+"""``colossalai.nn.optimizer``: the optimizer wrapper that the engine uses, and fused optimizers of torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __getattr__ = missing_attribute("colossalai.nn.optimizer")
 
 
 class ColossalaiOptimizer(Optimizer):
-    """An optimizer around another one; whatever it does not say itself is the other's."""
+    """An optimizer around another one; attributes that it does not define are the inner optimizer's."""
 
     def __init__(self, optim: Optimizer) -> None:
-        # torch's own constructor would make groups and state of its own, where there must be one of each
+        # torch's constructor would create separate groups and state, but there must be one of each
         self.optim = optim
 
     @property
     def optimizer(self) -> Optimizer:
-        """The innermost optimizer, torch's own."""
+        """The innermost optimizer, which is torch's."""
         inner = self.optim
         return inner.optimizer if isinstance(inner, ColossalaiOptimizer) else inner
 
@@ -69,22 +69,22 @@ class ColossalaiOptimizer(Optimizer):
         loss.backward()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Compute gradients of an output whose own is known, as a pipeline written by hand does."""
+        """Compute gradients of an output whose own gradient is given, as a hand-written pipeline does."""
         torch.autograd.backward(tensor, grad)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> None:
-        """Clip the gradients of a model to a global norm; 0 leaves them alone."""
+        """Clip the gradients of a model to a global norm; 0 leaves them unchanged."""
         if max_norm > 0:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 class HybridAdam(torch.optim.Adam):
-    """torch's fused Adam, on every device that has it: that of ``AdamW``, or of ``Adam`` with ``adamw_mode=False``.
+    """torch's fused Adam, on every device that supports it: ``AdamW``, or ``Adam`` with ``adamw_mode=False``.
 
-    ``simd_log`` is taken for the original's sake.
+    ``simd_log`` is accepted for compatibility.
 
     Raises:
-        PlanError: ``bias_correction=False``, or a share of the state on NVMe.
+        PlanError: ``bias_correction=False``, or a fraction of the state on NVMe.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class HybridAdam(torch.optim.Adam):
 
 
 class FusedAdam(torch.optim.Adam):
-    """torch's fused Adam, as :class:`HybridAdam`, under the arguments of ``FusedAdam``.
+    """torch's fused Adam, as :class:`HybridAdam`, with the arguments of ``FusedAdam``.
 
-    ``set_grad_none`` is taken and ignored, as in the original: it is ``zero_grad`` that is told.
+    ``set_grad_none`` is accepted and ignored, as in the original: ``zero_grad`` has that argument.
 
     Raises:
         PlanError: ``bias_correction=False``, or ``amsgrad=True`` (as in Colossal-AI).
@@ -165,6 +165,6 @@ class FusedSGD(torch.optim.SGD):
 def _check_correction(name: str, bias_correction: bool) -> None:
     if not bias_correction:
         raise PlanError(
-            f"{name}(bias_correction=False): allowed: True. Leave it out, and warm the rate up, as "
+            f"{name}(bias_correction=False): allowed: True. Leave it out, and use learning-rate warmup, as "
             "colossalai.nn.lr_scheduler.LinearWarmupLR does"
         )

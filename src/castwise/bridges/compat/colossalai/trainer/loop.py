@@ -1,4 +1,4 @@
-"""``Trainer``: the loop itself."""
+"""``Trainer``: the training loop."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains and evaluates an engine's model, and calls hooks in between.
+    """Trains and evaluates an engine's model, and calls hooks at each event.
 
     Args:
         engine: From ``initialize``.
         timer: Times epochs and steps as ``Train-epoch``, ``Train-step``, ``Test-epoch``, ``Test-step``.
-        logger: Says which hooks there are.
+        logger: Logs which hooks are registered.
 
     Attributes:
-        states: What hooks leave for one another: ``metrics`` by mode and name, ``step_metrics``.
+        states: Values shared between hooks: ``metrics`` by mode and name, ``step_metrics``.
         hooks: Sorted by priority, the lowest number first.
     """
 
@@ -42,7 +42,7 @@ class Trainer:
         self.max_steps: int | None = None
         self.steps_per_epoch = 0
 
-    # --- what hooks see -------------------------------------------------------------------------------------
+    # --- read by hooks --------------------------------------------------------------------------------------
 
     def _call_hooks(self, moment: str, *output: Any) -> None:
         for hook in self.hooks:
@@ -80,14 +80,14 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Train.
+        """Train the engine's model.
 
         Args:
             train_dataloader: Yields ``(inputs, targets)``; of known length.
-            epochs: The number of the last epoch; those before ``cur_epoch`` have been made.
-            max_steps: Stop after so many batches.
-            test_dataloader: Evaluate on it.
-            test_interval: After every n-th epoch, the first included.
+            epochs: The number of the last epoch; those before ``cur_epoch`` are already done.
+            max_steps: Stop after this many batches.
+            test_dataloader: Data for evaluation.
+            test_interval: Evaluate after every n-th epoch, the first included.
             hooks: Called in the order of their priorities.
             display_progress: Show a bar, on one rank.
             return_output_label: Keep each batch's outputs and targets for the hooks.
@@ -177,7 +177,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def _progress(what: str, show: bool, total: int) -> Iterator[Any]:
-    """A function to be called after each batch with what to show beside the bar."""
+    """A function that is called after each batch with the values to show beside the bar."""
     if not show:
         yield lambda metrics: None
         return

@@ -1,4 +1,4 @@
-"""``colossalai.utils``: loaders, timers, checkpoints and small questions, in modules of the original's names."""
+"""``colossalai.utils``: loaders, timers, checkpoints and small helpers, under the original's module names."""
 
 from __future__ import annotations
 

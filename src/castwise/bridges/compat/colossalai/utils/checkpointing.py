@@ -1,4 +1,4 @@
-"""``colossalai.utils.checkpointing``: save a training and go on with it, by castwise's checkpoints."""
+"""``colossalai.utils.checkpointing``: save and resume a training, with castwise's checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __getattr__ = missing_attribute("colossalai.utils")
 
 
 def _session(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """What ``castwise.checkpoint`` takes of an engine's model and optimizer."""
+    """The arguments for ``castwise.checkpoint`` from an engine's model and optimizer."""
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     parts = list(inner) if isinstance(inner, nn.ModuleList) and Amp.of(inner) is None else [inner]
     amp = Amp.of(parts[0])
@@ -42,12 +42,12 @@ def save_checkpoint(
     """Save an engine's model and optimizer, from all ranks, so that they resume under any mode and layout.
 
     Args:
-        file: A folder; a checkpoint of castwise appears in it whole or not at all. Two epochs are kept.
+        file: A folder; a castwise checkpoint appears in it complete or not at all. Two epochs are kept.
         epoch: Its number.
         model: ``engine.model``.
         optimizer: ``engine.optimizer``.
-        lr_scheduler: Saved along.
-        kwargs: Saved along: JSON values and tensors.
+        lr_scheduler: Saved too.
+        kwargs: Saved too: JSON values and tensors.
     """
     extra = {"lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(), **kwargs}
     save(file, epoch, **_session(model, optimizer), extra=extra)
@@ -62,7 +62,7 @@ def load_checkpoint(
 ) -> int:
     """Continue from the newest complete checkpoint of a folder, or from ``folder/step-...``; returns its epoch.
 
-    ``kwargs`` are taken and ignored: what fits loads whatever the layout.
+    ``kwargs`` are accepted and ignored: a matching checkpoint loads under any layout.
 
     Raises:
         FileNotFoundError: There is none.

@@ -1,4 +1,4 @@
-"""``colossalai.utils.common``: small questions, most of them about ranks."""
+"""``colossalai.utils.common``: small helpers, most of them about ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_no_pp_or_last_stage() -> bool:
 
 
 def speaks_for_all() -> bool:
-    """Whether this rank shows and logs what all would: it sees the model's output, and is the first that does."""
+    """Whether this rank displays and logs for all: it sees the model's output, and is the first that does."""
     return is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
 
 
@@ -63,12 +63,12 @@ def print_rank_0(message: str, logger: Any = None) -> None:
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python, NumPy and torch, on all ranks alike."""
+    """Seed Python, NumPy and torch, equally on all ranks."""
     gpc.set_seed(seed)
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
+    """A port of this machine on which no process listens."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port: int = found.getsockname()[1]

@@ -1,4 +1,4 @@
-"""``colossalai.utils.cuda``: the device of this process, whatever its kind."""
+"""``colossalai.utils.cuda``: the device of this process, of any type."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __getattr__ = missing_attribute("colossalai.utils")
 
 
 def get_current_device() -> torch.device:
-    """The accelerator of this process, or the CPU where there is none."""
+    """The accelerator of this process, or the CPU if there is none."""
     kind = default_device_type()
     return (
         torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
@@ -29,13 +29,13 @@ def synchronize() -> None:
 
 
 def empty_cache() -> None:
-    """Give back memory of the device that nothing uses."""
+    """Release unused memory of the device."""
     if get_current_device().type != "cpu":
         torch.accelerator.empty_cache()
 
 
 def set_to_cuda(models: nn.Module | list[nn.Module]) -> Any:
-    """Move a model, or each of a list, to the device of this process; a list of one comes back as that model."""
+    """Move a model, or each of a list, to the device of this process; for a list of one, return that model."""
     if not isinstance(models, list):
         return models.to(get_current_device())
     moved = [model.to(get_current_device()) for model in models]

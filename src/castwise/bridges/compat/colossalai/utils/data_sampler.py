@@ -1,4 +1,4 @@
-"""``colossalai.utils.data_sampler``: loaders that give each data parallel rank its part."""
+"""``colossalai.utils.data_sampler``: loaders that give each data parallel rank its part of the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["DataParallelSampler", "get_dataloader"]
 
 
 class DataParallelSampler(DistributedSampler[Any]):
-    """torch's for the data parallel ranks; with ``shuffle`` in a new order each time it is gone through."""
+    """torch's sampler for the data parallel ranks; with ``shuffle`` in a new order at each iteration."""
 
     def __init__(
         self, dataset: Dataset[Any], shuffle: bool = False, seed: int = 0, drop_last: bool = False
@@ -51,7 +51,7 @@ def get_dataloader(
 ) -> DataLoader[Any]:
     """``torch.utils.data.DataLoader``, whose data parallel ranks read different parts unless ``add_sampler=False``.
 
-    Order and workers are seeded by ``seed``; memory is pinned only where there is an accelerator.
+    Order and workers are seeded by ``seed``; memory is pinned only if there is an accelerator.
     """
     common = {
         "drop_last": drop_last,

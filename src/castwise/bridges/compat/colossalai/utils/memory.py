@@ -1,4 +1,4 @@
-"""``colossalai.utils.memory``: how much of it is in use."""
+"""``colossalai.utils.memory``: how much memory is in use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __getattr__ = missing_attribute("colossalai.utils")
 
 
 def report_memory_usage(message: str, logger: Any = None, report_cpu: bool = False) -> None:
-    """Say how much memory of the device is and was in use, on the first rank.
+    """Print the current and peak memory of the device, on the first rank.
 
-    On a CPU it is the process's largest size, which ``report_cpu`` adds on an accelerator too.
+    On a CPU it is the process's peak size, which ``report_cpu`` adds on an accelerator too.
     """
     parts = []
     if get_current_device().type == "cuda":

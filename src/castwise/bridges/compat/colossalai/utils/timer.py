@@ -1,4 +1,4 @@
-"""``colossalai.utils.timer``: how long parts of a training take."""
+"""``colossalai.utils.timer``: the times of parts of a training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MultiTimer", "Timer"]
 
 
 class Timer:
-    """Seconds from :meth:`start` to :meth:`stop`, the device's work included."""
+    """Seconds from :meth:`start` to :meth:`stop`, including the device's work."""
 
     def __init__(self) -> None:
         self._begun_s: float | None = None
@@ -30,7 +30,7 @@ class Timer:
         self._begun_s = time.perf_counter()
 
     def stop(self, keep_in_history: bool = False) -> float:
-        """End, and remember the interval if asked; waits for the device. Returns its length in seconds."""
+        """Stop, and keep the interval if requested; waits for the device. Returns its length in seconds."""
         if self._begun_s is None:
             raise StateError("Timer.stop: it was not started; call start() first")
         synchronize()
@@ -57,25 +57,25 @@ class Timer:
         del self._history[:count]
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all intervals."""
         self._begun_s, self._elapsed_s = None, 0.0
         self._history.clear()
 
 
 class MultiTimer:
-    """Timers by name, which do nothing while they are not ``on``."""
+    """Timers by name, which do nothing while they are off."""
 
     def __init__(self, on: bool = True) -> None:
         self._on = on
         self._timers: dict[str, Timer] = {}
 
     def start(self, name: str) -> None:
-        """Start a timer, made when it is first named."""
+        """Start a timer, created at its first use."""
         if self._on:
             self._timers.setdefault(name, Timer()).start()
 
     def stop(self, name: str, keep_in_history: bool = False) -> float | None:
-        """Stop a timer; its interval in seconds, None where timers are off."""
+        """Stop a timer; return its interval in seconds, or None if timers are off."""
         return self._timers[name].stop(keep_in_history) if self._on else None
 
     def get_timer(self, name: str) -> Timer:
@@ -89,7 +89,7 @@ class MultiTimer:
                 timer.reset()
 
     def is_on(self) -> bool:
-        """Whether it measures."""
+        """Whether timers are on."""
         return self._on
 
     def set_status(self, mode: bool) -> None:

@@ -1,6 +1,6 @@
-"""``colossalai.trainer.hooks``: what happens at moments of a :class:`Trainer`'s loop.
+"""``colossalai.trainer.hooks``: hooks for events of a :class:`Trainer`'s loop.
 
-Priorities of the hooks here, lower numbers first, and among equals the order given: ``LossHook`` and ``AccuracyHook``
+Priorities of the hooks here, lower numbers first, and equal ones in the order given: ``LossHook``, ``AccuracyHook``
 and ``LoadCheckpointHook`` 0, ``LRSchedulerHook`` 1, all others 10.
 """
 

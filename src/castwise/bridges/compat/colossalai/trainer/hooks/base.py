@@ -1,4 +1,4 @@
-"""The moments of a loop."""
+"""The events of a loop."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["BaseHook"]
 
 
 class BaseHook:
-    """Does nothing at every moment; derive from it. Hooks whose ``priority`` is a lower number come first.
+    """A hook that does nothing, to derive from. Hooks with a lower ``priority`` are called first.
 
-    They come before and after training, evaluation (``test``), each of their epochs and each batch (``iter``; after its
-    step too). ``after_hook_is_attached``: all hooks are there, and ``trainer.states`` is empty.
+    They are called before and after training, evaluation (``test``), each of their epochs and each batch (``iter``;
+    also after its step). ``after_hook_is_attached``: all hooks are registered, and ``trainer.states`` is empty.
     """
 
     def __init__(self, priority: int = 10) -> None:

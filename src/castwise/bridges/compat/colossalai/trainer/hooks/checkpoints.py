@@ -23,10 +23,10 @@ def _scheduler(trainer: Any) -> Any:
 class SaveCheckpointHook(BaseHook):
     """Saves the training, from all ranks, every ``interval``-th epoch, or batch if ``save_by_iter``.
 
-    The folder is of this training alone, and keeps the last two checkpoints, which are castwise's.
+    The folder must be used by this training only; it keeps the last two checkpoints, in castwise's format.
 
     Raises:
-        StateError: No folder.
+        StateError: No folder is given.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class SaveCheckpointHook(BaseHook):
 
 
 class LoadCheckpointHook(BaseHook):
-    """Continues before training from what :class:`SaveCheckpointHook` saved by epoch, by default from the newest.
+    """Before training, loads a checkpoint that :class:`SaveCheckpointHook` saved by epoch, by default the newest.
 
-    ``finetune`` begins at epoch 0 all the same. Misfits are errors, ``strict`` or not.
+    With ``finetune`` training starts at epoch 0. Differences raise, whether ``strict`` or not.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LoadCheckpointHook(BaseHook):
         self.finetune = finetune
 
     def before_train(self, trainer: Any) -> None:
-        """Load; the next epoch is the one after that saved."""
+        """Load; training continues at the epoch after the saved one."""
         path = Path(self.checkpoint_dir)
         if self.epoch >= 0:
             path /= f"step-{self.epoch:08d}"

@@ -1,4 +1,4 @@
-"""Hooks that say what was gathered: in the progress bar, in the log, in TensorBoard."""
+"""Hooks that show metrics: in the progress bar, in the log, in TensorBoard."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LogMetricByEpochHook(_ByEpoch):
     """Logs the metrics of every ``interval``-th epoch."""
 
     def _say(self, trainer: Any, mode: str) -> None:
-        if self._is_due(trainer):  # on all ranks: reading a metric adds up over them
+        if self._is_due(trainer):  # on all ranks: reading a metric sums over them
             values = [
                 f"{name} = {_number(metric.get_accumulated_value())}"
                 for name, metric in _metrics(trainer, mode).items()
@@ -87,7 +87,7 @@ class LogMetricByEpochHook(_ByEpoch):
 
 
 class LogTimingByEpochHook(_ByEpoch):
-    """Logs how long epochs and batches took, by the trainer's timer and without ``ignore_num_train_steps`` first batches."""
+    """Logs the times of epochs and batches from the trainer's timer, without the first ``ignore_num_train_steps`` batches."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class LogTimingByEpochHook(_ByEpoch):
 
 
 class LogMemoryByEpochHook(_ByEpoch):
-    """Logs the memory in use, with ``report_cpu`` the process's size as well."""
+    """Logs the memory in use; with ``report_cpu`` also the size of the process."""
 
     def __init__(
         self,
@@ -153,10 +153,10 @@ class LogMemoryByEpochHook(_ByEpoch):
 
 
 class TensorboardHook(BaseHook):
-    """Writes the metrics as TensorBoard's events, from all ``ranks`` of ``parallel_mode`` or some, each into its own folder.
+    """Writes the metrics as TensorBoard events, from all ``ranks`` of ``parallel_mode`` or some, each into a separate folder.
 
     Raises:
-        StateError: A rank that should write is not in the last stage of the pipeline, and has nothing.
+        StateError: A given rank is not in the last stage of the pipeline, and so has no metrics.
     """
 
     def __init__(
@@ -201,6 +201,6 @@ class TensorboardHook(BaseHook):
         self._write(trainer, "test", by_epoch=True)
 
     def after_train(self, trainer: Any) -> None:
-        """Let the events reach the disk."""
+        """Flush the events to disk."""
         if self.writer is not None:
             self.writer.flush()

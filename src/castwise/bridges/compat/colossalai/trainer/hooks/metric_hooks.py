@@ -1,4 +1,4 @@
-"""Hooks that gather metrics. In a pipeline only the last stage has something to gather."""
+"""Hooks that collect metrics. In a pipeline only the last stage has metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["AccuracyHook", "LRSchedulerHook", "LossHook", "MetricHook", "Through
 
 
 class MetricHook(BaseHook):
-    """A hook with metrics, which it enters into ``trainer.states["metrics"]``."""
+    """A hook with metrics, which it adds to ``trainer.states["metrics"]``."""
 
     def __init__(self, priority: int = 0) -> None:
         super().__init__(priority)
@@ -54,7 +54,7 @@ class LossHook(MetricHook):
 
 
 class AccuracyHook(MetricHook):
-    """The accuracy in evaluation; ``accuracy_func`` goes from outputs and targets to the number of right ones."""
+    """The accuracy in evaluation; ``accuracy_func`` counts correct outputs, given outputs and targets."""
 
     def __init__(self, accuracy_func: Callable[[Any, Any], Any], priority: int = 0) -> None:
         super().__init__(priority)
@@ -75,7 +75,7 @@ class AccuracyHook(MetricHook):
 
 
 class LRSchedulerHook(MetricHook):
-    """Steps a rate scheduler after each epoch or batch; its rate is among the metrics if ``store_lr_in_state``."""
+    """Steps a learning-rate scheduler after each epoch or batch; the rate is a metric if ``store_lr_in_state``."""
 
     def __init__(
         self, lr_scheduler: Any, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1
@@ -106,9 +106,9 @@ class ThroughputHook(MetricHook):
     """Samples per second; the trainer must have a timer.
 
     Args:
-        ignored_steps: The first batches that do not count.
-        tflop_per_step: 10^12 operations per batch, to say TFLOP/s as well.
-        use_local: Take this rank's numbers for all.
+        ignored_steps: Number of first batches that are not counted.
+        tflop_per_step: 10^12 operations per batch, to show TFLOP/s as well.
+        use_local: Use this rank's numbers for all ranks.
     """
 
     def __init__(

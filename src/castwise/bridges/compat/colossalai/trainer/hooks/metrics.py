@@ -1,4 +1,4 @@
-"""Quantities gathered over batches, and over data parallel ranks when they are read."""
+"""Metrics accumulated over batches, and over data parallel ranks when they are read."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def over_data_ranks(*values: float | Tensor) -> list[float]:
 
 
 class Metric(ABC):
-    """A quantity; if ``epoch_only`` it is read once an epoch, not at each batch."""
+    """A metric; if ``epoch_only`` it is read once per epoch, not at each batch."""
 
     def __init__(self, epoch_only: bool) -> None:
         self.epoch_only = epoch_only
 
     @abstractmethod
     def reset(self) -> None:
-        """Begin an epoch."""
+        """Start an epoch."""
 
     @abstractmethod
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Take in a batch."""
+        """Add a batch."""
 
     @abstractmethod
     def get_last_step_value(self) -> Any:
@@ -54,7 +54,7 @@ class Metric(ABC):
 
     @abstractmethod
     def get_accumulated_value(self) -> Any:
-        """The value of the epoch; all data parallel ranks ask together."""
+        """The value of the epoch; all data parallel ranks must call it together."""
 
     @staticmethod
     def is_better(a: Any, b: Any) -> bool | None:
@@ -63,7 +63,7 @@ class Metric(ABC):
 
 
 class LearningRateMetric(Metric):
-    """The rate of the optimizer's first group."""
+    """The learning rate of the optimizer's first group."""
 
     def __init__(self, epoch_only: bool, initial_lr: float = 0.0) -> None:
         super().__init__(epoch_only)
@@ -82,7 +82,7 @@ class LearningRateMetric(Metric):
 
 
 class _Ratio(Metric):
-    """An amount by a count, each summed over batches and, as they are read, over data parallel ranks."""
+    """A ratio of two amounts, each summed over batches and, when read, over data parallel ranks."""
 
     def __init__(self, epoch_only: bool) -> None:
         super().__init__(epoch_only)
@@ -111,7 +111,7 @@ class LossMetric(_Ratio):
     """The mean loss."""
 
     def update(self, loss: Tensor) -> None:
-        """Take in the loss of a batch, without waiting for the device."""
+        """Add the loss of a batch, without waiting for the device."""
         self._add(1, loss.detach().float())
 
     def get_last_step_value(self) -> float:
@@ -125,14 +125,14 @@ class LossMetric(_Ratio):
 
 
 class AccuracyMetric(_Ratio):
-    """The share of right answers, counted by a function such as ``colossalai.nn.metric.Accuracy``."""
+    """The fraction of correct answers, counted by a function such as ``colossalai.nn.metric.Accuracy``."""
 
     def __init__(self, epoch_only: bool, accuracy_func: Callable[[Any, Any], Any]) -> None:
         super().__init__(epoch_only)
         self.acc = accuracy_func
 
     def update(self, logits: Any, targets: Any, batch_size: int) -> None:
-        """Take in a batch; of several outputs or targets the first."""
+        """Add a batch; of several outputs or targets the first is used."""
         logits = logits[0] if isinstance(logits, (list, tuple)) else logits
         targets = targets[0] if isinstance(targets, (list, tuple)) else targets
         self._add(batch_size, self.acc(logits, targets))
@@ -144,7 +144,7 @@ class AccuracyMetric(_Ratio):
 
 
 class ThroughputMetric(_Ratio):
-    """Samples per second of all data parallel ranks together, without ``ignored_steps`` first of all batches.
+    """Samples per second of all data parallel ranks together, without the first ``ignored_steps`` batches.
 
     Options are those of ``ThroughputHook``.
     """
@@ -157,7 +157,7 @@ class ThroughputMetric(_Ratio):
         self._tflop, self._local = tflop_per_step, use_local
 
     def update(self, num_samples: int, time: float) -> None:
-        """Take in a batch: samples on this rank, and seconds."""
+        """Add a batch: samples on this rank, and seconds."""
         if self._left:
             self._left -= 1
             self._last = (time, num_samples)
@@ -165,7 +165,7 @@ class ThroughputMetric(_Ratio):
             self._add(time, num_samples)
 
     def _sums(self, time_s: float, samples: float) -> tuple[float, float]:
-        """Seconds on a rank, in the mean, and samples on all."""
+        """Mean seconds per rank, and samples on all ranks."""
         ranks = gpc.get_world_size(ParallelMode.DATA)
         if self._local:
             return time_s, samples * ranks
@@ -177,7 +177,7 @@ class ThroughputMetric(_Ratio):
         return samples / time_s if time_s else 0.0
 
     def get_last_step_info(self) -> str:
-        """Samples per second of the last batch as text, with TFLOP/s where the operations are known."""
+        """Samples per second of the last batch as text, with TFLOP/s if the operations are known."""
         time_s, samples = self._sums(*self._last)
         rate = samples / time_s if time_s else 0.0
         more = f", {self._tflop / time_s:.4g} TFLOP/s" if self._tflop and time_s else ""
