@@ -1,1 +1,1 @@
-"""Reading scripts as text: which lines are wrong about precision, and rewriting them for castwise."""
+"""Read scripts as text: find lines with precision errors, and rewrite scripts for castwise."""

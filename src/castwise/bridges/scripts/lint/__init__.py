@@ -1,8 +1,9 @@
-"""What is silently wrong with precision in a training script, found by reading it.
+"""Find precision errors that raise no exception in a training script, by reading it.
 
-``rules``: what is looked for. ``script``: what they see of a script. ``files``: the faults of each file. Scripts are
-read by :mod:`castwise.bridges.scripts.reading`, and neither they nor torch are imported. A rule says something where the script
-itself shows it; what may come from elsewhere (an argument, a configuration, another file) is taken to be right.
+``rules``: the errors that are searched for. ``script``: the view of a script that rules use. ``files``: the faults of
+each file. Scripts are read by :mod:`castwise.bridges.scripts.reading`, and neither they nor torch are imported. A rule
+reports only what the script itself shows; anything that may come from elsewhere (an argument, a configuration, another
+file) is assumed to be right.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ __all__ = ["Fault", "Lint", "lint"]
 
 
 def lint(path: str | os.PathLike[str]) -> Lint:
-    """Look through a script, or every script below a folder.
+    """Check a script, or every script below a folder.
 
     Args:
-        path: A file, or a folder whose ``.py`` files are meant; hidden folders and virtual environments in it are passed
-            over.
+        path: A file, or a folder whose ``.py`` files are checked; hidden folders and virtual environments in it are
+            skipped.
 
     Returns:
-        What was found, by file and line.
+        The findings, by file and line.
 
     Raises:
         LintError: There is no such path.

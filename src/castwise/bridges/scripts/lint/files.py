@@ -1,4 +1,4 @@
-"""Which files are looked through."""
+"""The files that are checked."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from castwise.bridges.scripts.reading.files import decode, reason, scripts_below
 from castwise.errors import LintError
 
 _CONCERNS = re.compile(rb"autocast|GradScaler|\bhalf\b|b?float16")
-"""What a file must hold to be parsed at all."""
+"""Text that a file must contain to be parsed at all."""
 
 
 def lint_files(path: str | os.PathLike[str]) -> Lint:
-    """As :func:`castwise.bridges.scripts.lint.lint`, with LibCST there.
+    """As :func:`castwise.bridges.scripts.lint.lint`, once LibCST is imported.
 
     Raises:
         LintError: There is no such path.

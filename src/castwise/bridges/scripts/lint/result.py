@@ -1,4 +1,4 @@
-"""What a look through scripts found, as plain records, and how it is shown."""
+"""The findings of a check of scripts, as plain records, and their display."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Fault:
-    """Something that is silently wrong.
+    """A precision error that raises no exception.
 
     Attributes:
-        path: Of the script, as it was reached.
+        path: Path of the script, beginning with the given path.
         line: Counted from 1.
-        rule: Short name of what was looked for.
-        why: What happens, in a sentence without a full stop.
+        rule: Short name of the rule.
+        why: The effect, in a sentence without a full stop.
         instead: What to write.
     """
 
@@ -31,12 +31,12 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Lint:
-    """What was found.
+    """The findings.
 
     Attributes:
         findings: By file and line.
         looked_at: How many files were read.
-        problems: Files that could not be read or parsed, each with why.
+        problems: Files that could not be read or parsed, each with the reason.
     """
 
     findings: tuple[Fault, ...]
@@ -44,14 +44,14 @@ class Lint:
     problems: tuple[tuple[Path, str], ...] = ()
 
     def summary(self) -> str:
-        """How much was found, in a sentence."""
+        """The number of findings, in one sentence."""
         files = f"{self.looked_at} file{'s' * (self.looked_at != 1)}"
         count = len(self.findings)
         unread = f"; {len(self.problems)} could not be read" if self.problems else ""
         return f"{count or 'No'} precision problem{'s' * (count != 1)} in {files}{unread}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """The findings as plain values for JSON."""
         return {
             "kind": "lint", "version": 1, "summary": self.summary(), "looked_at": self.looked_at,
             "findings": [{**dataclasses.asdict(one), "path": str(one.path)} for one in self.findings],
@@ -59,7 +59,7 @@ class Lint:
         }  # fmt: skip
 
     def show(self, console: Console) -> None:
-        """Print each finding, what to write below it, and the sentence."""
+        """Print each finding, what to write instead, and the summary."""
         from rich.text import Text
 
         for one in self.findings:

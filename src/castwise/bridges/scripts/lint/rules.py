@@ -1,7 +1,8 @@
-"""The rules: each looks at a script and says what is silently wrong in it.
+"""The rules: each checks a script for one precision error that raises no exception.
 
-Sources: torch's documentation of torch.amp ("Automatic Mixed Precision examples": unscale before clipping, one scaler for a
-run, its state in checkpoints), the reports that these go back to, and what castwise's own sessions refuse.
+Sources: torch's documentation of torch.amp ("Automatic Mixed Precision examples": unscale before clipping, one scaler
+for a run, its state in checkpoints), the issue reports behind these rules, and the uses that castwise's sessions
+refuse.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NO_TRAINING = re.compile(
 
 
 def faults(code: str, path: Path) -> list[Fault]:
-    """All that the rules say of a script, each line once a rule.
+    """All faults in a script, at most one per line and rule.
 
     Raises:
         SyntaxError: It cannot be parsed.
@@ -57,7 +58,7 @@ def fp16_on_a_cpu(script: Script) -> Iterator[Fault]:
 
 
 def device_that_is_not_there(script: Script) -> Iterator[Fault]:
-    """Autocast or a scaler for CUDA in a script that also runs without it."""
+    """Autocast or a scaler for CUDA in a script that also runs without CUDA."""
     falls_back = any(
         isinstance(node, (cst.IfExp, cst.If))
         and "is_available" in script.code(node.test)
@@ -81,7 +82,7 @@ def device_that_is_not_there(script: Script) -> Iterator[Fault]:
 
 
 def scaler_with_bf16(script: Script) -> Iterator[Fault]:
-    """A loss scale where everything is bf16, whose range is fp32's."""
+    """A loss scale although everything is bf16, whose range is fp32's."""
     if {call.format for call in script.autocasts} != {"bf16"}:
         return
     for name, call in script.scalers.items():
@@ -121,7 +122,7 @@ def clipping_before_unscale(script: Script) -> Iterator[Fault]:
 
 
 def scaler_never_updated(script: Script) -> Iterator[Fault]:
-    """A scaler whose scale never moves."""
+    """A scaler whose scale is never updated."""
     for name, made in script.scalers.items():
         steps = script.methods(name, "step")
         if steps and made.is_on and not script.methods(name, "update") and not _handed_on(script, name):
@@ -134,7 +135,7 @@ def scaler_never_updated(script: Script) -> Iterator[Fault]:
 
 
 def step_on_scaled_gradients(script: Script) -> Iterator[Fault]:
-    """``optimizer.step()`` where ``scaler.step(optimizer)`` is meant."""
+    """``optimizer.step()`` instead of ``scaler.step(optimizer)``."""
     for name, made in script.scalers.items():
         scales = script.methods(name, "scale")
         quiet = script.methods(name, "step") or script.methods(name, "unscale_") or _handed_on(script, name)
@@ -160,7 +161,7 @@ def step_on_scaled_gradients(script: Script) -> Iterator[Fault]:
 
 
 def scaler_made_in_the_loop(script: Script) -> Iterator[Fault]:
-    """A scaler that begins anew in every step."""
+    """A scaler that is created anew in every step."""
     for name, made in script.scalers.items():
         for outer in script.around(made.node):
             if isinstance(outer, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
@@ -169,7 +170,7 @@ def scaler_made_in_the_loop(script: Script) -> Iterator[Fault]:
             if isinstance(outer, _LOOPS) and not scales.isdisjoint(inside(outer)):
                 inner = [node for node in inside(outer.body) if isinstance(node, _LOOPS)]
                 if any(not scales.isdisjoint(inside(loop)) for loop in inner):
-                    break  # one for each epoch or run
+                    break  # a new scaler per epoch or run is fine
                 yield script.fault(
                     made.node,
                     "scaler-in-the-loop",
@@ -200,7 +201,7 @@ def scaler_not_saved(script: Script) -> Iterator[Fault]:
 
 
 def low_weights_without_masters(script: Script) -> Iterator[Fault]:
-    """A model stored in bf16 or fp16 that an optimizer of torch updates as it is."""
+    """A model stored in bf16 or fp16 that an optimizer of torch updates without masters."""
     if _KEEPS_MASTERS.search(script.imports) or _NO_TRAINING.search(script.text):
         return
     low = {(name, script.function(node)): (node, kind) for name, node, kind in _low_models(script)}
@@ -226,7 +227,7 @@ def low_weights_without_masters(script: Script) -> Iterator[Fault]:
 
 
 def loss_in_fp16(script: Script) -> Iterator[Fault]:
-    """A loss of the outputs of a model that was made fp16."""
+    """A loss computed from the outputs of a model that was converted to fp16."""
     low = {(name, script.function(node)) for name, node, kind in _low_models(script) if kind == "fp16"}
     if not low or script.autocasts or _KEEPS_MASTERS.search(script.imports):
         return
@@ -252,7 +253,7 @@ def loss_in_fp16(script: Script) -> Iterator[Fault]:
 
 
 def _low_models(script: Script) -> Iterator[tuple[str, cst.Call, str]]:
-    """Variables that hold modules whose weights are made low: name, place and format. One that is made fp32 again is none."""
+    """Variables that hold modules with low weights: name, place and format. Modules converted back to fp32 are left out."""
     optimized = {script.code(model) for model in asked_for_parameters(script.module)}
     for name in sorted(optimized):
         if re.search(
@@ -274,7 +275,7 @@ def _low_models(script: Script) -> Iterator[tuple[str, cst.Call, str]]:
 
 
 def _made_low(script: Script, call: cst.Call) -> str | None:
-    """The format that a call makes a module's weights: ``.half()``, ``.to(torch.bfloat16)``, ``from_pretrained(dtype=...)``."""
+    """The format to which a call (``.half()``, ``.to(...)``, ``from_pretrained(dtype=...)``) converts a module's weights."""
     if not isinstance(call.func, cst.Attribute):
         return None
     method = call.func.attr.value
@@ -296,7 +297,7 @@ def _is_unconditional(script: Script, node: cst.CSTNode) -> bool:
 
 
 def _handed_on(script: Script, name: str) -> bool:
-    """Whether other code may do something with a scaler: it is given to a function, returned, or kept elsewhere."""
+    """Whether other code may use a scaler: it is passed to a function, returned, or stored elsewhere."""
     if name.startswith("self."):
         return True
     for node in script.nodes:

@@ -1,4 +1,4 @@
-"""A script, and what of it the rules of a lint look at."""
+"""A script, as the rules of a check see it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.bridges.scripts.reading.view import View
 
 
 class Script(View):
-    """A script, and what of it the rules look at.
+    """A script, as the rules see it.
 
     Raises:
         SyntaxError: It cannot be parsed.
@@ -32,7 +32,7 @@ class Script(View):
         self.imports = "\n".join(map(self.code, imports))
 
     def _scalers(self) -> Mapping[str, AmpCall]:
-        """GradScalers by the name that they are bound to, ``self.scaler`` too; a name of several is nobody's."""
+        """GradScalers by the name to which they are bound, ``self.scaler`` too; names of several scalers are left out."""
         found: dict[str, list[AmpCall]] = {}
         for call in amp_calls(self, SCALER):
             targets = self.targets(self.parent(call.node))
@@ -41,9 +41,9 @@ class Script(View):
         return {name: calls[0] for name, calls in found.items() if len(calls) == 1}
 
     def methods(self, of: str, method: str) -> list[cst.Call]:
-        """Calls of a method of what a name stands for."""
+        """Calls of a method of the object with a name."""
         return self._by_name.get(f"{of}.{method}", [])
 
     def fault(self, node: cst.CSTNode, rule: str, why: str, instead: str) -> Fault:
-        """What is wrong at a place."""
+        """Report an error at a node."""
         return Fault(self.path, self.line(node), rule, why, instead)

@@ -1,13 +1,13 @@
-"""Move scripts that use Apex amp, Colossal-AI AMP or torch.amp to castwise.
+"""Migrate scripts that use Apex amp, Colossal-AI AMP or torch.amp to castwise.
 
-``files``: which files, and how they are written; :mod:`castwise.bridges.scripts.reading` reads them. ``program``: which of them
-belong together, and whose imports stay in them. ``edits``: changes collected and applied at once.
-``dropins``: imports of Apex and Colossal-AI come to name castwise's drop-ins, which run the script as it is; ``served``:
-what these have. ``torch_session``: what a script shows of torch's scaler, with its models and optimizers
-(``torch_objects``) and the order of its steps (``torch_loop``); ``torch_write``: a session of castwise in their place.
-``rewriting``: one script, all of it. ``result``: what was found, and how it is shown.
+``files``: which files, and how they are written; :mod:`castwise.bridges.scripts.reading` reads them. ``program``: which
+of them belong together, and in which of them imports stay. ``edits``: changes collected and applied at once.
+``dropins``: changes imports of Apex and Colossal-AI to castwise's drop-ins, which run the script unchanged; ``served``:
+the names that these have. ``torch_session``: what a script shows of torch's scaler, with its models and optimizers
+(``torch_objects``) and the order of its steps (``torch_loop``); ``torch_write``: replaces them by a castwise session.
+``rewriting``: rewrites one script completely. ``result``: the findings and their display.
 
-A change is made where it is certain to keep the meaning of the script; the rest is left as it is and listed.
+A change is made only if it is certain to keep the meaning of the script; everything else is left unchanged and listed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["FileResult", "Finding", "Migration", "migrate"]
 
 
 def migrate(path: str | os.PathLike[str], *, write: bool = False) -> Migration:
-    """Move a script, or every script below a folder, to castwise.
+    """Migrate a script, or every script below a folder, to castwise.
 
     Args:
-        path: A file, or a folder whose ``.py`` files are meant; hidden folders, virtual environments and symbolic
-            links in it are passed over.
-        write: Write the files; without it nothing is changed.
+        path: A file, or a folder whose ``.py`` files are migrated; hidden folders, virtual environments and symbolic
+            links in it are skipped.
+        write: Write the files; otherwise nothing is changed.
 
     Returns:
-        What would be changed, or was, file by file, and what could not be decided.
+        The changes, made or proposed, file by file, and what could not be decided.
 
     Raises:
         MigrateError: There is no such path.

@@ -1,4 +1,4 @@
-"""Apex and Colossal-AI: a script stays as it is, and its imports name castwise's drop-in."""
+"""Apex and Colossal-AI: only the imports of a script change, to castwise's drop-in."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _KERNELS = re.compile(
     r"|(mlp|xentropy|focal_loss|transducer_joint|transducer_loss|permutation_search|fast_layer_norm)_cuda"
     r"|(scaled|generic_scaled)_(upper_triang_)?(masked_)?softmax_cuda)$"
 )
-"""Modules that Apex compiles and installs under names of their own."""
+"""Modules that Apex compiles and installs under separate names."""
 
 
 def rewrite_imports(edits: Edits, stays: Mapping[str, Stay] = MappingProxyType({})) -> None:
-    """Let imports name the drop-ins where these have the name, and say of the other names what to use instead.
+    """Change imports to the drop-ins if these have the name, and report what to use instead of other names.
 
-    Imports of libraries that ``stays`` names do not change.
+    Imports of the libraries in ``stays`` do not change.
     """
     drop_ins = _DropIns(edits, stays)
     for node in edits.view.nodes:
@@ -56,7 +56,7 @@ def rewrite_imports(edits: Edits, stays: Mapping[str, Stay] = MappingProxyType({
 
 
 def _install(edits: Edits, libraries: Iterable[str]) -> None:
-    """Serve libraries under their own names before anything of the script runs."""
+    """Add code that installs drop-ins under the libraries' names before the rest of the script runs."""
     names = ", ".join(f'"{library}"' for library in libraries)
     lines = [statement("import castwise.compat"), statement(f"castwise.compat.install({names})")]
     body = edits.view.module.body
@@ -87,7 +87,7 @@ def _modules(view: View, node: cst.CSTNode) -> list[str]:
 
 
 class _DropIns:
-    """One script's way to the drop-ins; what there is to say about a name is said once."""
+    """The change of one script to the drop-ins; each note about a name is made once."""
 
     def __init__(self, edits: Edits, stays: Mapping[str, Stay]) -> None:
         self.edits = edits
@@ -101,12 +101,12 @@ class _DropIns:
         self.said: set[str] = set()
 
     def _is_another(self, library: str) -> bool:
-        """Whether a module of a library's name is another one: names are used of it, and the drop-in has none of them."""
+        """Whether a module with a library's name is another module: the script uses names of it, and the drop-in has none of them."""
         served = list(self._served(library))
         return bool(served) and not any(served)
 
     def _served(self, library: str) -> Iterator[bool]:
-        """Of each name that a script takes from a library, whether the drop-in has it."""
+        """For each name that a script uses from a library, whether the drop-in has it."""
         view = self.view
         for node in view.nodes:
             if isinstance(node, (cst.Import, cst.ImportFrom)):
@@ -138,7 +138,7 @@ class _DropIns:
             if library in self.libraries and not is_module(here(name)):
                 self._say_absent(node, name, name)
             elif name in self.others:
-                pass  # what is absent is said where it is used
+                pass  # an absent name is reported where it is used
             elif library in self.libraries and self._moves(node, library):
                 binds += [library] if alias.asname is None else []
                 if alias.asname is None and here(name) == library:
@@ -152,7 +152,7 @@ class _DropIns:
             self._put(node, [*_with_names(node, aliases), *bound])
 
     def rewrite_from(self, node: cst.ImportFrom) -> None:
-        """``from apex import amp``, and the like of it."""
+        """Rewrite ``from apex import amp`` and similar imports."""
         module = next(iter(_modules(self.view, node)), "")
         library = library_of(module)
         if library not in self.libraries:
@@ -196,7 +196,7 @@ class _DropIns:
             self._put(node, new)
 
     def _put(self, node: cst.Import | cst.ImportFrom, new: list[cst.BaseSmallStatement]) -> None:
-        """Statements in the place of one: lines of their own, or behind semicolons where they stand behind a colon."""
+        """Replace one statement by several: on separate lines, or separated by semicolons after a colon."""
         line = self.view.parent(node)
         alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
         if alone and self.view.suite(node) is not None:
@@ -211,7 +211,7 @@ class _DropIns:
     # --- uses ---------------------------------------------------------------------------------------------
 
     def look_at_name(self, node: cst.Name | cst.Attribute) -> None:
-        """Say what is absent or differs of a name that is reached from an import."""
+        """Report what is absent or differs of a name that is reached from an import."""
         dotted = self._dotted(node)
         if not dotted:
             return
@@ -219,7 +219,7 @@ class _DropIns:
         if not stays and isinstance(node, cst.Attribute) and "colossalai.legacy" in self.view.origins(node):
             self.edits.replace(node, node.value)
         if isinstance(self.view.parent(node), cst.Attribute):
-            return  # the whole chain is looked at
+            return  # the whole chain is checked
         part = lacks(dotted)
         if part:
             self._say_absent(node, part, dotted)
@@ -227,7 +227,7 @@ class _DropIns:
             self._say_row(node, dotted)
 
     def look_at_call(self, node: cst.Call) -> None:
-        """Say what is absent or differs of arguments that are given by name, and list imports by text."""
+        """Report what is absent or differs of keyword arguments, and list imports by string."""
         dotted = self._dotted(node.func)
         for argument in node.args:
             if dotted and argument.keyword is not None:
@@ -251,7 +251,7 @@ class _DropIns:
                 self._say_text(node, name)
 
     def look_at_text(self, node: cst.SimpleString) -> None:
-        """List modules of libraries that a text names, which is neither a docstring nor an annotation."""
+        """List modules of libraries that a string names, unless it is a docstring or an annotation."""
         value = text(node)
         is_code = not isinstance(self.view.parent(node), cst.Expr) and not any(
             isinstance(outer, cst.Annotation) for outer in self.view.around(node)
@@ -268,7 +268,7 @@ class _DropIns:
         self.edits.say(node, "left", said)
 
     def _dotted(self, node: cst.CSTNode) -> str:
-        """What a name or attribute is in the drop-in; empty for anything else."""
+        """The drop-in's name for a name or attribute; empty for anything else."""
         first = root(node) if isinstance(node, (cst.Name, cst.Attribute)) else None
         for origin in () if first is None else self.view.origins(first):
             if library_of(origin) in self.libraries:
@@ -278,13 +278,13 @@ class _DropIns:
         return ""
 
     def _chain(self, node: cst.CSTNode, first: cst.Name, found: str) -> str:
-        """``first.a.b`` with what its first name stands for."""
+        """``first.a.b`` with the object that its first name stands for."""
         return found + "".join(self.view.code(node).split()).removeprefix(first.value)
 
-    # --- what there is to say -----------------------------------------------------------------------------
+    # --- notes ----------------------------------------------------------------------------------------------
 
     def _moves(self, node: cst.CSTNode, library: str) -> bool:
-        """Whether imports of a library are to name the drop-in; says what runs the script, or why they stay."""
+        """Whether imports of a library change to the drop-in; notes what runs the script, or why they stay."""
         stay = self.stays.get(library)
         runs = f"castwise.compat.{library} runs this script as it is written"
         kept = f"{_PAGES[library]} lists for each name whether it works, differs or is absent"
@@ -311,7 +311,7 @@ class _DropIns:
         return stay is None
 
     def _look_at_module(self, node: cst.CSTNode, library: str) -> None:
-        """Say what there is to say of an import of something that has no drop-in."""
+        """Note an import of a module that has no drop-in."""
         stay = self.stays.get(library)
         if stay is not None and stay.kind == "own" and library not in self.said:
             self.said.add(library)
@@ -342,7 +342,7 @@ def _dotted(name: str) -> cst.BaseExpression:
 def _with_names(
     node: cst.Import | cst.ImportFrom, aliases: Iterable[cst.ImportAlias]
 ) -> list[cst.BaseSmallStatement]:
-    """The statement with these names alone; none where there are none."""
+    """The statement with only these names; None if there are none."""
     names = list(aliases)
     if not names:
         return []

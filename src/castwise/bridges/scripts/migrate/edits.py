@@ -1,4 +1,4 @@
-"""Changes to a script, collected first and applied at once, so that places stay those of the script as it was."""
+"""Changes to a script, collected first and applied at once, so that positions refer to the original script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Change = Callable[[Any], Any]
 
 
 def statement(code: str, like: cst.BaseStatement | None = None) -> cst.SimpleStatementLine:
-    """A line of code; with the comments and empty lines of the statement ``like``."""
+    """A line of code, with the comments and empty lines of the statement ``like``."""
     line = cst.parse_statement(code)
     assert isinstance(line, cst.SimpleStatementLine)
     if isinstance(like, cst.SimpleStatementLine):
@@ -25,12 +25,12 @@ def statement(code: str, like: cst.BaseStatement | None = None) -> cst.SimpleSta
 
 
 def small(code: str) -> cst.BaseSmallStatement:
-    """A statement without a line of its own."""
+    """A statement that shares its line with others."""
     return statement(code).body[0]
 
 
 class Edits:
-    """What is to become of the nodes of a script, and what there is to say about it."""
+    """The changes to a script's nodes, and the notes about them."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -40,25 +40,25 @@ class Edits:
         self.findings: list[Finding] = []
 
     def replace(self, node: cst.CSTNode, change: Change | cst.CSTNode | cst.FlattenSentinel[Any]) -> None:
-        """Put others in the place of a node, or what a function makes of it once what is inside it was changed."""
+        """Replace a node by others, or by the result of a function of the node, after changes inside it."""
         self.changes[node] = change if callable(change) else lambda _: change
 
     def insert_after(self, place: cst.BaseStatement, *lines: cst.BaseStatement) -> None:
-        """Add statements after one."""
+        """Add statements after a statement."""
         self.inserted.setdefault(place, []).extend(lines)
 
     def drop(self, line: cst.BaseStatement) -> None:
-        """Take a statement out; its comments stay."""
+        """Remove a statement; its comments stay."""
         self.dropped.add(line)
 
     def say(self, node: cst.CSTNode, kind: Kind, text: str) -> None:
-        """Note something to know about the line of a node, once."""
+        """Note something about the line of a node, once."""
         finding = Finding(self.view.line(node), kind, text)
         if finding not in self.findings:
             self.findings.append(finding)
 
     def apply(self) -> str:
-        """The script with all changes made."""
+        """The script with all changes applied."""
         if not (self.changes or self.inserted or self.dropped):
             return self.view.text
         return self.view.module.visit(_Applier(self)).code
@@ -68,7 +68,7 @@ class _Applier(cst.CSTTransformer):
     def __init__(self, edits: Edits) -> None:
         super().__init__()
         self.edits = edits
-        self.gone: dict[int, cst.CSTNode] = {}  # by id; held, so that an id stays that of one node
+        self.gone: dict[int, cst.CSTNode] = {}  # by id; the nodes are referenced, so that ids are not reused
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         edits = self.edits
@@ -83,7 +83,7 @@ class _Applier(cst.CSTTransformer):
         return cst.FlattenSentinel([updated_node, *extra]) if extra else updated_node
 
     def _without_gone(self, block: Any) -> Any:
-        """Take dropped statements out, and hand their comments to what follows them."""
+        """Remove dropped statements, and move their comments to the next statement."""
         body: list[Any] = []
         waiting: list[cst.EmptyLine] = []
         for node in block.body:

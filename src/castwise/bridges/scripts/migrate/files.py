@@ -1,4 +1,4 @@
-"""Which files a migration reads, and how it reads and writes them: whole, in their own encoding and newlines."""
+"""The files of a migration, read and written as a whole, in their encoding and with their newlines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from castwise.bridges.scripts.reading.files import decode, reason, scripts_below
 from castwise.errors import MigrateError
 
 _CONCERNS = re.compile(rb"\bapex\b|colossalai|autocast|GradScaler|custom_fwd|custom_bwd")
-"""What a file must hold to be parsed at all: one of Python 2 beside the scripts is none of our business."""
+"""Text that a file must contain to be parsed at all; other files, such as Python 2, are ignored."""
 
 
 def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
-    """As :func:`castwise.bridges.scripts.migrate.migrate`, with LibCST there.
+    """As :func:`castwise.bridges.scripts.migrate.migrate`, once LibCST is imported.
 
     Raises:
         MigrateError: There is no such path.
@@ -42,7 +42,7 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
             raws[file] = file.read_bytes()
             if not given.is_dir() or _CONCERNS.search(raws[file]):
                 texts[file] = decode(raws[file])
-        except (OSError, SyntaxError, ValueError, LookupError) as error:  # codecs raise what they like
+        except (OSError, SyntaxError, ValueError, LookupError) as error:  # codecs may raise any exception
             results.append(FileResult(file, problem=f"cannot be read: {reason(error)}"))
     root = given if given.is_dir() else _root(given)
     others = {} if given.is_dir() else _others(given, root)
@@ -62,7 +62,7 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
 
 
 def _root(file: Path) -> Path:
-    """The folder that a script's absolute imports start from: around the package that it is in."""
+    """The folder in which a script's absolute imports start: the one that contains its package."""
     root = file.parent
     while (root / "__init__.py").is_file() and root != root.parent:
         root = root.parent
@@ -70,7 +70,7 @@ def _root(file: Path) -> Path:
 
 
 def _others(given: Path, root: Path) -> dict[Path, bytes]:
-    """Scripts that may belong to one that is migrated by itself: those beside it, and those that these import."""
+    """Scripts that may belong to one that is migrated alone: those in its folder, and those that they import."""
     others: dict[Path, bytes] = {}
     waiting = [given, *sorted(given.parent.glob("*.py"))]
     while waiting:
@@ -85,7 +85,7 @@ def _others(given: Path, root: Path) -> dict[Path, bytes]:
 
 
 def _imported_names(scripts: Iterable[Script]) -> dict[str, set[str]]:
-    """What scripts import from modules, by the last part of the module's name; ``*`` where that may be any name."""
+    """The names that scripts import from modules, by the last part of the module's name; ``*`` if it may be any name."""
     names: dict[str, set[str]] = defaultdict(set)
     for each in (each for script in scripts for each in script.imports):
         last = each.module.rpartition(".")[2]
@@ -96,7 +96,7 @@ def _imported_names(scripts: Iterable[Script]) -> dict[str, set[str]]:
 
 
 def _with_others(result: FileResult, others: Mapping[str, bytes]) -> FileResult:
-    """A script on a drop-in, with a word on scripts of its program that would still use the library itself."""
+    """A script on a drop-in, with a note on scripts of its program that would still use the library itself."""
     names = [name for name, raw in others.items() if re.search(rb"\bapex\b|colossalai", raw)]
     if not names or all(finding.kind != "kept" for finding in result.findings):
         return result
@@ -124,7 +124,7 @@ def _link(link: Path) -> FileResult:
 def _write(
     results: Iterable[FileResult], raws: Mapping[Path, bytes], encodings: Mapping[Path, str]
 ) -> list[FileResult]:
-    """Put rewritten texts into their files: all of them, or none where one cannot be written."""
+    """Write rewritten texts to their files: all of them, or none if one cannot be written."""
     results = list(results)
     texts: dict[Path, bytes] = {}
     problems: dict[Path, str] = {}
@@ -149,7 +149,7 @@ def _with_problems(results: Iterable[FileResult], problems: Mapping[Path, str]) 
 
 
 def _put(texts: Mapping[Path, bytes], raws: Mapping[Path, bytes]) -> dict[Path, str]:
-    """Write all texts beside their files, then put each in the place of its file; back again where one cannot be."""
+    """Write all texts to new files, then replace each file; if one cannot be replaced, restore the others."""
     staged: dict[Path, str] = {}
     placed: list[Path] = []
     path = Path()
@@ -179,7 +179,7 @@ def _put(texts: Mapping[Path, bytes], raws: Mapping[Path, bytes]) -> dict[Path, 
 
 
 def _put_back(path: Path, before: bytes, after: bytes) -> bool:
-    """Whether a file that may have been written holds what it held, or what somebody else wrote."""
+    """Whether a file that may have been written has its former content, or that of another program."""
     try:
         if path.read_bytes() == after:
             os.replace(_stage(path, before), path)
@@ -189,7 +189,7 @@ def _put_back(path: Path, before: bytes, after: bytes) -> bool:
 
 
 def _check_writable(path: Path, before: bytes) -> None:
-    # A new file may take the place of one that is not to be written: the folder alone decides about that.
+    # A new file may replace one that is not writable: only the folder's permissions decide.
     if not stat.S_IMODE(path.stat().st_mode) & stat.S_IWUSR or not os.access(path, os.W_OK):
         raise PermissionError(13, "it is read-only")
     if path.read_bytes() != before:
@@ -197,7 +197,7 @@ def _check_writable(path: Path, before: bytes) -> None:
 
 
 def _stage(path: Path, text: bytes) -> str:
-    """Write a text into a new file beside its own, with the same mode and owner; returns its name."""
+    """Write a text to a new file in the same folder, with the same mode and owner; returns its name."""
     now = path.stat()
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -205,7 +205,7 @@ def _stage(path: Path, text: bytes) -> str:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        with contextlib.suppress(OSError, AttributeError):  # nobody but root may, and not on Windows
+        with contextlib.suppress(OSError, AttributeError):  # only root may do this, and not on Windows
             os.chown(name, now.st_uid, now.st_gid)
         os.chmod(name, stat.S_IMODE(now.st_mode))
     except BaseException:

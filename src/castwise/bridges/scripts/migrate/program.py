@@ -1,4 +1,4 @@
-"""What the scripts of a program say together: which of them belong together, and whose imports stay in them, and why."""
+"""Analyse a program's scripts together: which of them belong together, and in which of them imports stay, and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from castwise.bridges.scripts.migrate.served import LIBRARIES, here, is_module, library_of, serves
 
 BY_NAME = re.compile(r"import|module|package|find_spec|find_loader|available|installed", re.IGNORECASE)
-"""Matches names of functions that take a module's name as text, to load it or to ask whether it exists."""
+"""Matches names of functions that take a module's name as a string, to import it or to test whether it exists."""
 _DOTTED = re.compile(rf"({'|'.join(LIBRARIES)})(\.\w+)+")
 _CODE = re.compile(
     rf"^\s*(?:from\s+((?:{'|'.join(LIBRARIES)})[\w.]*)\s+import\b|import\s+((?:{'|'.join(LIBRARIES)})[\w.]*)\s*(?:as\b|[;,#]|$))",
@@ -22,7 +22,7 @@ _CODE = re.compile(
 )
 _INSTALL = "castwise.compat.install"
 _STARTS = re.compile(r"__main__$|initialize|launch|convert_to_")
-"""Matches text in scripts that are started themselves, and in no configuration and no part of a program."""
+"""Matches text of scripts that are started directly, and not of configurations or imported modules."""
 
 
 class Imported(NamedTuple):
@@ -30,9 +30,9 @@ class Imported(NamedTuple):
 
     Attributes:
         module: As written, without leading dots.
-        level: How many dots lead it.
-        names: What is taken from it; empty for ``import module``.
-        in_try: Whether the script can do without it.
+        level: Number of leading dots.
+        names: The imported names; empty for ``import module``.
+        in_try: Whether the script can run without it.
     """
 
     module: str
@@ -43,15 +43,15 @@ class Imported(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """What one script names, as far as its syntax shows.
+    """The names that one script uses, as far as its syntax shows.
 
     Attributes:
         imports: All of them.
-        words: Names of variables, attributes and imported things; ``__main__`` where it asks for that.
-        reached: Dotted names through the script's imports; with brackets behind it where a second argument is given, as
+        words: Names of variables, attributes and imported objects; ``__main__`` if it tests for that.
+        reached: Dotted names through the script's imports; with parentheses after it if a second argument is given, as
             ``apex.amp.initialize()``.
-        asked: Modules of libraries with a drop-in that are imported, or looked for, by their name as text.
-        installed: Libraries that ``castwise.compat.install()`` serves.
+        asked: Modules of libraries with a drop-in that are imported, or searched for, by a string.
+        installed: Libraries in calls of ``castwise.compat.install()``.
     """
 
     imports: tuple[Imported, ...] = ()
@@ -66,9 +66,9 @@ class Stay:
     """Why imports of a library stay in a script.
 
     Attributes:
-        kind: ``own``: the library is a part of the program. ``lacks``: the drop-in cannot carry the program.
-            ``install``: others import the library too, and find the drop-in under its name alone. ``installed``: a
-            script of the program sees to that.
+        kind: ``own``: the library is a part of the program. ``lacks``: the drop-in cannot run the program.
+            ``install``: other code imports the library too, and finds the drop-in only under the library's name.
+            ``installed``: a script of the program already installs the drop-in.
         why: A clause, for ``lacks`` and ``install``.
         starts: For ``install``, whether the script is one that is started, where ``install()`` belongs.
     """
@@ -79,7 +79,7 @@ class Stay:
 
 
 def look(source: bytes) -> Script:
-    """What a script names; nothing for one that cannot be parsed."""
+    """The names in a script; none for one that cannot be parsed."""
     try:
         with warnings.catch_warnings(action="ignore"):
             nodes = list(ast.walk(ast.parse(source)))
@@ -133,7 +133,7 @@ def look(source: bytes) -> Script:
 
 
 def _dotted(node: ast.expr, means: Mapping[str, str]) -> str:
-    """What a name or a chain of attributes is by the script's imports; empty for anything else."""
+    """The dotted name of a name or a chain of attributes, by the script's imports; empty for anything else."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -143,7 +143,7 @@ def _dotted(node: ast.expr, means: Mapping[str, str]) -> str:
 
 
 def _original(dotted: str) -> str:
-    """A name of a drop-in as the library's own, so that a script which is migrated already counts as before."""
+    """The library's name for a name of its drop-in, so that a migrated script counts as before."""
     name = dotted.removeprefix("castwise.compat.")
     return name if library_of(name) in LIBRARIES else dotted
 
@@ -165,11 +165,11 @@ def _asked(calls: Iterable[tuple[str, ast.Call]]) -> Iterator[str]:
             yield "apex"
         for argument in call.keywords:
             if (argument.arg or "").endswith("backend") and _text(argument.value) == "apex":
-                yield "apex.amp"  # which that library imports
+                yield "apex.amp"  # imported by that library
 
 
 def named_in_text(text: str) -> list[str]:
-    """Modules of libraries with a drop-in that a text names: as a dotted name, or in code that it holds."""
+    """Modules of libraries with a drop-in that a string names: as a dotted name, or in code inside it."""
     if _DOTTED.fullmatch(text):
         module = ".".join(text.split(".")[:2])
         return [module] if is_module(here(module)) else []
@@ -201,7 +201,7 @@ def loaded(
 
 
 def _together(importers: Mapping[Path, Collection[Path]]) -> Iterator[set[Path]]:
-    """Scripts that imports join, whichever of them imports the other."""
+    """Groups of scripts connected by imports, in either direction."""
     near: dict[Path, set[Path]] = defaultdict(set)
     for file, others in importers.items():
         near[file].update(others)
@@ -219,14 +219,14 @@ def _together(importers: Mapping[Path, Collection[Path]]) -> Iterator[set[Path]]
         yield group
 
 
-# --- whose imports stay in them ---------------------------------------------------------------------------
+# --- in which of them imports stay --------------------------------------------------------------------------
 
 
 def staying(scripts: Mapping[Path, Script], root: Path) -> Mapping[Path, Mapping[str, Stay]]:
-    """By script, the libraries whose imports are not to name a drop-in of castwise."""
+    """By script, the libraries whose imports do not change to a drop-in of castwise."""
     importers: dict[Path, set[Path]] = {file: set() for file in scripts}
     outside: set[Path] = set()
-    """Scripts that take ApexScaler from a library."""
+    """Scripts that use ApexScaler from a library."""
     for file, script in scripts.items():
         for each in script.imports:
             found = loaded(file, each, root, scripts.__contains__)
@@ -260,9 +260,9 @@ def staying(scripts: Mapping[Path, Script], root: Path) -> Mapping[Path, Mapping
 def _loaded_by_name(
     file: Path, scripts: Mapping[Path, Script], importers: Mapping[Path, Collection[Path]]
 ) -> list[Path]:
-    """Who may load a script that nothing imports and nobody starts, as a configuration: the nearest that use its library.
+    """Scripts that may load one that nothing imports or starts, such as a configuration: the nearest that use its library.
 
-    One on Apex that is whole by itself needs nobody.
+    A script that uses Apex completely by itself needs none.
     """
     script = scripts[file]
     used = _libraries(script) - (
@@ -290,7 +290,7 @@ def _libraries(script: Script) -> set[str]:
 
 
 def _is_started(script: Script) -> bool:
-    """Whether a script that none imports is one to start, and to serve Apex in."""
+    """Whether a script that no other imports is started, so that it must install Apex's drop-in."""
     asks = bool(script.asked) or any(
         library_of(each.module) == "apex" for each in script.imports if not each.level
     )
@@ -298,7 +298,7 @@ def _is_started(script: Script) -> bool:
 
 
 def _lacking(library: str, scripts: Iterable[Script]) -> str:
-    """What a program imports of a library, cannot do without, and its drop-in does not have; empty where it has all."""
+    """What a program needs of a library that its drop-in lacks; empty if it lacks nothing."""
     wanted = {
         (each.module, name)
         for script in scripts
@@ -311,7 +311,7 @@ def _lacking(library: str, scripts: Iterable[Script]) -> str:
 
 
 def _why_others_find_apex(scripts: Iterable[Script], takes_scaler: bool) -> str:
-    """Why code that is no part of a program imports Apex in its course, too; empty where none does."""
+    """Why code outside a program imports Apex too while it runs; empty if none does."""
     scripts = list(scripts)
     seen: frozenset[str] = frozenset().union(*(script.words | script.reached for script in scripts))
     asked = {
@@ -329,7 +329,7 @@ def _why_others_find_apex(scripts: Iterable[Script], takes_scaler: bool) -> str:
 
 
 def _own(file: Path, root: Path) -> list[str]:
-    """Libraries that are a module or package of the program, beside the file or around it."""
+    """Libraries that are modules or packages of the program, in the file's folder or those around it."""
     folders = [folder for folder in file.parents if folder == root or root in folder.parents]
     return [
         library

@@ -1,4 +1,4 @@
-"""What a migration found, as plain records, and how they are shown."""
+"""The findings of a migration, as plain records, and their display."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _STYLES: Mapping[Kind, str] = {"left": "yellow", "differs": "cyan", "kept": "gre
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Finding:
-    """Something to know about a line of a script.
+    """A note about a line of a script.
 
     Attributes:
-        line: In the script as it was, counted from 1.
-        kind: ``left`` where something was not rewritten, ``differs`` where the rewritten script behaves otherwise,
-            ``kept`` where it stays as it is and a drop-in carries it out.
+        line: In the original script, counted from 1.
+        kind: ``left`` if something was not rewritten, ``differs`` if the rewritten script behaves differently,
+            ``kept`` if the line stays and a drop-in runs it.
         text: What, why, and what can be done.
     """
 
@@ -39,14 +39,14 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class FileResult:
-    """What became of one file.
+    """The result for one file.
 
     Attributes:
-        path: Of the file, as it was reached.
+        path: Path of the file, beginning with the given path.
         before: Its text.
-        after: Its text as rewritten; the same where nothing is changed.
+        after: Its rewritten text; the same if nothing is changed.
         findings: In the order of lines.
-        problem: Why the file could not be read, understood or written; empty where it could.
+        problem: Why the file could not be read, parsed or written; empty if it could.
         written: Whether ``after`` is in the file now.
     """
 
@@ -59,7 +59,7 @@ class FileResult:
 
     @property
     def changed(self) -> bool:
-        """Whether the text as rewritten is another."""
+        """Whether the rewritten text differs."""
         return self.before != self.after
 
     def diff(self) -> str:
@@ -74,10 +74,10 @@ class FileResult:
 
 @dataclasses.dataclass(frozen=True)
 class Migration:
-    """What became of the files of a path.
+    """The result for all files of a path.
 
     Attributes:
-        files: Those that are changed, that have findings, or that were a problem.
+        files: Those that are changed, have findings, or could not be read, parsed or written.
         looked_at: How many files were read.
     """
 
@@ -91,14 +91,14 @@ class Migration:
 
     @property
     def problems(self) -> tuple[FileResult, ...]:
-        """Files that could not be read, understood or written."""
+        """Files that could not be read, parsed or written."""
         return tuple(file for file in self.files if file.problem)
 
     def check(self) -> None:
-        """Say which files could not be migrated.
+        """Raise if files could not be migrated.
 
         Raises:
-            MigrateError: Some could not.
+            MigrateError: Some could not; it names them.
         """
         if self.problems:
             said = "; ".join(f"{file.path} {file.problem}" for file in self.problems[:5])
@@ -106,7 +106,7 @@ class Migration:
             raise MigrateError(f"migrate: {said}{more}")
 
     def summary(self) -> str:
-        """One sentence: how many files were changed, or would be, and how many lines want a look."""
+        """One sentence: how many files were or would be changed, and how many lines need a look."""
         count = len(self.changed)
         left = sum(finding.kind == "left" for file in self.files for finding in file.findings)
         differs = sum(finding.kind == "differs" for file in self.files for finding in file.findings)
@@ -121,7 +121,7 @@ class Migration:
         return f"{did}{' (lines: ' + ', '.join(notes) + ')' if notes else ''}".capitalize()
 
     def to_dict(self) -> dict[str, Any]:
-        """What was found as JSON's own types: of each file its change as a diff."""
+        """The result as plain values for JSON: the change of each file as a diff."""
         return {
             "kind": "migrate", "version": 1, "summary": self.summary(), "looked_at": self.looked_at,
             "files": [
@@ -134,7 +134,7 @@ class Migration:
         }  # fmt: skip
 
     def show(self, console: Console) -> None:
-        """Print diffs, then what is to be looked at by line, then the sentence."""
+        """Print diffs, then the notes by line, then the summary."""
         from rich.text import Text
 
         parts = [_coloured(file.diff()) for file in self.changed]
@@ -150,7 +150,7 @@ class Migration:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of a text with one kind of line end, so that a diff of a file from Windows reads well."""
+    """The lines of a text with uniform line ends, so that the diff of a file from Windows is readable."""
     return io.StringIO(text, newline=None).readlines()
 
 

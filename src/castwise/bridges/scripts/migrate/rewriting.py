@@ -1,4 +1,4 @@
-"""One script, all of it."""
+"""Rewrite one script completely."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def rewrite(
 
     Args:
         text: The script.
-        exported: Names that other scripts import from this one; ``*`` where that may be any.
+        exported: Names that other scripts import from this one; ``*`` if that may be any.
         stays: Libraries whose imports stay, and why.
 
     Returns:
-        The script as rewritten, and what there is to say about its lines.
+        The rewritten script, and the notes about its lines.
 
     Raises:
         SyntaxError: It cannot be parsed.

@@ -1,4 +1,4 @@
-"""What the drop-ins in ``castwise.compat`` have, name by name: from their source, which is not run, and their lists."""
+"""The names that the drop-ins in ``castwise.compat`` have: from their source, which is not run, and their lists."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _OF_ANY_MODULE = {
 
 
 def library_of(dotted: str) -> str:
-    """The package of a dotted name."""
+    """The library of a dotted name."""
     return dotted.partition(".")[0]
 
 
 def here(dotted: str) -> str:
-    """A library's name as its drop-in has it: version 0.3 of Colossal-AI put its parts under ``legacy``."""
+    """A library's name as in its drop-in: version 0.3 of Colossal-AI moved its parts to ``legacy``."""
     parts = dotted.split(".")
     return ".".join(parts[:1] + parts[2:]) if parts[:2] == ["colossalai", "legacy"] else dotted
 
@@ -40,30 +40,30 @@ def is_module(dotted: str) -> bool:
 
 
 def home(module: str, name: str) -> str:
-    """The module of the drop-in that ``from module import name`` is served from; empty where there is none.
+    """The module of the drop-in that provides ``from module import name``; empty if there is none.
 
-    What a library keeps in a module that the drop-in does not have it exports from the package around it too.
+    Names of a library's module that the drop-in lacks are also exported by the package around it.
     """
     module = _nearest(module)
     return module if name in (_bound(module) or ()) or is_module(f"{module}.{name}") else ""
 
 
 def _nearest(module: str) -> str:
-    """The module, or the nearest part of the library around it that there is."""
+    """The module, or the nearest package around it that exists."""
     while not is_module(module) and module.count(".") > 1:
         module = module.rpartition(".")[0]
     return module
 
 
 def serves(module: str, name: str = "") -> bool:
-    """Whether ``import module``, or ``from module import name``, finds in the drop-in what it asks for."""
+    """Whether ``import module``, or ``from module import name``, works with the drop-in."""
     if name in ("", "*"):
         return is_module(here(module))
     return bool(home(here(module), name)) or is_module(here(f"{module}.{name}"))
 
 
 def imported(dotted: str) -> str:
-    """What an imported name is in the drop-in; empty where it is not there."""
+    """The drop-in's object for an imported name; empty if it does not exist."""
     module, _, name = dotted.rpartition(".")
     if is_module(dotted):
         return dotted
@@ -72,7 +72,7 @@ def imported(dotted: str) -> str:
 
 
 def lacks(dotted: str) -> str:
-    """The first part of a chain of attributes that the drop-in does not have, as far as modules go."""
+    """The first part of a chain of attributes that the drop-in lacks, as far as modules are concerned."""
     at, *parts = dotted.split(".")
     for part in parts:
         names, at = _bound(at) or {}, f"{at}.{part}"
@@ -88,7 +88,7 @@ def lacks(dotted: str) -> str:
 
 @functools.cache
 def _bound(module: str) -> Mapping[str, bool] | None:
-    """The names that a module of a drop-in binds, and whether it defines them; None where there is no such module."""
+    """The names that a module of a drop-in binds, and whether it defines them; None if there is no such module."""
     base = resources.files("castwise.bridges.compat")
     path = module.replace(".", "/")
     for file in (base.joinpath(f"{path}.py"), base.joinpath(path, "__init__.py")):
@@ -103,9 +103,9 @@ def _bound(module: str) -> Mapping[str, bool] | None:
 
 
 def row(dotted: str) -> Covered | None:
-    """What the list of names says of one, or of an argument as in ``apex.amp.initialize(verbosity)``.
+    """The entry of a name in the list, or of an argument as in ``apex.amp.initialize(verbosity)``.
 
-    A name by its deep path, as ``apex.optimizers.fused_adam.FusedAdam``, is listed under the package around it.
+    A name with its full path, as ``apex.optimizers.fused_adam.FusedAdam``, is listed under the package around it.
     """
     rows = covered(library_of(dotted)) if library_of(dotted) in LIBRARIES else ()
     name, *argument = dotted.partition("(")
@@ -116,7 +116,7 @@ def row(dotted: str) -> Covered | None:
 
 
 def lacking(part: str, dotted: str) -> str:
-    """That a drop-in lacks a part of a dotted name, and what to use in its place."""
+    """A note that a drop-in lacks a part of a dotted name, with a replacement."""
     module, _, name = dotted.rpartition(".")
     note = instead(dotted, f"{_nearest(module)}.{name}", inside=part)
     absent = [each.name for each in covered(library_of(part)) if each.status == "absent"]

@@ -1,4 +1,4 @@
-"""What a script does with torch's scaler, in order: is it what a session of castwise does?"""
+"""Check that the order in which a script uses torch's scaler is that of a castwise session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.bridges.scripts.reading.view import View, inside
 
 _JUMPS = (cst.Continue, cst.Break, cst.Return, cst.Raise)
 _ON_GRADIENTS = re.compile(r"clip|grad(ient)?s|grad_norm")
-"""Matches names of functions that work on gradients, or on parameters for the sake of their gradients."""
+"""Matches names of functions that work on gradients, or on parameters because of their gradients."""
 
 
 class Undecided(Exception):
@@ -36,9 +36,9 @@ class Event:
     """One use of a scaler.
 
     Attributes:
-        kind: What is done.
-        node: The outermost call of it.
-        optimizer: The name of the optimizer it is done with; empty where there is none.
+        kind: The method that is called.
+        node: The outermost call that contains it.
+        optimizer: The name of the optimizer in the call; empty if there is none.
     """
 
     kind: Literal["backward", "unscale", "step", "update", "look"]
@@ -47,13 +47,13 @@ class Event:
 
 
 def check_windows(view: View, events: Iterable[Event]) -> None:
-    """See that every update follows its steps at once, so that it falls where a session makes it.
+    """Check that every update immediately follows its steps, as in a session.
 
-    A session moves the scale when the next backward begins after a step. A script that updates it elsewhere, or not
+    A session updates the scale when the next backward begins after a step. A script that updates it elsewhere, or not
     after each step, has other scales.
 
     Raises:
-        Undecided: That is so here.
+        Undecided: The script does.
     """
     for each in _by_function(view, events):
         stepped: list[Event] = []
@@ -82,10 +82,10 @@ def _check_update(view: View, update: Event, stepped: list[Event]) -> None:
 
 
 def check_gradients(view: View, events: Iterable[Event]) -> None:
-    """See that nothing is done with gradients while the scale is in them: a session refuses those changed there.
+    """Check that nothing uses gradients while the scale is in them: a session refuses gradients changed then.
 
     Raises:
-        Undecided: Something is.
+        Undecided: Something does.
     """
     suspects = [node for node in view.nodes if isinstance(node, (cst.Attribute, cst.Call))]
     for each in _by_function(view, events):
@@ -95,7 +95,7 @@ def check_gradients(view: View, events: Iterable[Event]) -> None:
             if event.kind == "backward":
                 scaled, early = scaled or event.node, False
             elif event.kind in ("unscale", "step") and (scaled is not None or early):
-                # where the backward stands below, or elsewhere: all before it, but what makes the optimizer
+                # if the backward is below or elsewhere: everything before it, except the optimizer's creation
                 begin = view.position(view.function(event.node)) if scaled is None else view.end(scaled)
                 for node in suspects:
                     if _takes_gradients(view, node, narrow=scaled is None) and (
@@ -113,7 +113,7 @@ def _shown(event: Event) -> str:
 
 
 def _takes_gradients(view: View, node: cst.CSTNode, *, narrow: bool) -> bool:
-    """Whether a place reads or writes gradients, as far as names tell; ``narrow``: parameters alone are no sign of it."""
+    """Whether code reads or writes gradients, judged by names; ``narrow``: a use of parameters alone does not count."""
     if isinstance(node, cst.Attribute):
         outer = view.parent(node)
         return node.attr.value == "grad" and not (isinstance(outer, cst.Call) and outer.func is node)

@@ -1,4 +1,4 @@
-"""The model, the optimizer and other objects of a training script: where they are made, and what is done with them."""
+"""The model, the optimizer and other objects of a training script: where they are created, and how they are used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HARMLESS = {
     "train", "eval", "parameters", "named_parameters", "zero_grad", "state_dict", "load_state_dict", "modules",
     "named_modules", "children", "named_children", "buffers", "named_buffers", "requires_grad_", "training", "no_sync",
 }  # fmt: skip
-"""What may be asked of a model without running it."""
+"""Attributes and methods of a model that can be used without running it."""
 _GIVES_ITSELF = {"train", "eval", "requires_grad_"}
 _HOLDS_ITSELF = {"modules", "named_modules"}
 _LOOPS = (cst.For, cst.While, cst.BaseComp)
@@ -41,7 +41,7 @@ class Thing:
 
     Attributes:
         name: Its name.
-        scope: Where it lives.
+        scope: Its scope.
         assignments: Everything that binds it there, in the order of lines.
     """
 
@@ -51,10 +51,10 @@ class Thing:
 
 
 def thing(view: View, name: cst.Name) -> Thing:
-    """The variable that a name means.
+    """The variable that a name refers to.
 
     Raises:
-        Undecided: It is not bound by plain assignments of one scope alone.
+        Undecided: It is not bound only by plain assignments in one scope.
     """
     found = view.bindings(name)
     plain = [
@@ -72,10 +72,10 @@ def references(view: View, of: Thing) -> list[cst.Name]:
 
 
 def models_of(view: View, optimizer: Thing) -> list[cst.Name]:
-    """The models whose parameters an optimizer was made with.
+    """The models with whose parameters an optimizer was created.
 
     Raises:
-        Undecided: That cannot be seen.
+        Undecided: The script does not show it.
     """
     item = optimizer.assignments[0]
     value = view.assigned_value(item)
@@ -95,10 +95,10 @@ def models_of(view: View, optimizer: Thing) -> list[cst.Name]:
 
 
 def check_apart(view: View, optimizers: list[Thing]) -> None:
-    """See that no two optimizers update the same parameters, as far as it is written: a session refuses that.
+    """Check that no two optimizers update the same parameters, as far as the script shows: a session refuses that.
 
     Raises:
-        Undecided: One takes all that another takes a part of.
+        Undecided: One uses all parameters of a module of which another uses a part.
     """
     for one in optimizers:
         for other in (other for other in optimizers if other is not one):
@@ -109,7 +109,7 @@ def check_apart(view: View, optimizers: list[Thing]) -> None:
 
 
 def _taken(view: View, optimizer: Thing, *, whole: bool) -> list[str]:
-    """The modules that an optimizer takes parameters of; ``whole``: all of them, through no condition."""
+    """The modules whose parameters an optimizer uses; ``whole``: only those of which it uses all, unconditionally."""
     value = view.assigned_value(optimizer.assignments[0])
     first = value.args[0].value if isinstance(value, cst.Call) and value.args else cst.Tuple([])
     if whole and any(isinstance(node, (cst.BaseComp, cst.Lambda)) for node in inside(first)):
@@ -118,10 +118,10 @@ def _taken(view: View, optimizer: Thing, *, whole: bool) -> list[str]:
 
 
 def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], suite: Suite | None) -> None:
-    """See that a model is whole when it is prepared and is at most wrapped from then on.
+    """Check that a model is complete when it is prepared, and is only wrapped after that.
 
     Raises:
-        Undecided: It is wrapped before, or becomes something else after.
+        Undecided: It is wrapped before, or reassigned after.
     """
     for item in model.assignments:
         value = view.assigned_value(item)
@@ -145,9 +145,9 @@ def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], s
 
 
 def wraps(view: View, value: cst.BaseExpression) -> bool:
-    """Whether a value is made by DistributedDataParallel, torch.compile or the like, as far as names tell.
+    """Whether a value is created by DistributedDataParallel, torch.compile or similar, judged by names.
 
-    Functions of the script that make it are looked into.
+    Functions of the script that create it are followed.
     """
     calls = [node for node in inside(value) if isinstance(node, cst.Call)]
     made_by = [item.node for call in calls for item in _bindings(view, call.func)]
@@ -167,7 +167,7 @@ def _bindings(view: View, called: cst.BaseExpression) -> list[meta.Assignment]:
 
 
 def keeps(view: View, called: cst.Name) -> bool:
-    """Whether a function of the script puts what it is given somewhere, as far as it is written."""
+    """Whether a function of the script stores its argument, as far as the script shows."""
     for item in _bindings(view, called):
         if isinstance(item.node, cst.FunctionDef):
             given = {each.name.value for each in item.node.params.params}
@@ -185,10 +185,10 @@ def keeps(view: View, called: cst.Name) -> bool:
 
 
 def is_harmless(view: View, name: cst.Name) -> bool:
-    """Whether this use of a model neither runs it nor hands it to code that might, under another name either."""
+    """Whether this use of a model neither runs it nor passes it to code that might, also under another name."""
     outer = view.parent(name)
     while isinstance(outer, cst.Attribute) and isinstance(around := view.parent(outer), cst.Attribute):
-        outer = around  # of a part of it
+        outer = around  # a use of a part of it
     if not isinstance(outer, cst.Attribute) or outer.attr.value not in _HARMLESS:
         return False
     call = view.parent(outer)
@@ -201,7 +201,7 @@ def is_harmless(view: View, name: cst.Name) -> bool:
 
 
 def _runs(view: View, loop: cst.For | cst.CompFor) -> bool:
-    """Whether a loop calls what it goes through, as far as it is written."""
+    """Whether a loop calls the items that it iterates over, as far as the script shows."""
     called = {
         node.func.value
         for node in inside(loop if isinstance(loop, cst.For) else view.statement(loop))
@@ -211,10 +211,10 @@ def _runs(view: View, loop: cst.For | cst.CompFor) -> bool:
 
 
 def check_derives(view: View, one: Thing, base: str) -> None:
-    """See that a variable's class derives from one of torch's, as far as the script defines it.
+    """Check that a variable's class derives from one of torch's, as far as the script defines it.
 
     Raises:
-        Undecided: It looks like one only, which is enough for torch's scaler.
+        Undecided: It only has the same methods, which is enough for torch's scaler.
     """
     made = [view.assigned_value(item) for item in one.assignments]
     waiting = [value.func for value in made if isinstance(value, cst.Call)]
@@ -228,7 +228,7 @@ def check_derives(view: View, one: Thing, base: str) -> None:
 
 
 def check_weights(view: View, model: Thing, until: tuple[int, int]) -> None:
-    """See that a model's weights have a shape and are not made low until it is prepared, as far as it is written.
+    """Check that a model's weights have a shape and are not converted to a low format before it is prepared.
 
     Raises:
         Undecided: A session would refuse them.
@@ -249,10 +249,10 @@ def check_weights(view: View, model: Thing, until: tuple[int, int]) -> None:
 def run_once(
     view: View, model: str, region: cst.With, runs: Sequence[cst.Call], losses: Container[str]
 ) -> None:
-    """See that a block of autocast runs a model once, or once for each of its ``losses``, where gradients are taken.
+    """Check that an autocast block runs a model once, or once for each of its ``losses``, if gradients are recorded.
 
-    All its runs use one low copy of each weight. What one backward brings is summed there, in low precision, and a step
-    between them does not reach it; a session copies for each run.
+    All runs in one block use one low copy of each weight. The gradients of one backward are summed there, in low
+    precision, and a step between the runs does not update it; a session makes a copy for each run.
 
     Raises:
         Undecided: It runs more often.
@@ -272,7 +272,7 @@ def run_once(
 
 
 def _name_of(view: View, node: cst.CSTNode) -> str:
-    """What the value of a statement is called that a node is in."""
+    """The name assigned by the statement that contains a node."""
     targets = view.targets(view.small(node))
     return view.code(targets[0]) if len(targets) == 1 and isinstance(targets[0], cst.Name) else ""
 
@@ -303,6 +303,6 @@ def _exclude_each_other(view: View, one: cst.CSTNode, other: cst.CSTNode) -> boo
 
 
 def autocasts(view: View, block: cst.With) -> list[cst.Call]:
-    """The autocasts of torch that a ``with`` enters."""
+    """The torch autocasts that a ``with`` enters."""
     calls = [item.item for item in block.items if isinstance(item.item, cst.Call)]
     return [call for call in calls if view.origin(call.func) in AUTOCAST]

@@ -1,7 +1,7 @@
-"""Hand-written torch.amp as a session: scaler, regions and steps become those of ``castwise.Amp``.
+"""Convert hand-written torch.amp to a session: scaler, regions and steps become those of ``castwise.Amp``.
 
-Only where a script shows all that a session changes, as variables of one function or of the module: which models and
-optimizers there are, that a model runs inside autocast wherever it runs, and that the scale is updated after every step.
+Only if a script shows everything that a session changes, as variables of one function or of the module: which models
+and optimizers exist, that a model always runs inside autocast, and that the scale is updated after every step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SCALE_FIELDS = {
 _FLOOR = 2.0**-14
 _BACKWARD = {"retain_graph", "create_graph", "inputs"}
 _UNSEEN = re.compile(r"\bset_autocast_|(?<![.\w])(?<!def )(?:(?:exec|eval)\(|(?:globals|locals|vars)\(\s*\))")
-"""Code that reaches variables by their names as text, or gives autocast another format."""
+"""Code that accesses variables by strings, or changes autocast's format."""
 
 
 class Session:
@@ -58,7 +58,7 @@ class Session:
     # --- looking ------------------------------------------------------------------------------------------
 
     def look(self, exported: frozenset[str]) -> None:
-        """Find everything; ``exported`` is as in :func:`castwise.bridges.scripts.migrate.torch_write.rewrite_session`.
+        """Analyse the script; ``exported`` is as in :func:`castwise.bridges.scripts.migrate.torch_write.rewrite_session`.
 
         Raises:
             Undecided: Something is not as a session needs it.
@@ -207,7 +207,7 @@ class Session:
         self.events.append(event)
 
     def _look_for_plain_steps(self) -> None:
-        """See that all gradients come from the scaler, and all steps go through it, unless it may be off."""
+        """Check that all gradients come from the scaler, and all steps go through it, unless it may be disabled."""
         view = self.view
         for name in (name for each in self.optimizers.values() for name in references(view, each)):
             attribute = view.parent(name)
@@ -247,12 +247,12 @@ class Session:
             )
 
     def _is_in_class(self, node: cst.CSTNode) -> bool:
-        """Whether code is a method of a class that is made where the scaler is known: a model's own autocast."""
+        """Whether code is a method of a class that is instantiated where the scaler is visible: a model with its own autocast."""
         classes = (outer for outer in self.view.around(node) if isinstance(outer, cst.ClassDef))
         return any(self.view.is_within(self.view.scope(each), self.scaler.scope) for each in classes)
 
     def _is_after(self, node: cst.CSTNode, seen: frozenset[cst.CSTNode]) -> bool:
-        """Whether code is sure to run only once the session is there; ``seen`` are functions that were looked at."""
+        """Whether code certainly runs only after the session exists; ``seen``: functions that were already checked."""
         view = self.view
         function = view.function(node)
         if function is view.function(self.home):
@@ -268,7 +268,7 @@ class Session:
         return bool(calls) and all(self._is_after(call, seen | {function}) for call in calls)
 
     def _is_own(self, call: AmpCall) -> bool:
-        """Whether an autocast is what the session's plan does: fp16 on the scaler's device, on and off as the scaler."""
+        """Whether an autocast does the same as the session's plan: fp16 on the scaler's device, enabled together with the scaler."""
         try:
             enabled = _condition(call)
         except Undecided:
@@ -280,7 +280,7 @@ class Session:
         view = self.view
         if model.scope is not self.scaler.scope:
             raise Undecided(model.assignments[0].node, f"{model.name!r} is not made beside the scaler")
-        at = view.end(self.prepared_after)  # with whatever else is on its line
+        at = view.end(self.prepared_after)  # and the other statements on its line
         only_wrapped_later(view, model, at, self.suite)
         check_derives(view, model, "torch.nn.Module")
         check_weights(view, model, at)
@@ -298,7 +298,7 @@ class Session:
                 )
             small = view.small(name)
             if is_harmless(view, name) or any(view.small(item.node) is small for item in model.assignments):
-                continue  # model = wrap(model), and the like
+                continue  # model = wrap(model) and similar statements
             early = view.scope(name) is model.scope and view.position(name) < at
             if not (early and self._passes(small, model)):
                 raise Undecided(
@@ -308,13 +308,13 @@ class Session:
             run_once(view, model.name, region, calls, self._losses())
 
     def _losses(self) -> set[str]:
-        """Names that a backward begins at."""
+        """Names on which backward is called."""
         scaled = [event.node.func for event in self.events if event.kind == "backward"]
         calls = [each.value for each in scaled if isinstance(each, cst.Attribute)]
         return {self.view.code(call.args[0].value) for call in calls if isinstance(call, cst.Call)}
 
     def _passes(self, small: cst.CSTNode, model: Thing) -> bool:
-        """Whether a statement is a call that keeps nothing: ``init_weights(model)``, ``model.cuda()``; no ``list.append(model)``."""
+        """Whether a statement is a call that stores nothing: ``model.cuda()``, but not ``list.append(model)``."""
         call = small.value if isinstance(small, cst.Expr) else None
         receiver = call.func if isinstance(call, cst.Call) else None
         while isinstance(receiver, (cst.Attribute, cst.Subscript, cst.Call)):
@@ -326,7 +326,7 @@ class Session:
         return receiver is call.func or receiver.value == model.name or bool(self.view.origin(receiver))
 
     def _region(self, node: cst.CSTNode) -> cst.With | None:
-        """The outermost autocast around code, where the nearest is one of the session's regions."""
+        """The outermost autocast around code, if the nearest one is a region of the session."""
         view = self.view
         found: cst.With | None = None
         for outer in view.around(node):
@@ -347,7 +347,7 @@ def _device(call: AmpCall) -> str:
 
 
 def _condition(call: AmpCall) -> str | None:
-    """What ``enabled=`` depends on; None for nothing."""
+    """The condition in ``enabled=``; None if there is none."""
     view, value = call.view, call.given.get("enabled")
     if value is None or view.code(value) == "True":
         return None

@@ -1,4 +1,4 @@
-"""A session of ``castwise.Amp`` in the place of torch's loss scaler and its regions."""
+"""Replace torch's loss scaler and its regions by a session of ``castwise.Amp``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MODULES = {"torch.amp", "torch.cpu.amp", "torch.cuda.amp"}
 
 
 def rewrite_session(edits: Edits, exported: frozenset[str]) -> None:
-    """Make a session of a scaler and what goes with it where the script shows all of it; else say why it stays.
+    """Replace a scaler and its regions by a session if the script shows all of them; otherwise note why they stay.
 
-    ``exported`` are names that other scripts import from this one; ``*`` where that may be any.
+    ``exported``: names that other scripts import from this one; ``*`` if that may be any.
     """
     view = edits.view
     found = [node for node in view.nodes if _is_use(view, node)]
@@ -40,7 +40,7 @@ def rewrite_session(edits: Edits, exported: frozenset[str]) -> None:
 
 
 def _is_use(view: View, node: cst.CSTNode) -> bool:
-    """Whether a name of torch's autocast or scaler, or an import that hides such names."""
+    """Whether a name is torch's autocast or scaler, or an import hides such names."""
     if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
         return node.module is not None and view.code(node.module) in _MODULES
     names = view.origins(node) if isinstance(node, (cst.Name, cst.Attribute)) else ()
@@ -57,15 +57,15 @@ class _Writer:
         self.exported = exported
         names = ("amp", "amp_session", "castwise_amp", "castwise_amp_session")
         self.amp = next(name for name in names if name not in edits.view.words)
-        self.replaced: set[cst.CSTNode] = set()  # names that stand no more where they stood
+        self.replaced: set[cst.CSTNode] = set()  # names whose former uses are gone
 
     def write(self) -> None:
-        """Write it."""
+        """Write the session."""
         edits, session, amp = self.edits, self.session, self.amp
         plan, device = f'"{session.plan}"', session.device
         if session.enabled is not None:
             plan = f'{plan} if {session.enabled} else "fp32+output=as_is"'
-            if device == '"cuda"':  # where it is off, there may be none, or the model elsewhere
+            if device == '"cuda"':  # if disabled, there may be no such device, or the model may be elsewhere
                 device = f"{device} if {session.enabled} else {self._device_when_off()}"
         home = session.home
         edits.replace(home, statement(f"{amp} = castwise.Amp({plan}, device={device})", like=home))
@@ -84,7 +84,7 @@ class _Writer:
         self._say()
 
     def _device_when_off(self) -> str:
-        """The model's own, if there is one when the session is made; else the default."""
+        """The model's device, if there is a model when the session is created; else the default."""
         position, session = self.view.position, self.session
         for model in session.models.values():
             made = [position(item.node) for item in model.assignments]
@@ -134,7 +134,7 @@ class _Writer:
     # --- imports ------------------------------------------------------------------------------------------
 
     def _import(self) -> None:
-        """Import castwise after the imports at the head of the script, and drop what nothing names any more."""
+        """Import castwise after the imports at the top of the script, and drop unused imports."""
         view, edits = self.view, self.edits
         for node in view.nodes:
             if isinstance(node, (cst.Import, cst.ImportFrom)) and not isinstance(node.names, cst.ImportStar):
@@ -181,7 +181,7 @@ class _Writer:
 
 
 def _head(module: cst.Module) -> cst.BaseStatement | None:
-    """The last import at the head of a script, or its docstring."""
+    """The last import at the top of a script, or its docstring."""
     last: cst.BaseStatement | None = None
     for line in module.body:
         small = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None

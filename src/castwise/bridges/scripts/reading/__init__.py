@@ -1,5 +1,5 @@
-"""How scripts are read, by whoever rewrites them or looks for faults in them.
+"""Read scripts, for code that rewrites them or checks them.
 
-``library``: the parser, which castwise does without until then. ``files``: which files, and their text. ``view``: a script as
-a tree, and what its names mean. ``torch_amp``: what it makes of torch.amp, low formats and optimizers.
+``library``: the parser, imported only when needed. ``files``: the files and their text. ``view``: a script as
+a tree, with the meaning of its names. ``torch_amp``: its uses of torch.amp, low formats and optimizers.
 """

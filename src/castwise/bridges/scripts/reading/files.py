@@ -1,4 +1,4 @@
-"""Which files are scripts, and their text."""
+"""The files that are scripts, and their text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _is_passed_over(folder: Path) -> bool:
 
 
 def decode(raw: bytes) -> tuple[str, str]:
-    """The text, newlines as they are, and the encoding that the file declares."""
+    """The text with its newlines unchanged, and the declared encoding of the file."""
     if b"\0" in raw:
         raise SyntaxError("it holds null bytes, as binary files do")
     encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)

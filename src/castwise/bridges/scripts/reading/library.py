@@ -1,4 +1,4 @@
-"""The library that scripts are read with, which castwise does without until then."""
+"""The library that parses scripts, imported only when needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from castwise.errors import MissingLibraryError
 
 
 def check_libcst(what: str) -> None:
-    """See that LibCST is there for ``what``.
+    """Check that LibCST is available for ``what``.
 
     Raises:
         MissingLibraryError: It is not installed.

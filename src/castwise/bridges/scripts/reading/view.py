@@ -1,4 +1,4 @@
-"""A script as a tree, with what its names mean."""
+"""A script as a tree, with the meaning of its names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Suite = cst.IndentedBlock | cst.Module
 
 
 class View:
-    """Questions about a parsed script.
+    """Queries on a parsed script.
 
     Raises:
         SyntaxError: It cannot be parsed.
@@ -29,7 +29,7 @@ class View:
             raise SyntaxError(f"line {error.raw_line}: {error.message}") from None
         wrapper = meta.MetadataWrapper(tree, unsafe_skip_copy=True)
         self.module = wrapper.module
-        wrapper.resolve_many(  # together, since each call walks through the tree
+        wrapper.resolve_many(  # together, since each metadata provider walks the tree
             (meta.ScopeProvider, meta.QualifiedNameProvider, meta.ParentNodeProvider, meta.PositionProvider)
         )
         self._scopes = wrapper.resolve(meta.ScopeProvider)
@@ -44,7 +44,7 @@ class View:
         self.words = {item.name for each in scopes for item in each.assignments} | {
             node.value for node in self.nodes if isinstance(node, cst.Name) and self.scope(node) is not None
         }
-        """Names of variables, everywhere: none that stands behind a dot alone, or before an argument."""
+        """Names of variables, everywhere: not attribute names or argument keywords."""
         self.strings = {
             value
             for node in self.nodes
@@ -53,7 +53,7 @@ class View:
 
     @functools.cached_property
     def calls(self) -> list[tuple[cst.Call, str]]:
-        """All calls, each with what is called by the script's imports; the empty string where that is not certain."""
+        """All calls, each with the dotted name of what it calls, by the script's imports; the empty string if it is not certain."""
         calls = [node for node in self.nodes if isinstance(node, cst.Call)]
         return [(call, self.origin(call.func) or "") for call in calls]
 
@@ -92,54 +92,54 @@ class View:
         return next(outer for outer in (node, *self.around(node)) if isinstance(outer, cst.BaseStatement))
 
     def suite(self, node: cst.CSTNode) -> Suite | None:
-        """The block that the statement of a node stands in; None for one on the line of its ``if`` or ``with``."""
+        """The block that contains the statement of a node; None for one on the line of its ``if`` or ``with``."""
         parent = self.parent(self.statement(node))
         return parent if isinstance(parent, (cst.IndentedBlock, cst.Module)) else None
 
     def index(self, node: cst.CSTNode) -> int:
-        """Which statement of its block the statement of a node is."""
+        """The index in its block of the statement that contains a node."""
         suite = self.suite(node)
         assert suite is not None
         statement = self.statement(node)
         return next(i for i, other in enumerate(suite.body) if other is statement)
 
     def function(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The function, lambda, class or module whose code a node is."""
+        """The function, lambda, class or module whose code contains a node."""
         for outer in self.around(node):
             if isinstance(outer, (cst.FunctionDef, cst.Lambda, cst.ClassDef, cst.Module)):
                 return outer
         return self.module
 
     def small(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The statement that a node is in, one of several between semicolons."""
+        """The statement that contains a node, one of several between semicolons."""
         kinds = (cst.BaseSmallStatement, cst.BaseStatement)
         return next(outer for outer in (node, *self.around(node)) if isinstance(outer, kinds))
 
     def is_alone(self, node: cst.CSTNode) -> bool:
-        """Whether nothing else stands on the line of the statement that a node is in."""
+        """Whether the statement of a node is alone on its line."""
         line = self.statement(node)
         simple = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
         return simple and self.suite(line) is not None
 
     def targets(self, statement: cst.CSTNode | None) -> list[cst.BaseExpression]:
-        """What an assignment assigns to; empty for anything else."""
+        """The targets of an assignment; empty for anything else."""
         return [each.target for each in statement.targets] if isinstance(statement, cst.Assign) else []
 
     def called(self, call: cst.Call) -> str:
-        """The last part of the name of what is called."""
+        """The last part of the name of the called object."""
         return self.code(call.func).rpartition(".")[2]
 
     # --- names --------------------------------------------------------------------------------------------
 
     def origin(self, node: cst.CSTNode) -> str | None:
-        """What a name or attribute is by the script's imports, as a dotted name; None where that is not certain."""
+        """The dotted name of a name or attribute, by the script's imports; None if it is not certain."""
         found = self.origins(node)
         return next(iter(found)) if len(found) == 1 and "" not in found else None
 
     def origins(self, node: cst.CSTNode) -> set[str]:
-        """All that a name may be by the script's imports; the empty string stands for anything else."""
+        """All possible dotted names by the script's imports; the empty string stands for anything else."""
         found = self._names.get(node, ())
-        names = found() if callable(found) else found  # computed when it is asked for
+        names = found() if callable(found) else found  # computed on access
         return {name.name if name.source is meta.QualifiedNameSource.IMPORT else "" for name in names}
 
     def scope(self, node: cst.CSTNode) -> meta.Scope | None:
@@ -147,7 +147,7 @@ class View:
         return self._scopes.get(node)
 
     def bindings(self, name: cst.Name) -> list[meta.BaseAssignment]:
-        """What binds a name as seen from where it stands, in the order of lines."""
+        """The bindings of a name that are visible at its position, in the order of lines."""
         scope = self.scope(name)
         found = [] if scope is None else list(scope[name.value])
         return sorted(
@@ -175,7 +175,7 @@ class View:
         return None
 
     def number(self, node: cst.BaseExpression) -> float | None:
-        """A number written out, as ``65536.`` or ``2 ** 16``; None for anything else."""
+        """A literal number, as ``65536.`` or ``2 ** 16``; None for anything else."""
         code = self.code(node).strip("() ")
         power = re.fullmatch(r"([\d.]+) *\*\* *(\d+)(?:\.0*)?", code)
         try:
@@ -185,7 +185,7 @@ class View:
         return value if type(value) in (int, float) else None
 
     def is_fixed(self, node: cst.BaseExpression) -> bool:
-        """Whether a string written out, or a name or attribute that nothing in the script binds again."""
+        """Whether an expression is a literal string, or a name or attribute that nothing in the script rebinds."""
         if isinstance(node, cst.SimpleString):
             return True
         name = root(node)
@@ -196,7 +196,7 @@ class View:
 
 
 def inside(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node and all that is in it, in the order of the script."""
+    """A node and everything inside it, in the order of the script."""
     stack = [node]
     while stack:
         here = stack.pop()
@@ -205,7 +205,7 @@ def inside(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def text(node: cst.BaseExpression) -> str | None:
-    """A string written out; None for anything else."""
+    """A literal string; None for anything else."""
     value = node.evaluated_value if isinstance(node, cst.SimpleString) else None
     return value if isinstance(value, str) else None
 
