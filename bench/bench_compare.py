@@ -115,7 +115,7 @@ def _said(found: Comparison) -> dict[str, Any]:
     other = [call.excess for call in found.calls if not call.born]
     return {
         "calls": len(found.calls), "output_error": found.output_error, "gradient_error": found.gradient_error,
-        "born": [[call.path, call.kind, side.where, round(side.excess, 1)] for call, side in sides if side.verdict == "born"][:8],
+        "born": [[call.path, call.kind, side.where, round(side.excess, 1)] for call, side in sides if side.effect == "born"][:8],
         "born_calls": len(found.birthplaces), "born_kinds": sorted({call.kind for call in found.birthplaces}),
         "x_rounding_of_others": max(other, default=math.nan), "strayed": found.strayed, "notes": list(found.notes),
     }  # fmt: skip

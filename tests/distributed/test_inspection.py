@@ -131,7 +131,7 @@ def test_an_error_on_one_rank_is_found_on_all_with_its_rank(two: World) -> None:
             for direction in ("forward", "backward"):
                 joined, *found = (getattr(call, direction) for call in calls)
                 assert dataclasses.replace(joined, rank=None) == found[joined.rank]
-                assert joined.excess >= max(f.excess for f in found if f.verdict == joined.verdict)
+                assert joined.excess >= max(f.excess for f in found if f.effect == joined.effect)
         assert "rank" in columns(compare_report, one)
         assert one.output_error == max(side.output_error or 0.0 for side in sides)
         assert one.tried[0].path == "layers.5.second"

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from castwise.commands.jobs.bench_result import PlanResult, Timing
-from castwise.lab.timing.rates import verdict_of
+from castwise.lab.timing.rates import grade_of
 from castwise.lab.timing.stats import paired_speedup, summarise
 from castwise.report import bench, plots, words
 from castwise.report.grids import Grid, terminal
@@ -107,7 +107,7 @@ def test_few_rounds_give_no_direction_unless_they_agree_closely(
     assert made["best"] is None
     assert said in bench.headline(made)
     assert cell in str(bench.grids(made)[0].rows[1].cells)
-    assert verdict_of(ratio) == "no gain"
+    assert grade_of(ratio) == "no gain"
     agreed = Timing(
         summarise([0.07] * 3), paired_speedup([0.1, 0.1, 0.1], [0.0701, 0.07, 0.0699]), ((0.07,) * 3,)
     )

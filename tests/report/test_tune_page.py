@@ -328,9 +328,9 @@ def test_rows_of_plans() -> None:
     assert {none[name] for name in ("vs fp32", "damage")} == {"-"}
 
 
-def test_rows_of_regions_mark_what_is_kept_apart() -> None:
+def test_rows_of_regions_mark_what_is_exempt() -> None:
     rows = cells(tune.region_grid(make_record()))
-    assert [row["status"] for row in rows] == ["", "apart", "apart", "", ""]
+    assert [row["status"] for row in rows] == ["", "exempt", "exempt", "", ""]
     assert [row["time gained"] for row in rows[:2]] == ["7.00 ms (2.40x)", "-8.60 ms (0.590x)"]
     assert {rows[4][name] for name in ("time gained", "bias / noise", "alone", "gradients")} == {"-"}
 
@@ -340,7 +340,7 @@ def test_the_plans_own_format_counts_even_where_most_regions_differ() -> None:
         dataclasses.replace(r, format="fp32" if i else "bf16") for i, r in enumerate(make_evidence().regions)
     )
     rows = tune.region_grid(make_record(make_evidence(regions=regions))).rows
-    assert [row.status for row in rows] == ["", *["apart"] * 4]
+    assert [row.status for row in rows] == ["", *["exempt"] * 4]
 
 
 def test_an_empty_range_of_loss_scales_is_said() -> None:

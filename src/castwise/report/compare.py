@@ -22,7 +22,7 @@ MEANING = (
     "measured by moving its "
     "inputs and weights by half a unit in the last place."
 )
-VERDICTS = {
+EFFECTS = {
     "born": "an error that rounding to the format does not explain",
     "amplifies": "conditioning: the call magnifies rounding errors",
     "rounding": "most of the error is the call's own rounding",
@@ -57,7 +57,7 @@ def values(record: Record) -> dict[str, Any]:
     grids = {direction: _calls(record, direction, record["calls"]) for direction in _DIRECTIONS}
     return {
         "answer": headline(record), "ends": ends(record), "tried": tried(record) if record["tried"] else None,
-        "grids": grids, "notes": record["notes"], "meaning": MEANING, "verdicts": VERDICTS,
+        "grids": grids, "notes": record["notes"], "meaning": MEANING, "effects": EFFECTS,
     }  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def headline(record: Record) -> str:
         (call, direction)
         for call in _born(record)
         for direction in _DIRECTIONS
-        if call[direction]["verdict"] == "born"
+        if call[direction]["effect"] == "born"
     ]
     if not born:
         if any(call["forward"]["own"] is None for call in record["calls"][1:]) and _all(record, "own", None):
@@ -102,9 +102,9 @@ def ends(record: Record) -> str:
     """The errors at the end of the pass."""
     one, other = record["losses"]
     said = f"At the end: loss {words.loss(one)} and {words.loss(other)}"
-    parts = [f"{_error(record['loss_error'])} apart" if record["loss_error"] else ""]
+    parts = [f"which differ by {_error(record['loss_error'])}" if record["loss_error"] else ""]
     parts += [
-        f"{what} {_error(record[key])} apart"
+        f"{what} differ by {_error(record[key])}"
         for what, key in (("outputs", "output_error"), ("gradients", "gradient_error"))
         if record[key] is not None
     ]
@@ -116,25 +116,25 @@ def tried(record: Record) -> Grid:
     """The errors at the end when one module runs in the first plan's format."""
     columns: Columns = {
         "plan": "words",
-        "loss": lambda trial: _error(trial["loss_error"]),
-        "outputs": lambda trial: _error(trial["output_error"]),
-        "gradients": lambda trial: _error(trial["gradient_error"]),
+        "loss": lambda tried: _error(tried["loss_error"]),
+        "outputs": lambda tried: _error(tried["output_error"]),
+        "gradients": lambda tried: _error(tried["gradient_error"]),
     }
     whole = {
         "words": record["words_b"], "loss_error": record["loss_error"], "output_error": record["output_error"],
         "gradient_error": record["gradient_error"], "reason": "",
     }  # fmt: skip
     rows = [whole, *record["tried"]]
-    return Grid.of("Tried: errors at the end", rows, columns, why=lambda trial: trial["reason"])
+    return Grid.of("Tried: errors at the end", rows, columns, why=lambda tried: tried["reason"])
 
 
 def _worst(record: Record, direction: str) -> Grid:
     """The calls with the largest excess and own error in a direction, in the order in which they ran."""
     order = {id(call): at for at, call in enumerate(record["calls"])}
-    known = [call for call in record["calls"] if call[direction]["verdict"] not in ("exact", "unseen")]
+    known = [call for call in record["calls"] if call[direction]["effect"] not in ("exact", "unseen")]
     by = sorted(
         known,
-        key=lambda call: (call[direction]["verdict"] != "born", -_number(call[direction]["excess"])),
+        key=lambda call: (call[direction]["effect"] != "born", -_number(call[direction]["excess"])),
     )
     chosen = sorted(by[:SHOWN], key=lambda call: order[id(call)])
     grid = _calls(record, direction, chosen)
@@ -155,12 +155,12 @@ def _calls(record: Record, direction: str, calls: Sequence[Record]) -> Grid:
         "x rounding": lambda call: (
             f"{_number(call[direction]['excess']):.2f}" if call[direction]["own"] is not None else None
         ),
-        "verdict": lambda call: call[direction]["verdict"],
+        "effect": lambda call: call[direction]["effect"],
     }
     if record.get("ranks", 1) > 1:
         columns = {**columns, "rank": lambda call: str(call[direction]["rank"])}
     return Grid.of(
-        direction.capitalize(), calls, columns, lambda call: "stopped" if call[direction]["verdict"] == "born" else "",
+        direction.capitalize(), calls, columns, lambda call: "stopped" if call[direction]["effect"] == "born" else "",
         lambda call: ", ".join(filter(None, (call["kind"], call["format"], _where(call[direction]["where"])))),
     )  # fmt: skip
 

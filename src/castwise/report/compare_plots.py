@@ -46,10 +46,10 @@ def _path(record: Record, direction: str) -> Figure | None:
     places = range(len(calls))
     axes.plot(places, heights("error"), color=COLOURS[0], lw=1.6, label="error")
     axes.plot(places, heights("expected"), color=GREY, lw=1.0, ls=(0, (3, 2)), label="explained by rounding")
-    colours = [COLOURS[6] if call[direction]["verdict"] == "born" else COLOURS[2] for call in calls]
+    colours = [COLOURS[6] if call[direction]["effect"] == "born" else COLOURS[2] for call in calls]
     axes.scatter(places, heights("own"), c=colours, s=10, zorder=3, label="own")
     axes.set_yscale("log")
-    born = any(call[direction]["verdict"] == "born" for call in calls)
+    born = any(call[direction]["effect"] == "born" for call in calls)
     axes.set_ylim(floor / 4, top * (30 if born else 4))  # room for the legend and the names
     axes.grid(visible=True, axis="y")
     axes.set_title(f"{direction.capitalize()}: how the error develops")
@@ -115,7 +115,7 @@ def _is_inside(path: str, outer: str) -> bool:
 
 def _name(axes: Axes, calls: Sequence[Record], direction: str) -> None:
     """Write the names of the calls where errors arise beside their points."""
-    born = [at for at, call in enumerate(calls) if call[direction]["verdict"] == "born"]
+    born = [at for at, call in enumerate(calls) if call[direction]["effect"] == "born"]
     worst = sorted(born, key=lambda at: -(calls[at][direction]["excess"] or float("inf")))[:_NAMED]
     for step, at in enumerate(sorted(worst)):
         right = at > len(calls) / 2

@@ -26,7 +26,7 @@ def lines(record: Record) -> list[Grid | Line]:
         Line(f"Memory: {band['gb_per_s']:.3g} GB/s (quartiles {quartiles})"),
         Line(),
         _rates(record["rates"]),
-        _verdicts(record["verdicts"]),
+        _grades(record["grades"]),
         *([Line(_ALONE, "dim")] if record["workload"] is None else ()),
         *(Line(note, "yellow") for note in record["notes"]),
     ]
@@ -39,28 +39,28 @@ def brief(record: Record) -> list[Grid | Line]:
     hint = Line("--verbose shows the rates of each operator, and how they were measured.", "dim")
     if report is None:
         told: list[Grid | Line] = [
-            Line(_device_headline(record), "bold"), replace(_verdicts(record["verdicts"]), title=""),
+            Line(_device_headline(record), "bold"), replace(_grades(record["grades"]), title=""),
             Line("These are single operators; castwise doctor WORKLOAD times training steps."),
         ]  # fmt: skip
     else:
         told = [
             Line(headline(report), "bold"),
-            _steps(report).only("", "plan", "training step", "vs fp32", "verdict"),
+            _steps(report).only("", "plan", "training step", "vs fp32", "grade"),
         ]
-        for finding in report["findings"][:_MOST]:
-            told += [Line(f"- {finding['sentence']}", "yellow"), Line(f"  {finding['advice']}")]
+        for bottleneck in report["bottlenecks"][:_MOST]:
+            told += [Line(f"- {bottleneck['sentence']}", "yellow"), Line(f"  {bottleneck['advice']}")]
     return [*told, *(Line(note, "yellow") for note in record["notes"]), device, hint]
 
 
 _MOST = 2
-"""Number of findings shown on one screen; the first have the largest effect."""
+"""Number of bottlenecks shown on one screen; the first have the largest effect."""
 
 
 def _device_headline(record: Record) -> str:
     """For which operators the device's formats are faster, in one sentence."""
     by: dict[str, list[str]] = {}
-    for found in record["verdicts"]:
-        by.setdefault(found["verdict"], []).append(found["format"])
+    for found in record["grades"]:
+        by.setdefault(found["grade"], []).append(found["format"])
     fast, avoid = by.get("fast", []), by.get("avoid", [])
     said = f"operators in {words.listed(fast)} are" if fast else "no format is known to be"
     return f"On this device {said} faster than in fp32{f'; avoid {words.listed(avoid)}' if avoid else ''}."
@@ -91,23 +91,23 @@ def _rates(rates: list[Record]) -> Grid:
         "format": "format",
         "GFLOP/s": rated,
         "ratio": ratio,
-        "verdict": lambda rate: rate["error"] or (rate["verdict"] or "") + ", small probe" * rate["probe"],
+        "grade": lambda rate: rate["error"] or (rate["grade"] or "") + ", small probe" * rate["probe"],
     }
     title = "Single operators: GFLOP/s (quartiles), ratio to fp32 (95 % interval)"
-    return Grid.of(title, rates, columns, lambda rate: "avoid" if rate["verdict"] == "avoid" else "")
+    return Grid.of(title, rates, columns, lambda rate: "avoid" if rate["grade"] == "avoid" else "")
 
 
-def _verdicts(verdicts: list[Record]) -> Grid:
-    def judged(said: Record) -> Any:
-        return said["verdict"] + (f", not in {words.listed(said['avoid_in'])}" if said["avoid_in"] else "")
+def _grades(grades: list[Record]) -> Grid:
+    def graded(said: Record) -> Any:
+        return said["grade"] + (f", not in {words.listed(said['avoid_in'])}" if said["avoid_in"] else "")
 
-    columns: Columns = {"format": "format", "verdict": judged, "why": "reason"}
-    return Grid.of("Single operators by format", verdicts, columns, "verdict")
+    columns: Columns = {"format": "format", "grade": graded, "why": "reason"}
+    return Grid.of("Single operators by format", grades, columns, "grade")
 
 
 def headline(report: Record) -> str:
     """Which format a workload should use, in one sentence."""
-    fast = [step for step in report["steps"] if step["verdict"] == "fast"]
+    fast = [step for step in report["steps"] if step["grade"] == "fast"]
     if not fast:
         return f"{report['name']}: no low format is known to make a training step faster here; stay in fp32."
     best = max(fast, key=lambda step: float(step["speedup"]["value"]))
@@ -118,11 +118,11 @@ def _steps(report: Record) -> Grid:
     columns: Columns = {
         "plan": "plan",
         "training step": lambda step: words.step(step["time"]),
-        "vs fp32": lambda step: "1" if step["verdict"] is None else words.speed(step["speedup"]),
-        "verdict": "verdict",
+        "vs fp32": lambda step: "1" if step["grade"] is None else words.speed(step["speedup"]),
+        "grade": "grade",
         "why": "reason",
     }
-    return Grid.of(f"Steps of {report['name']}", report["steps"], columns, "verdict")
+    return Grid.of(f"Steps of {report['name']}", report["steps"], columns, "grade")
 
 
 def _workload(report: Record) -> list[Grid | Line]:
@@ -147,8 +147,8 @@ def _workload(report: Record) -> list[Grid | Line]:
             f"{1 - profile['outside_share']:.0%} of their time in matrix products and convolutions."
         ),
     ]
-    for finding in report["findings"]:
-        lines += [Line(f"- {finding['sentence']}", "yellow"), Line(f"  {finding['advice']}")]
-    if not report["findings"]:
+    for bottleneck in report["bottlenecks"]:
+        lines += [Line(f"- {bottleneck['sentence']}", "yellow"), Line(f"  {bottleneck['advice']}")]
+    if not report["bottlenecks"]:
         lines.append(Line("Nothing stands out: matrix products take most of the time."))
     return [*lines, Line()]

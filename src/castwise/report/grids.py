@@ -21,7 +21,7 @@ _STYLES = {
 }  # fmt: skip
 """Colours of rows in the terminal, by status."""
 WORDS = (
-    "plan", "region", "modules", "module", "format", "formats", "operator", "tensor", "cast", "phase", "alarm", "state", "verdict",
+    "plan", "region", "modules", "module", "format", "formats", "operator", "tensor", "cast", "phase", "alarm", "state", "verdict", "grade", "effect",
     "why", "where", "outcome",
 )  # fmt: skip
 """Columns that hold text; the others hold numbers, which are right-aligned."""

@@ -60,7 +60,7 @@ def cure(record: Record) -> str:
         return ""
     if record["cure"] is not None:
         return f"Tried, and finite: {record['cure']}"
-    tried = ", ".join(trial["what"] for trial in record["trials"])
+    tried = ", ".join(cure["what"] for cure in record["trials"])
     return (f"No format cures it ({tried} tried). " if tried else "") + f"What to do: {record['advice']}."
 
 
@@ -106,7 +106,7 @@ def grids(record: Record) -> list[Grid]:
     if record["trials"]:
         tried: Columns = {
             "plan": "what",
-            "verdict": lambda t: t["error"] or ("finite" if t["finite"] else "not finite"),
+            "result": lambda t: t["error"] or ("finite" if t["finite"] else "not finite"),
         }
         out.append(Grid.of("Tried", record["trials"], tried, lambda t: "fast" if t["finite"] else ""))
     return out

@@ -25,12 +25,12 @@ _MOST = 12
 
 def lines(record: Record) -> list[Grid | Line]:
     """A search's answer, why, how to use it, the plans that it compared and the outcome of others, for the terminal."""
-    plans, apart = plan_grid(record), region_grid(record).where("apart")
+    plans, exempt = plan_grid(record), region_grid(record).where("exempt")
     compiling = [name for name in plans.header if name == "compiling"]
     grids = (
         plans.only("Speed", "plan", "training step", *compiling, "vs fp32", "vs autocast"),
         plans.only("Gradients and memory", "plan", "parity", "damage", "peak memory", "loss"),
-        replace(apart, rows=apart.rows[:_MOST]).only(
+        replace(exempt, rows=exempt.rows[:_MOST]).only(
             "Kept in another format", "region", "modules", "format", "why"
         ),
     )
@@ -238,10 +238,10 @@ def _compiling(row: Record) -> str | None:
 
 
 def region_grid(record: Record) -> Grid:
-    """The model's regions, in the model's order; ``apart`` are those kept out of the plan's compute format, with the reason."""
+    """The model's regions, in the model's order; ``exempt`` are those kept out of the plan's compute format, with the reason."""
 
-    def apart(row: Record) -> str:
-        return "apart" if row["format"] != record["compute"] else ""
+    def exempt(row: Record) -> str:
+        return "exempt" if row["format"] != record["compute"] else ""
 
     columns: Columns = {
         "region": lambda row: row["pattern"] or "(the model itself)",
@@ -253,7 +253,7 @@ def region_grid(record: Record) -> Grid:
         "alone": lambda row: (own := row["damage"]) and f"{words.damage(own['value'])} ({own['verdict']})",
         "gradients": lambda row: _joined(" to ", "{:.1e}".format, row["grad_smallest"], row["grad_largest"]),
     }
-    return Grid.of("Regions", record["regions"], columns, apart, "reason")
+    return Grid.of("Regions", record["regions"], columns, exempt, "reason")
 
 
 def stage_grid(record: Record) -> Grid:

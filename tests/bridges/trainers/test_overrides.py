@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer as HuggingFaceTrainer
 
 from castwise.bridges.trainers.huggingface import CastwiseAccelerator, CastwiseMixin
-from castwise.bridges.trainers.huggingface.steps import CastwiseOptimizer
+from castwise.bridges.trainers.huggingface.adapters import CastwiseOptimizer
 from castwise.bridges.trainers.lightning import CastwisePrecision
 from castwise.errors import StateError
 from tests.core.masters.test_optimizers_apart import Lomo

@@ -139,7 +139,7 @@ def test_a_search_that_finds_no_cure_blames_nobody() -> None:
         match=r"Of the 1 kinds of modules that were tried in fp32, none alone cures it\.\s*Try",
     ):
         assert_precision_safe(
-            model(Innocent(), nn.Linear(32, 32), Standardise(100.0)), loss, BATCHES, "bf16-mixed", trials=1
+            model(Innocent(), nn.Linear(32, 32), Standardise(100.0)), loss, BATCHES, "bf16-mixed", max_tried=1
         )
 
 

@@ -9,14 +9,14 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from castwise.commands.jobs.doctor import _load_note, by_operators, doctor, findings, step_rates, verdicts
+from castwise.commands.jobs.doctor import _load_note, bottlenecks, by_operators, doctor, grades, step_rates
 from castwise.errors import DeviceError, WorkloadError
 from castwise.lab.timing.limits import OperatorTime, StepProfile, profile_steps
-from castwise.lab.timing.rates import Rate, verdict_of
+from castwise.lab.timing.rates import Rate, grade_of
 from castwise.lab.timing.stats import Ratio, Summary
 from castwise.lab.workloads.workload import Workload
 
-BF16 = Rate("matmul", "", "bf16", 400.0, speedup=Ratio(4.0, 3.9, 4.1, 0.95, 9), verdict="fast")
+BF16 = Rate("matmul", "", "bf16", 400.0, speedup=Ratio(4.0, 3.9, 4.1, 0.95, 9), grade="fast")
 
 
 def operator(name, share, product=None, kind="other"):
@@ -35,7 +35,7 @@ def profile(*operators, step_s=0.1, data_s=0.0, launches=100.0, launch_s=1e-6, b
 
 
 def found(*args, rates=(BF16,), **kwargs):
-    return findings(profile(*args, **kwargs), rates)
+    return bottlenecks(profile(*args, **kwargs), rates)
 
 
 def test_a_workload_without_limits_has_no_findings():
@@ -80,16 +80,16 @@ def test_a_depthwise_convolution_is_outside_and_its_size_no_matter():
     assert finding.what == "outside matrix units"
 
 
-def test_verdicts_leave_the_baseline_out():
+def test_grades_leave_the_baseline_out():
     rates = [Rate("matmul", "", "fp32", 100.0), BF16]
-    assert [(v.format, v.verdict) for v in verdicts(rates, "cpu")] == [("bf16", "fast")]
+    assert [(v.format, v.grade) for v in grades(rates, "cpu")] == [("bf16", "fast")]
 
 
 def test_a_doctor_without_a_workload(examined):
     result, events = examined
     assert result.workload is None
-    assert {v.format for v in result.verdicts} >= {"bf16", "fp16"}
-    assert all(v.verdict in ("fast", "no gain", "avoid") and v.reason for v in result.verdicts)
+    assert {v.format for v in result.grades} >= {"bf16", "fp16"}
+    assert all(v.grade in ("fast", "no gain", "avoid") and v.reason for v in result.grades)
     record = json.loads(result.to_json())
     assert record == result.to_dict()
     assert (record["kind"], record["version"]) == ("doctor", 1)
@@ -112,7 +112,7 @@ def test_a_doctor_with_a_workload_prints_it():
     assert "What limits" in text
     assert "Profiled alone, a" in text
     assert "Matrix units:" in text
-    for finding in result.workload.findings:
+    for finding in result.workload.bottlenecks:
         assert finding.sentence[:30] in text
         assert finding.advice
 
@@ -131,7 +131,7 @@ def test_a_loader_that_sleeps_is_caught_end_to_end():
         lambda model, batch: model(batch).square().mean(),
     )
     seen = profile_steps(job, torch.device("cpu"), budget_s=0.0)
-    assert next(f.what for f in findings(seen, ())) == "data"
+    assert next(f.what for f in bottlenecks(seen, ())) == "data"
 
 
 def test_a_busy_machine_is_told():
@@ -196,7 +196,7 @@ def batches(seed):
         (BreaksInLow, "no kernel for bf16"),
     ],
 )
-def test_steps_of_each_format_and_their_verdicts(layer, said):
+def test_steps_of_each_format_and_their_grades(layer, said):
     job = Workload(
         "job", lambda: layer(8, 8), lambda params: torch.optim.SGD(params, lr=1e-3), batches,
         lambda model, batch: model(batch).square().mean(),
@@ -205,19 +205,19 @@ def test_steps_of_each_format_and_their_verdicts(layer, said):
         job, torch.device("cpu"), {"fp16-mixed": "not asked for"}, 0, 1, lambda _event: None
     )
     assert (base.plan, low.plan, fp16.plan) == ("fp32", "bf16-mixed", "fp16-mixed")
-    assert (base.speedup, base.verdict) == (None, None)
+    assert (base.speedup, base.grade) == (None, None)
     assert base.time is not None
-    assert (fp16.verdict, fp16.reason, fp16.time) == ("avoid", "not asked for", None)
+    assert (fp16.grade, fp16.reason, fp16.time) == ("avoid", "not asked for", None)
     assert said in low.reason
     if said:
-        assert (low.time, low.speedup, low.verdict) == (None, None, "avoid")
+        assert (low.time, low.speedup, low.grade) == (None, None, "avoid")
     else:
         assert low.speedup.n == 1  # starts, of which one says little, however many rounds it had
-        assert low.verdict == verdict_of(low.speedup)
+        assert low.grade == grade_of(low.speedup)
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "verdict"),
+    ("low", "high", "grade"),
     [
         (1.01, 1.2, "fast"),
         (0.93, 0.97, "no gain"),
@@ -226,5 +226,5 @@ def test_steps_of_each_format_and_their_verdicts(layer, said):
         (0.5, 0.89, "avoid"),
     ],
 )
-def test_verdicts_go_by_the_interval(low, high, verdict):
-    assert verdict_of(Ratio((low + high) / 2, low, high, 0.95, 9)) == verdict
+def test_grades_go_by_the_interval(low, high, grade):
+    assert grade_of(Ratio((low + high) / 2, low, high, 0.95, 9)) == grade

@@ -55,7 +55,7 @@ def test_a_fault_in_one_layer_of_24_is_found_there_and_nowhere_else(
     found = compare(model, loss, batch(), "fp32", LOW, tries=1)
     assert [c.path for c in found.birthplaces] == [PLACES[place].format(position)]
     side = found.birthplaces[0].backward if backward else found.birthplaces[0].forward
-    assert side.verdict == "born"
+    assert side.effect == "born"
     assert found.tried[0].path == found.birthplaces[0].path
     assert found.gradient_error is not None
     assert found.tried[0].gradient_error is not None
@@ -90,7 +90,7 @@ def test_a_plan_without_a_fault_has_no_birthplace() -> None:
 def test_a_plan_agrees_with_itself() -> None:
     found = compare(Stack(layers=2), loss, batch(), LOW, LOW)
     assert found.output_error == found.gradient_error == found.loss_error == 0.0
-    assert {side.verdict for c in found.calls for side in (c.forward, c.backward)} <= {"exact", "unseen"}
+    assert {side.effect for c in found.calls for side in (c.forward, c.backward)} <= {"exact", "unseen"}
 
 
 def test_own_errors_are_those_of_the_module_by_itself() -> None:
@@ -113,8 +113,8 @@ def test_what_a_region_rounds_passes_through_the_others() -> None:
         inside = c.path.startswith("layers.5")
         for side in (c.forward, c.backward):
             assert inside or (side.own or 0.0) < 1e-6, c
-    assert at(found, "layers.6.first").forward.verdict == "passes"
-    assert at(found, "layers.4.first").forward.verdict == "exact"
+    assert at(found, "layers.6.first").forward.effect == "passes"
+    assert at(found, "layers.4.first").forward.effect == "exact"
     assert {t.path.split(".")[1] for t in found.tried} == {"5"}
 
 
@@ -138,7 +138,7 @@ def test_what_is_badly_conditioned_is_not_called_a_fault() -> None:
     found = compare(Model(), loss, batch(), "fp32", LOW)
     side = at(found, "cancels").forward
     assert not found.birthplaces
-    assert side.verdict in ("amplifies", "passes")
+    assert side.effect in ("amplifies", "passes")
     assert side.expected is not None
     assert side.expected > 0.1  # far above bf16's eps of 2**-7
 
@@ -278,7 +278,7 @@ def test_a_model_that_is_not_trained_is_compared_forward() -> None:
     model = Stack(layers=2).requires_grad_(requires_grad=False)
     found = compare(model, loss, batch(), "fp32", LOW)
     assert found.gradient_error is None
-    assert {c.backward.verdict for c in found.calls} == {"unseen"}
+    assert {c.backward.effect for c in found.calls} == {"unseen"}
     assert found.output_error
 
 
@@ -380,7 +380,7 @@ def test_own_errors_are_left_out_where_the_loss_cannot_bear_given_values() -> No
     found = compare(Stack(layers=1), failing, batch(), "fp32", LOW, tries=0)
     assert "the error that each call adds is not known" in found.notes[0]
     assert "Fails: no more" in found.notes[0]
-    assert {c.forward.verdict for c in found.calls} <= {"unseen", "exact"}
+    assert {c.forward.effect for c in found.calls} <= {"unseen", "exact"}
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Rates: operations by torch's own count, verdicts on given intervals."""
+"""Rates: operations by torch's own count, grades on given intervals."""
 
 import math
 
@@ -8,17 +8,17 @@ import torch
 from castwise.lab.timing.rates import (
     FP32,
     VARIANTS,
-    Judgement,
+    FormatGrade,
     Kernel,
     Loop,
     Rate,
     _probe,
-    judge,
+    grade_format,
+    grade_of,
     kernels,
     measure_bandwidth,
     measure_rates,
     variants,
-    verdict_of,
 )
 from castwise.lab.timing.stats import Ratio
 
@@ -30,9 +30,9 @@ def ratio(value, low, high):
     return Ratio(value, low, high, 0.95, 9)
 
 
-def rate(kernel, speedup=None, *, verdict=None, name="bf16", **rest):
-    verdict = verdict or (verdict_of(speedup) if speedup else None)
-    return Rate(kernel, "", name, 100.0, speedup=speedup, verdict=verdict, **rest)
+def rate(kernel, speedup=None, *, grade=None, name="bf16", **rest):
+    grade = grade or (grade_of(speedup) if speedup else None)
+    return Rate(kernel, "", name, 100.0, speedup=speedup, grade=grade, **rest)
 
 
 # --- counting -----------------------------------------------------------------------------------------------
@@ -62,39 +62,44 @@ def test_no_operator_overflows_or_underflows_in_any_format(dtype):
         assert out.abs().max() > 1e-4
 
 
-# --- verdicts -----------------------------------------------------------------------------------------------
+# --- grades -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("interval", "verdict"),
+    ("interval", "grade"),
     [((1.8, 1.5, 2.1), "fast"), ((1.3, 0.9, 1.7), "no gain"), ((1.0, 1.0, 1.0), "no gain"),
      ((0.8, 0.6, 1.0), "no gain"), ((0.5, 0.4, 0.6), "avoid")],
 )  # fmt: skip
-def test_an_interval_that_contains_one_is_no_gain(interval, verdict):
-    assert verdict_of(ratio(*interval)) == verdict
+def test_an_interval_that_contains_one_is_no_gain(interval, grade):
+    assert grade_of(ratio(*interval)) == grade
 
 
 def test_fast_everywhere():
     rates = [rate("matmul", ratio(4, 3, 5)), rate("conv3x3", ratio(2, 1.5, 3)), rate("matmul", name="fp32")]
-    assert judge("bf16", rates) == Judgement("bf16", "fast", "matmul 4.00x, conv3x3 2.00x of fp32's rate")
+    assert grade_format("bf16", rates) == FormatGrade(
+        "bf16", "fast", "matmul 4.00x, conv3x3 2.00x of fp32's rate"
+    )
 
 
 def test_fast_in_products_and_slow_in_convolutions_names_where_to_avoid_it():
-    said = judge("bf16", [rate("matmul", ratio(4, 3, 5)), rate("conv3x3", ratio(0.1, 0.05, 0.2))])
-    assert (said.verdict, said.avoid_in) == ("fast", ("conv3x3",))
+    said = grade_format("bf16", [rate("matmul", ratio(4, 3, 5)), rate("conv3x3", ratio(0.1, 0.05, 0.2))])
+    assert (said.grade, said.avoid_in) == ("fast", ("conv3x3",))
 
 
 def test_depthwise_alone_decides_nothing():
     tie = ratio(1, 0.9, 1.1)
-    assert judge("bf16", [rate("matmul", tie), rate("depthwise", ratio(3, 2, 4))]).verdict == "no gain"
-    assert judge("bf16", [rate("matmul", tie), rate("depthwise", ratio(0.2, 0.1, 0.3))]).verdict == "no gain"
+    assert grade_format("bf16", [rate("matmul", tie), rate("depthwise", ratio(3, 2, 4))]).grade == "no gain"
+    assert (
+        grade_format("bf16", [rate("matmul", tie), rate("depthwise", ratio(0.2, 0.1, 0.3))]).grade
+        == "no gain"
+    )
 
 
 def test_emulated_and_failing_formats_are_avoided_with_the_reason():
     slow = ratio(0.004, 0.004, 0.004)
-    said = judge("fp16", [rate("matmul", slow, name="fp16", probe=True),
-                          rate("conv3x3", name="fp16", verdict="avoid", error="not implemented")])  # fmt: skip
-    assert said.verdict == "avoid"
+    said = grade_format("fp16", [rate("matmul", slow, name="fp16", probe=True),
+                          rate("conv3x3", name="fp16", grade="avoid", error="not implemented")])  # fmt: skip
+    assert said.grade == "avoid"
     assert said.reason == "matmul 0.004x (small probe), conv3x3 fails (not implemented) of fp32's rate"
 
 
@@ -139,9 +144,9 @@ def test_a_hopeless_format_and_one_that_fails_never_reach_full_size():
     can = tuple(v for v in VARIANTS if v.name in ("fp32", "bf16", "fp16"))
     out = {r.format: r for r in _probe(kernel, kernel, can, CPU)}
     assert set(out) == {"bf16", "fp16"}
-    assert (out["bf16"].error, out["bf16"].gflops, out["bf16"].verdict) == ("no kernel", None, "avoid")
+    assert (out["bf16"].error, out["bf16"].gflops, out["bf16"].grade) == ("no kernel", None, "avoid")
     assert out["fp16"].probe
-    assert out["fp16"].verdict == "avoid"
+    assert out["fp16"].grade == "avoid"
     assert out["fp16"].speedup.value < 1 / 8
 
 

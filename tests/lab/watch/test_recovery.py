@@ -401,22 +401,22 @@ def test_the_line_between_noise_and_divergence() -> None:
     generator = torch.Generator().manual_seed(0)
     noise = (0.1 * torch.randn(300, generator=generator)).tolist()
     for step, one in enumerate(noise):
-        assert not line.judge(step, 2.0 * 0.99**step + 0.5 + one * 0.5)
+        assert not line.check(step, 2.0 * 0.99**step + 0.5 + one * 0.5)
     assert 0.7 < line.limit < 2.4
-    assert not line.judge(300, 2.4)  # far above, and yet no more than it was: a suspect
+    assert not line.check(300, 2.4)  # far above, and yet no more than it was: a suspect
     assert line.suspects
-    assert not line.judge(301, 0.55)
+    assert not line.check(301, 0.55)
     assert not line.suspects
     for step in range(302, 302 + PERSISTENT - 1):
-        assert not line.judge(step, 2.4)
-    assert "in a row" in line.judge(310, 2.4)
+        assert not line.check(step, 2.4)
+    assert "in a row" in line.check(310, 2.4)
     line.back_to(302)
-    assert "spreads above" in line.judge(302, 50.0)
+    assert "spreads above" in line.check(302, 50.0)
 
 
 def test_no_line_before_enough_losses() -> None:
     line = LossLine()
-    assert not any(line.judge(step, 10.0**step) for step in range(LEAST))
+    assert not any(line.check(step, 10.0**step) for step in range(LEAST))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from castwise.bridges.run.execute import end, execute, last_words
 from castwise.bridges.run.follow import holds, is_trained
 from castwise.bridges.run.gate import EnoughError
-from castwise.bridges.run.tape import Recording, Replay
+from castwise.bridges.run.tape import Recording, TapeLoss
 from castwise.commands.jobs.tune import tune
 from castwise.commands.jobs.tune_result import TuneResult
 from castwise.core import _torch
@@ -74,7 +74,7 @@ class SameOptimizer:
         return self.kind([group for group in groups if group["params"]], **self.options)
 
 
-class ScriptRecorder:
+class ScriptCapture:
     """Records a script until there is enough to tune; call :meth:`begin` before the script runs.
 
     Attributes:
@@ -157,12 +157,12 @@ class ScriptRecorder:
         assert self.model is not None
         with torch.random.fork_rng():
             torch.set_rng_state(self._random)
-            replay = Replay(self._recording.tapes)(
+            repeated = TapeLoss(self._recording.tapes)(
                 copy.deepcopy(self.model), self._recording.batches[0]
             ).detach()
-        if not torch.allclose(replay, loss.detach(), rtol=1e-3, atol=1e-6):
+        if not torch.allclose(repeated, loss.detach(), rtol=1e-3, atol=1e-6):
             self._refuse(
-                f"the loss of the first batch is {loss.item():.6g} in the script, and {replay.item():.6g} when it is computed again "
+                f"the loss of the first batch is {loss.item():.6g} in the script, and {repeated.item():.6g} when it is computed again "
                 "from what was recorded"
             )
 
@@ -198,7 +198,7 @@ class ScriptRecorder:
                 "tune file.py:attribute"
             )
         return {
-            "model": self.model, "loss": Replay(tuple(recording.tapes)), "batches": recording.batches,
+            "model": self.model, "loss": TapeLoss(tuple(recording.tapes)), "batches": recording.batches,
             "optimizer": SameOptimizer.of(optimizers[0], model),
         }  # fmt: skip
 
@@ -247,8 +247,8 @@ def tune_script(
 def main(words: Sequence[str]) -> None:
     """Entry point of the recording process."""
     pipe, terminal, settings, module, script, *arguments = words
-    told, recorder = Connection(int(pipe)), ScriptRecorder()
-    recorder.begin()
+    told, capture = Connection(int(pipe)), ScriptCapture()
+    capture.begin()
     try:
         execute(script, arguments, is_module=bool(module))
     except EnoughError:
@@ -256,10 +256,10 @@ def main(words: Sequence[str]) -> None:
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
-    recorder.end()
+    capture.end()
     os.dup2(int(terminal), 2)
     try:
-        told.send(tune(**recorder.job(), progress=True, **json.loads(settings)))
+        told.send(tune(**capture.job(), progress=True, **json.loads(settings)))
     except CastwiseError as error:
         told.send(sentence(error))
     os._exit(0)  # what the script would do at its end is not wanted

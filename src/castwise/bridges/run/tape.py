@@ -1,8 +1,8 @@
 """Records the computation from a model's outputs to the loss, so that it can be repeated.
 
 A script has no function ``loss(model, batch)``. From each pass through its loop a :class:`Tape` is made: the calls of the model and
-of torch's functions that the loss depends on, in their order, and apart from them the tensors that came from outside, which are
-the batch. :class:`Replay` is the function, of the tapes of all batches.
+of torch's functions that the loss depends on, in their order, and separately the tensors that came from outside, which are
+the batch. :class:`TapeLoss` is the function, of the tapes of all batches.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Tape:
 
 
 @dataclass(frozen=True)
-class Replay:
+class TapeLoss:
     """``loss(model, batch)`` of recorded batches.
 
     Attributes:

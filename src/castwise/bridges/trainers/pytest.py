@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrecisionNotShown", "PrecisionUndecided", "PrecisionUnsafe", "assert_precision_safe"]
 
-TRIALS = 12
+MAX_TRIED = 12
 
 
 class PrecisionNotShown(AssertionError):
@@ -52,7 +52,7 @@ def assert_precision_safe(
     plan: Any,
     *,
     undecided: Literal["fail", "skip"] = "fail",
-    trials: int = TRIALS,
+    max_tried: int = MAX_TRIED,
     seed: int = 0,
     record: Callable[[str, object], None] | None = None,
     **options: Any,
@@ -69,7 +69,7 @@ def assert_precision_safe(
             all there are.
         plan: A :class:`castwise.Plan`, the name of a preset, or the path of a ``plan.json``.
         undecided: What becomes of a test that cannot tell: ``fail`` by :class:`PrecisionUndecided`, or ``skip``.
-        trials: After a failure, how many kinds of modules at most are tried in fp32 to find the one that is wrong.
+        max_tried: After a failure, how many kinds of modules at most are tried in fp32 to find the one that is wrong.
         seed: Of everything random.
         record: pytest's ``record_property``, to have the finding in its reports; the fixture gives it.
         **options: Of :func:`castwise.parity`: ``optimizer``, ``accumulate``, ``world_size``, ``microbatches``,
@@ -97,7 +97,7 @@ def assert_precision_safe(
     if record is not None:
         record("castwise", f"{result.verdict} at {result.severity:.2g} of its line: {result.plan}")
     if result.verdict == "fail":
-        raise PrecisionUnsafe(_said(result, _cures(result, model, test, trials)), result)
+        raise PrecisionUnsafe(_said(result, _cures(result, model, test, max_tried)), result)
     if result.verdict == "undecided":
         message = _said(result, _more(result))
         if undecided == "skip":
@@ -158,7 +158,7 @@ def _more(result: castwise.ParityResult) -> list[str]:
 
 
 def _cures(
-    result: castwise.ParityResult, model: Any, test: Callable[[Any], castwise.ParityResult], trials: int
+    result: castwise.ParityResult, model: Any, test: Callable[[Any], castwise.ParityResult], max_tried: int
 ) -> list[str]:
     """Suggestions for a failed result: the first kind of module that, kept in fp32, makes the plan pass."""
     import castwise
@@ -170,7 +170,7 @@ def _cures(
     if result.lost_updates is not None and result.damage.value < result.lines[0]:
         return [f"Try: fp32 masters (master='fp32'), or storing parameters in fp32; {search}"]
     kinds = _kinds(model)
-    for pattern, name in kinds[:trials]:
+    for pattern, name in kinds[:max_tried]:
         cured = dataclasses.replace(plan, regions=(*plan.regions, castwise.Region(pattern, compute="fp32")))
         with contextlib.suppress(castwise.CastwiseError):  # a kind whose forward never runs
             if found := test(cured):
@@ -179,7 +179,7 @@ def _cures(
                     f"Try: Region({pattern!r}, compute='fp32') among the plan's regions, or rewriting it so that it can be "
                     f"computed in {plan.compute}; {search}",
                 ]
-    tried = min(trials, len(kinds))
+    tried = min(max_tried, len(kinds))
     return [f"Of the {tried} kinds of modules that were tried in fp32, none alone cures it. Try: {search}"]
 
 

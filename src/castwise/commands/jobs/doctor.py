@@ -10,7 +10,7 @@ import torch
 
 from castwise.commands.jobs import Event, Progress, heard
 from castwise.commands.jobs.bench import bench
-from castwise.commands.jobs.doctor_result import DoctorResult, Finding, StepRate, WorkloadReport
+from castwise.commands.jobs.doctor_result import Bottleneck, DoctorResult, StepRate, WorkloadReport
 from castwise.core.casting import default_device_type
 from castwise.core.plans.plan import PRESETS
 from castwise.core.session.process import find_device
@@ -18,18 +18,18 @@ from castwise.lab.timing.environment import environment
 from castwise.lab.timing.limits import StepProfile, profile_steps
 from castwise.lab.timing.matrix_units import matrix_units
 from castwise.lab.timing.rates import (
-    Judgement,
+    FormatGrade,
     Rate,
-    judge,
+    grade_format,
+    grade_of,
     measure_bandwidth,
     measure_rates,
     variants,
-    verdict_of,
 )
 from castwise.lab.timing.timing import WARMUP
 from castwise.lab.workloads.workload import Workload, find_workload, users_code
 
-__all__ = ["DoctorResult", "Finding", "WorkloadReport", "doctor", "findings", "verdicts"]
+__all__ = ["Bottleneck", "DoctorResult", "WorkloadReport", "bottlenecks", "doctor", "grades"]
 
 PLANS = ("fp32", "bf16-mixed", "fp16-mixed")
 SLOW = 3.0
@@ -88,14 +88,16 @@ def doctor(
         tell(Event("bandwidth", "copy", 0, 1))
         band = measure_bandwidth(where, copied_bytes=2**22 if small else 2**28)
         tell(Event("bandwidth", "copy", 1, 1))
-        said = verdicts(rates, where.type)
+        said = grades(rates, where.type)
         report = None
         if found is not None and profile is not None:
             with users_code(f"workload {found.name!r} failed"):
                 steps = step_rates(
                     found, where, _not_run(profile, rates, where.type), seed, 1 if small else STARTS, tell
                 )
-            report = WorkloadReport(found.name, found.description, steps, profile, findings(profile, rates))
+            report = WorkloadReport(
+                found.name, found.description, steps, profile, bottlenecks(profile, rates)
+            )
     return DoctorResult(environment(where), units, rates, band, said, report, notes)
 
 
@@ -118,12 +120,12 @@ def _load_note(load: float, cores: int) -> tuple[str, ...]:
 # --- formats ------------------------------------------------------------------------------------------------
 
 
-def verdicts(rates: Sequence[Rate], device_type: str) -> tuple[Judgement, ...]:
-    """A verdict per measured format except fp32; also for bf16 and fp16 if the device cannot run them."""
+def grades(rates: Sequence[Rate], device_type: str) -> tuple[FormatGrade, ...]:
+    """A grade per measured format except fp32; also for bf16 and fp16 if the device cannot run them."""
     _, cannot = variants(device_type)
     names = dict.fromkeys(rate.format for rate in rates if rate.format != "fp32")
-    lacks = [Judgement(v.name, "avoid", reason) for v, reason in cannot if v.dtype != torch.float32]
-    return (*(judge(name, rates) for name in names), *lacks)
+    lacks = [FormatGrade(v.name, "avoid", reason) for v, reason in cannot if v.dtype != torch.float32]
+    return (*(grade_format(name, rates) for name in names), *lacks)
 
 
 def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> dict[str, str]:
@@ -150,14 +152,14 @@ def step_rates(
         workload, [plan for plan in PLANS if plan not in out], device=device, steps=WARMUP + rounds, rounds=rounds, starts=starts,
         seed=seed, inference=False, memory=False, hopeless=SLOW, progress=tell,
     )  # fmt: skip
-    found = {plan: StepRate(plan, verdict="avoid", reason=reason) for plan, reason in out.items()}
+    found = {plan: StepRate(plan, grade="avoid", reason=reason) for plan, reason in out.items()}
     for row in result.plans:
         if row.status != "ok" or row.training is None:
-            found[row.name] = StepRate(row.name, verdict="avoid", reason=row.reason)
+            found[row.name] = StepRate(row.name, grade="avoid", reason=row.reason)
         else:
             ratio = None if row.name == result.baseline else row.training.speedup
-            verdict = None if ratio is None else verdict_of(ratio)
-            found[row.name] = StepRate(row.name, row.training.step, ratio, verdict)
+            grade = None if ratio is None else grade_of(ratio)
+            found[row.name] = StepRate(row.name, row.training.step, ratio, grade)
     return tuple(found[plan] for plan in PLANS)
 
 
@@ -179,7 +181,7 @@ def by_operators(profile: StepProfile, rates: Sequence[Rate], plan: str) -> floa
 # --- a workload ---------------------------------------------------------------------------------------------
 
 
-def findings(profile: StepProfile, rates: Sequence[Rate]) -> tuple[Finding, ...]:
+def bottlenecks(profile: StepProfile, rates: Sequence[Rate]) -> tuple[Bottleneck, ...]:
     """What limits a workload, most important first; empty if nothing stands out.
 
     Args:
@@ -187,14 +189,14 @@ def findings(profile: StepProfile, rates: Sequence[Rate]) -> tuple[Finding, ...]
         rates: What the device reached.
     """
     found = [_data(profile), _dispatch(profile), _outside(profile, rates)]
-    return tuple(finding for finding in found if finding is not None)
+    return tuple(one for one in found if one is not None)
 
 
-def _data(profile: StepProfile) -> Finding | None:
+def _data(profile: StepProfile) -> Bottleneck | None:
     if profile.data_share < DATA:
         return None
     data_s, step_s = profile.data_s.median_s, profile.step_s.median_s
-    return Finding(
+    return Bottleneck(
         "data",
         {"data_s": data_s, "step_s": step_s, "share": profile.data_share},
         "Prepare batches in other processes (torch.utils.data.DataLoader with num_workers) or keep them prepared; no format "
@@ -204,7 +206,7 @@ def _data(profile: StepProfile) -> Finding | None:
     )
 
 
-def _dispatch(profile: StepProfile) -> Finding | None:
+def _dispatch(profile: StepProfile) -> Bottleneck | None:
     launches, advice = profile.launches, (
         "Use larger batches, torch.compile or a fused optimizer; a low format adds casts and gains little here."
     )  # fmt: skip
@@ -213,7 +215,7 @@ def _dispatch(profile: StepProfile) -> Finding | None:
     if profile.busy_share is not None:
         if profile.busy_share > 1.0 - DISPATCH:
             return None
-        return Finding(
+        return Bottleneck(
             "dispatch",
             {**measured, "busy_share": profile.busy_share},
             advice,
@@ -222,7 +224,7 @@ def _dispatch(profile: StepProfile) -> Finding | None:
         )
     if profile.launch_share < DISPATCH:
         return None
-    return Finding(
+    return Bottleneck(
         "dispatch",
         {**measured, "launch_s": profile.launch_s, "share": profile.launch_share},
         advice,
@@ -231,7 +233,7 @@ def _dispatch(profile: StepProfile) -> Finding | None:
     )
 
 
-def _outside(profile: StepProfile, rates: Sequence[Rate]) -> Finding | None:
+def _outside(profile: StepProfile, rates: Sequence[Rate]) -> Bottleneck | None:
     share = profile.outside_share
     if share < OUTSIDE:
         return None
@@ -243,16 +245,14 @@ def _outside(profile: StepProfile, rates: Sequence[Rate]) -> Finding | None:
     measured: dict[str, float | int | str] = {"share": share, **{f"share of {k}": v for k, v in most}}
     bound = ""
     fast = [
-        (r.speedup.value, r.format)
-        for r in rates
-        if r.kernel == "matmul" and r.verdict == "fast" and r.speedup
+        (r.speedup.value, r.format) for r in rates if r.kernel == "matmul" and r.grade == "fast" and r.speedup
     ]
     if fast:
         speedup, name = max(fast)
         limit = 1.0 / (share + (1.0 - share) / speedup)
         measured["most_from_faster_products"] = limit
         bound = f" Faster products alone ({name}, {speedup:.2g}x) could make it {limit:.2f}x as fast at most."
-    return Finding(
+    return Bottleneck(
         "outside matrix units",
         measured,
         "What is left is memory traffic: activations in a low format, torch.compile, channels_last for convolutions "

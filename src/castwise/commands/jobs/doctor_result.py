@@ -12,11 +12,11 @@ from castwise.lab.timing import stats
 from castwise.lab.timing.environment import Environment
 from castwise.lab.timing.limits import StepProfile
 from castwise.lab.timing.matrix_units import MatrixUnits
-from castwise.lab.timing.rates import Bandwidth, Judgement, Rate, Verdict
+from castwise.lab.timing.rates import Bandwidth, FormatGrade, Grade, Rate
 
 
 @dataclass(frozen=True)
-class Finding:
+class Bottleneck:
     """One thing that limits a workload, with its numbers by name and a remedy.
 
     Attributes:
@@ -37,14 +37,14 @@ class StepRate:
         plan: A preset's name.
         time: Per step, None where it was not timed to the end.
         speedup: Over fp32; None for fp32, and where it was not timed to the end.
-        verdict: None for fp32.
+        grade: None for fp32.
         reason: Why it was not timed to the end; else empty.
     """
 
     plan: str
     time: stats.Summary | None = None
     speedup: stats.Ratio | None = None
-    verdict: Verdict | None = None
+    grade: Grade | None = None
     reason: str = ""
 
 
@@ -52,21 +52,21 @@ class StepRate:
 class WorkloadReport:
     """How fast a workload's step is in each format, and what limits it in fp32.
 
-    There are no findings if nothing that a doctor knows limits it.
+    There are no bottlenecks if nothing that a doctor knows limits it.
     """
 
     name: str
     description: str
     steps: tuple[StepRate, ...]
     profile: StepProfile
-    findings: tuple[Finding, ...]
+    bottlenecks: tuple[Bottleneck, ...]
 
 
 @dataclass(frozen=True)
 class DoctorResult(Result):
     """Measurements of a device, and optionally of a workload on it.
 
-    There is a rate for every operator in every format that runs, and a verdict on every format other than fp32; notes are
+    There is a rate for every operator in every format that runs, and a grade on every format other than fp32; notes are
     sentences about the measurement itself.
     """
 
@@ -75,7 +75,7 @@ class DoctorResult(Result):
     units: MatrixUnits
     rates: tuple[Rate, ...]
     bandwidth: Bandwidth
-    verdicts: tuple[Judgement, ...]
+    grades: tuple[FormatGrade, ...]
     workload: WorkloadReport | None = None
     notes: tuple[str, ...] = ()
 

@@ -33,7 +33,7 @@ TOOLS: Mapping[str, str] = {
 """Name -> function, in the order that they run in: what is not finite explains what the others say."""
 
 
-class Finding(Protocol):
+class ToolResult(Protocol):
     """Result of a tool."""
 
     def table(self, *, verbose: bool) -> RenderableType:
@@ -53,13 +53,13 @@ class InspectResult:
     Attributes:
         workload: Its name.
         plan: That was looked at.
-        findings: By tool.
+        results: By tool.
         failed: Tools that could not do their work, and why.
     """
 
     workload: str
     plan: Plan
-    findings: Mapping[str, Finding]
+    results: Mapping[str, ToolResult]
     failed: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class InspectResult:
             "version": RECORD_VERSION,
             "workload": self.workload,
             "plan": str(self.plan),
-            "findings": {name: finding.to_dict() for name, finding in self.findings.items()},
+            "results": {name: result.to_dict() for name, result in self.results.items()},
             "failed": dict(self.failed),
         }
 
@@ -80,17 +80,17 @@ class InspectResult:
         from rich.text import Text
 
         parts: list[RenderableType] = []
-        for name, finding in self.findings.items():
-            parts += [Rule(name, align="left"), finding.table(verbose=verbose), Text()]
+        for name, result in self.results.items():
+            parts += [Rule(name, align="left"), result.table(verbose=verbose), Text()]
         parts += [Text(f"{name}: {why}", "yellow") for name, why in self.failed.items()]
         return Group(*parts)
 
     def save(self, folder: Path) -> list[Path]:
         """Write each tool's record and page into a folder; returns the paths of the files."""
-        for name, finding in self.findings.items():
+        for name, result in self.results.items():
             with left_out(f"{name}.html"):
-                finding.save(folder)
-        names = [f"{name}.{kind}" for name in self.findings for kind in ("html", "json")]
+                result.save(folder)
+        names = [f"{name}.{kind}" for name in self.results for kind in ("html", "json")]
         return [path for path in (folder / name for name in names) if path.exists()]
 
 
@@ -140,7 +140,7 @@ def inspect(
         seed_all(seed)
         model = found.model().to(where)
         batch = next_batch(found, found.batches(seed), 0)
-        asked: Mapping[str, Callable[[Any], Finding]] = {
+        asked: Mapping[str, Callable[[Any], ToolResult]] = {
             "nonfinite": lambda run: run(model, found.loss, batch, chosen, device=where, seed=seed),
             "operators": lambda run: run(model, found.loss, batch, chosen, device=where, seed=seed),
             "compare": lambda run: run(model, found.loss, batch, other, chosen, device=where, seed=seed),
@@ -150,22 +150,22 @@ def inspect(
                 **({"formats": tuple(formats)} if formats else {}),
             ),
         }  # fmt: skip
-        findings, failed = {}, {}
+        results, failed = {}, {}
         for name in (tool for tool in TOOLS if tool in only):
             tell(Event("inspecting", name, 0, 1))
             try:
-                findings[name] = asked[name](_tool(name))
+                results[name] = asked[name](_tool(name))
             except CastwiseError as error:
                 if len(only) == 1:
                     raise
                 failed[name] = sentence(error)
             tell(Event("inspecting", name, 1, 1))
-        if not findings:
+        if not results:
             raise PlanError("inspect: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
-    return InspectResult(found.name, chosen, findings, failed)
+    return InspectResult(found.name, chosen, results, failed)
 
 
-def _tool(name: str) -> Callable[..., Finding]:
+def _tool(name: str) -> Callable[..., ToolResult]:
     home, _, function = TOOLS[name].partition(":")
-    tool: Callable[..., Finding] = getattr(importlib.import_module(home), function)
+    tool: Callable[..., ToolResult] = getattr(importlib.import_module(home), function)
     return tool

@@ -37,7 +37,7 @@ from castwise.core.casting.context import override_rows
 from castwise.core.casting.frames import Frame
 from castwise.core.casting.kernels import frame_of
 from castwise.core.casting.trees import cast_floating, map_tensors
-from castwise.core.model.complaints import Site, explain_backward, explain_mismatch
+from castwise.core.model.complaints import Site, explain_backward, explain_dtype_error
 from castwise.core.model.resolve import ModulePlan, Resolution, casts_operators
 from castwise.core.model.rounding import RoundedInputs
 from castwise.core.model.stored import explain_cast, refuse_cast
@@ -247,7 +247,7 @@ class Border:
         if output is None and not is_compiling():
             explain_cast(sys.exc_info()[1], module)
             if self.site is not None:
-                explain_mismatch(sys.exc_info()[1], module, self.site)
+                explain_dtype_error(sys.exc_info()[1], module, self.site)
         if isinstance(output, torch.Tensor):
             output = _widened(output) if output.dtype in LOW_DTYPES else output
             return output.float() if cast is not None and output.dtype in LOW_DTYPES else output
@@ -333,7 +333,7 @@ class Method:
             frames.unwind(depth)
             explain_cast(error, self.module)
             if border.site is not None:
-                explain_mismatch(error, self.module, border.site)
+                explain_dtype_error(error, self.module, border.site)
             raise
         return border.leave(self.module, args, output)
 
@@ -436,7 +436,7 @@ def explain(error: BaseException, models: Iterable[nn.Module], loss: torch.Tenso
         if (border := root_of(model)) is None or border.site is None:
             continue
         if loss is None:
-            explain_mismatch(error, model, border.site, outside=True)
+            explain_dtype_error(error, model, border.site, outside=True)
         else:
             explain_backward(error, model, border.site, loss)
 

@@ -266,14 +266,14 @@ class Agreement:
         loss = None if window is None else window.scaler._losses.current
         scale = None if loss is None else (loss.name, loss.numbers())
         heard = self._who_steps().meet((norms, supposed, scale))
-        apart = [
+        alone = [
             place
             for place, (_, doubtful, own) in enumerate(heard)
             if doubtful and not any(own == other for _, known, other in heard if not known)
         ]
-        if apart and not all(doubtful for _, doubtful, _ in heard):
+        if alone and not all(doubtful for _, doubtful, _ in heard):
             raise StateError(
-                f"step: {named(apart)} called no backward since its last step and counted the backwards for other optimizers "
+                f"step: {named(alone)} called no backward since its last step and counted the backwards for other optimizers "
                 f"instead, so the loss scales of the ranks would differ. Where optimizers step in changing order, call "
                 f"amp.backward(loss) "
                 "for each "

@@ -58,10 +58,10 @@ class Unscaling:
 
     def outside_session(self) -> Unscaling:
         """A copy for a scaler that is copied or saved: without its session and that session's ranks."""
-        apart = copy.copy(self)
+        other = copy.copy(self)
         if self.admit is not None:
-            apart.admit = apart._reduce = None
-        return apart
+            other.admit = other._reduce = None
+        return other
 
     def agreed(self, flag: torch.Tensor, groups: Sequence[Any] = ()) -> torch.Tensor:
         """The flag reduced over all ranks that act together: the scaler's ranks, or else those of ``groups``."""

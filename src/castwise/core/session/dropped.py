@@ -232,7 +232,7 @@ def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
     own = [(p, group) for group in optimizer.param_groups for p in group["params"] if _is_counted(p)]
     if not own:
         return []
-    trial = _copy_without_state(optimizer)
+    copied = _copy_without_state(optimizer)
     groups: dict[int, dict[str, Any]] = {}
     pieces = []
     for (parameter, group), rows in _chosen(own, made):
@@ -245,7 +245,7 @@ def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
         wide = nn.Parameter(_in_fp32(values[rows]))
         assert parameter.grad is not None
         wide.grad = _in_fp32(masters.local(parameter.grad)[rows])
-        trial.state[wide] = {name: _piece_of(value, parameter, rows) for name, value in state.items()}
+        copied.state[wide] = {name: _piece_of(value, parameter, rows) for name, value in state.items()}
         if id(group) not in groups:
             groups[id(group)] = {
                 "params": [],
@@ -253,14 +253,14 @@ def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
             }
         groups[id(group)]["params"].append(wide)
         pieces.append(_Piece(parameter, rows, values[rows].clone(), wide, {}))
-    trial.param_groups = list(groups.values())
+    copied.param_groups = list(groups.values())
     devices = {piece.before.device for piece in pieces if piece.before.device.type != "cpu"}
     kinds = {device.type for device in devices}
     with warnings.catch_warnings(), torch.random.fork_rng(devices, device_type=next(iter(kinds), "cuda")):
         warnings.simplefilter("ignore")  # warnings and prints of this step would repeat those of the real one
-        _torch.optimizers.step_without_hooks(trial)
+        _torch.optimizers.step_without_hooks(copied)
     for piece in pieces:
-        state = trial.state.get(piece.wide, {})
+        state = copied.state.get(piece.wide, {})
         piece.state = {name: value for name, value in state.items() if _is_beside(value, piece.wide)}
     return pieces
 
@@ -303,10 +303,14 @@ def _copy_without_state(optimizer: Optimizer) -> Any:
         TypeError: It holds something else than options that a step could change.
     """
     kind: Any = type(optimizer)
-    trial = kind.__new__(kind)
-    trial.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": []})
+    copied = kind.__new__(kind)
+    copied.__setstate__({
+        "defaults": dict(optimizer.defaults),
+        "state": defaultdict(dict),
+        "param_groups": [],
+    })
     known = {
-        *vars(trial),
+        *vars(copied),
         *vars(torch.optim.SGD([torch.zeros(1, device="cpu")])),
         "__reduce_ex__",
         "step",
@@ -314,12 +318,12 @@ def _copy_without_state(optimizer: Optimizer) -> Any:
     }
     for name, value in vars(optimizer).items():
         if name in ("grad_scale", "found_inf"):  # inputs of a fused step: the inverse scale and the flag
-            setattr(trial, name, value)
+            setattr(copied, name, value)
         elif name not in known:
             if not isinstance(value, _PLAIN):
                 raise TypeError(f"it holds {name}, a {type(value).__name__}")
-            setattr(trial, name, value)
-    return trial
+            setattr(copied, name, value)
+    return copied
 
 
 def _is_of_whole(value: Any, parameter: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 
 class UndoLog:
-    """Entries that each undo one change, replayed from the last to the first.
+    """Entries that each undo one change, applied from the last to the first.
 
     Unlike ``contextlib.ExitStack``, it repeats an entry that an interrupt stopped half way, before the entries that
     depend on it, and raises the interrupt at the end. After a second interrupt, the rest is left to the next
@@ -29,11 +29,11 @@ class UndoLog:
         self.kept: list[Any] = []
 
     def callback(self, function: Callable[..., object], /, *args: Any) -> None:
-        """Call ``function(*args)`` when the log is replayed."""
+        """Call ``function(*args)`` when the log is applied."""
         self._entries.append(functools.partial(function, *args))
 
     def on(self, target: object, function: Callable[..., object], /, *args: Any) -> None:
-        """Call ``function(target, *args)`` when the log is replayed, if ``target`` still exists: it is held weakly."""
+        """Call ``function(target, *args)`` when the log is applied, if ``target`` still exists: it is held weakly."""
         self._entries.append(functools.partial(_on, weakref.ref(target), function, args))
 
     @contextlib.contextmanager
@@ -46,16 +46,16 @@ class UndoLog:
         except BaseException as error:
             torch.set_grad_enabled(grad)
             try:
-                self._replay(mark)
+                self._undo(mark)
             except BaseException as other:
                 error.add_note(f"Undoing the changes failed as well: {other!r}")
             raise
 
     def close(self) -> None:
         """Undo everything. If an entry fails, the others are still undone; the first error is raised."""
-        self._replay(0)
+        self._undo(0)
 
-    def _replay(self, mark: int) -> None:
+    def _undo(self, mark: int) -> None:
         failed: BaseException | None = None
         entry: Callable[[], object] | None = None
         interrupted: Callable[[], object] | None = None

@@ -1,1 +1,1 @@
-"""Tools that look at a model's numerics, and leave it as it was."""
+"""Tools that examine a model's numerics and leave the model unchanged."""

@@ -1,7 +1,7 @@
-"""Why an operator made something that is not finite of inputs that are finite.
+"""Why an operator with finite inputs returned a non-finite value.
 
-The operator is run once more on the same inputs in fp64. Where that gives finite numbers the format ended before they did, and
-by how much is known; where it does not, the operation has no finite answer, and its inputs tell why.
+The operator runs again on the same inputs in fp64. If that result is finite, the format's range was too small, and the fp64 result
+says by how much. If it is not, the operation has no finite result, and the inputs show why.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ ADVICE: Mapping[str, str] = {
     "unseen": "it was computed outside of torch's operators: in NumPy, in an extension, or before the loss was called",
     "unknown": "look at the inputs of the operator",
 }  # fmt: skip
-"""What to do where no format cures it, by the kind of cause."""
+"""Advice by kind of cause, for when no format cures it."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class Why:
 
     Attributes:
         kind: A key of :data:`ADVICE`.
-        sentence: With numbers, a clause.
-        inputs: Floating inputs by the operator's own names for them.
-        outputs: What it made.
-        needed: The largest magnitude that the exact result has, None where it is not finite either or was not computed.
+        sentence: The cause as a clause, with numbers.
+        inputs: Floating inputs, by the operator's argument names.
+        outputs: Results of the operator.
+        needed: Largest magnitude of the exact result; None if that is not finite or was not computed.
     """
 
     kind: str
@@ -107,16 +107,16 @@ def explain(
     *,
     overwrites: bool = False,
 ) -> Why:
-    """Find out why.
+    """Find out why an operator returned a non-finite value.
 
     Args:
-        op: What ran.
-        place: Where.
-        args: As they were before it ran.
-        kwargs: These too.
+        op: The operator.
+        place: Where it ran.
+        args: Its positional arguments, as they were before it ran.
+        kwargs: Its keyword arguments, as they were before it ran.
         made: Its floating results.
-        name_of: What a tensor is known as; empty where it has no name.
-        overwrites: Whether nothing depends on what was in the tensors that it writes to.
+        name_of: Gives a tensor's name; empty if it has none.
+        overwrites: Whether the result is independent of the previous contents of the tensors that it writes to.
     """
     results = {name for _, name in _torch.tensors.written_arguments(op)} if overwrites else set()
     inputs = tuple(_inputs(op, args, kwargs, name_of, results))
@@ -131,7 +131,7 @@ def explain(
 
 
 def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Floating tensors, each once; without those that run operators by code of their own, but for DTensors."""
+    """Each floating tensor once, without tensor subclasses other than DTensor that run operators of their own."""
     return list({id(t): t for t in tensors if is_floating(t) and _is_plain(t)}.values())
 
 
@@ -173,8 +173,8 @@ def _inputs(
 def _in_fp64(
     op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor] | None:
-    """The floating results of an operator on the same inputs in fp64, None where it cannot run so."""
-    if torch.Tag.nondeterministic_seeded in op.tags:  # it would draw
+    """The operator's floating results on the same inputs in fp64; None if it has no fp64 kernel."""
+    if torch.Tag.nondeterministic_seeded in op.tags:  # it would draw random numbers again
         return None
     low = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
 
@@ -193,7 +193,7 @@ def _in_fp64(
             wide = map_tensors(copy, (tuple(map(widen, args)), {k: widen(v) for k, v in kwargs.items()}))
             out = op(*wide[0], **wide[1])
             return distinct([*tensors_in(out), *written(op, *wide)])
-    except Exception:  # whatever an operator says that has no kernel for fp64
+    except Exception:  # operators without an fp64 kernel raise various types
         return None
 
 

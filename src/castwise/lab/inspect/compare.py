@@ -1,21 +1,21 @@
-"""``compare``: where two plans part, forward and backward, call by call; where an error arises, and where it passes through.
+"""``compare``: where two plans differ, call by call, forward and backward: which calls make the error, and which pass it on.
 
 Five passes over one batch, at the same weights and random draws:
 
-1. The first plan, which is the reference. All that crosses the border of a call is kept: values and gradients.
-2. The second plan. What crosses differs by the *error*: its own at that place and all that came in.
-3. The first plan again, in which each call is given what it had in pass 1, rounded to the formats of pass 2, whatever the
-   calls before it made: a reference for what each does by itself.
-4. The second plan, each call given the very same. What it makes differs from pass 3 by its *own* error: rounding inside that
-   call, outside of the calls in it. Nothing passes through.
-5. The first plan, given the same once more, with values and weights moved at random by half a unit in the last place of the
-   format that the second plan computes in. What that changes is the error that is *expected* of rounding there, conditioning
+1. The first plan, the reference. Every value and gradient that enters or leaves a call is kept.
+2. The second plan. Each such tensor differs from pass 1 by its *error*: the call's own error plus the error of its inputs.
+3. The first plan again. Each call gets its inputs from pass 1, rounded to the formats of pass 2, so errors of earlier
+   calls do not reach it. This is the reference for each call in isolation.
+4. The second plan, with the same inputs for each call as in pass 3. Its output differs from pass 3 by its *own* error:
+   the rounding inside that call, outside the calls nested in it.
+5. The first plan with the same inputs again, with inputs and weights perturbed at random by half a unit in the last place of
+   the second plan's compute format. The change is the *expected* error: what rounding to that format causes there, conditioning
    included.
 
-An own error far above the expected one arises there, and not from the format. Where the expected one is itself far above the
-rounding that went in, the call amplifies rounding, in any implementation.
+An own error far above the expected error is made in that call and is not explained by the format. If the expected error is
+far above the rounding of the inputs, the call amplifies rounding errors in any implementation.
 
-Source: TTrace (arXiv 2506.09280) takes tolerances from perturbed inputs and finds a module by giving it the reference's input.
+Source: TTrace (arXiv 2506.09280) derives tolerances from perturbed inputs and isolates a module by giving it the reference's input.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from castwise.core.plans.formats import FORMATS, LOW_DTYPES
 from castwise.core.plans.plan import Plan, Region, as_plan
 from castwise.core.session.process import find_device
 from castwise.errors import CastwiseError, NonFiniteError, check_count, sentence, told
+from castwise.lab.inspect.attribution import Attribution, Own, suspects
 from castwise.lab.inspect.comparison import (
     CallComparison,
     Comparison,
@@ -42,7 +43,6 @@ from castwise.lab.inspect.comparison import (
     worst_calls,
     worst_of,
 )
-from castwise.lab.inspect.judging import Judge, Own, suspects
 from castwise.lab.inspect.looks import Key, Look
 from castwise.lab.inspect.runs import Run, Runs, differences, total_difference
 from castwise.lab.parity.parity import device_of, with_scale
@@ -52,7 +52,7 @@ from castwise.lab.timing.environment import Environment, environment
 
 TRIES = 2
 ROOM = 4.0
-"""A loss scale is chosen so that the largest gradient is this far from overflow."""
+"""The loss scale is chosen so that the largest gradient stays this factor below overflow."""
 
 
 def compare(
@@ -66,28 +66,28 @@ def compare(
     seed: int = 0,
     tries: int = TRIES,
 ) -> Comparison:
-    """Compare two plans on one batch, forward and backward, call by call: where does an error arise, where does it pass through?
+    """Compare two plans on one batch, call by call, forward and backward: which calls make the error, and which pass it on?
 
-    Calls are aligned by module path and number, so casts and operators that one side has more do not matter. Everything runs on
-    copies: the model, its gradients, random numbers and process-wide settings are as before when it returns, fails or is interrupted.
+    Calls are aligned by module path and number, so extra casts and operators of one side do not matter. Everything runs on
+    copies: the model, its gradients, random numbers and process-wide settings are unchanged when it returns, fails or is interrupted.
 
-    Takes five passes and one for each try, and memory for about four times the activations of one pass. Waits for the device.
+    Takes five passes plus one per module tried, and memory for about four times the activations of one pass. Waits for the device.
 
-    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with a batch of its own, and all get
-    the same comparison: of each call, forward and backward, what the worst rank found, with its number.
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks call it together, each with its own batch. All get
+    the same comparison, which has, per call and direction, the result and the number of the worst rank.
 
     Args:
-        model: In any state of training: its modes are kept. One that is sharded is copied whole on every rank.
+        model: In any training state: its modes are kept. A sharded model is copied whole on every rank.
         loss: ``loss(model, batch)`` -> scalar tensor.
         batch: One batch, as ``loss`` takes it.
-        plan_a: The reference, mostly ``"fp32"``.
-        plan_b: What is compared with it.
+        plan_a: The reference, usually ``"fp32"``.
+        plan_b: The plan to compare with it.
         device: By default the device of the model's parameters.
-        seed: Of random draws, 0 to 2**32 - 1.
-        tries: Modules that are tried with the first plan's format, the worst first.
+        seed: Of the random draws, 0 to 2**32 - 1.
+        tries: How many modules to try in the first plan's format, the worst first.
 
     Returns:
-        The finding: ``.birthplaces``, ``.calls``, ``.tried``, ``.table()``, ``.save(folder)``.
+        The comparison: ``.birthplaces``, ``.calls``, ``.tried``, ``.table()``, ``.save(folder)``.
 
     Raises:
         WorkloadError: A model that cannot be copied, or a loss that is not a scalar or has no graph.
@@ -106,7 +106,7 @@ def compare(
         eager = first.compile == second.compile == "as_given"
 
         def begun() -> _Comparing:
-            runs = Runs(ranks.model, loss, batch, where, seed=seed, call="compare", replays=eager)
+            runs = Runs(ranks.model, loss, batch, where, seed=seed, call="compare", repeats_draws=eager)
             return _Comparing(runs, first, second, environment(where))
 
         comparing = ranks.each(begun)
@@ -116,28 +116,30 @@ def compare(
 
 
 class _Comparing:
-    """The passes of one comparison, and what follows from them."""
+    """The passes of one comparison and the evaluation of their results."""
 
     def __init__(self, runs: Runs, first: Plan, second: Plan, env: Environment) -> None:
         self._runs, self._first, self._second, self._env = runs, first, second, env
         self._notes: list[str] = []
         resolved = [runs.resolution(plan) for plan in (first, second)]
-        self._formats = {path: place.compute for path, place in resolved[1].places.items()}
+        self._formats = {path: module.compute for path, module in resolved[1].places.items()}
         self._eps = {
             path: max(_eps(plan, res, path) for plan, res in zip((first, second), resolved, strict=True))
             for path in self._formats
         }
-        self._bordered = frozenset({"", *(place.path for res in resolved for place in res.borders)})
+        self._bordered = frozenset({"", *(module.path for res in resolved for module in res.borders)})
         self._a, self._b = Look(keep=True), Look()
         self._ran_a: Run
         self._ran_b: Run
         self._calls: tuple[CallComparison, ...] = ()
 
     def run(self) -> tuple[CallComparison, ...]:
-        """The passes; all calls, each with what it did."""
+        """Run the passes; return all calls with their errors."""
         a, b = self._a, self._b
-        if not self._runs.replays:
-            self._runs.run(dataclasses.replace(self._first, compile="as_given"))  # for who calls whom
+        if not self._runs.repeats_draws:
+            self._runs.run(
+                dataclasses.replace(self._first, compile="as_given")
+            )  # to learn which module calls which
         ran_a = self._runs.run_finite(self._first, a.begin)
         if not math.isfinite(ran_a.loss) or not ran_a.finite:
             raise NonFiniteError(
@@ -148,11 +150,11 @@ class _Comparing:
         ran_b = self._runs.run_finite(_with_room(self._second, a, ran_a), b.begin)
         own = self._isolated(a, b, ran_a, ran_b)
         self._ran_a, self._ran_b = ran_a, ran_b
-        self._calls = Judge(ran_a, ran_b, b, own, self._eps, self._formats, self._bordered).calls()
+        self._calls = Attribution(ran_a, ran_b, b, own, self._eps, self._formats, self._bordered).calls()
         return self._calls
 
     def finding(self, suspects: Iterable[str]) -> Comparison:
-        """What was found, with what is left of the errors where a suspect computes in the first plan's format."""
+        """The comparison, with the errors that remain when each suspect computes in the first plan's format."""
         a, b, ran_a, ran_b = self._a, self._b, self._ran_a, self._ran_b
         tried = [self._try(path, a, ran_a) for path in suspects]
         end_a, end_b = self._whole(self._first, ran_a), self._whole(self._second, ran_b)
@@ -166,8 +168,8 @@ class _Comparing:
             calls=self._calls,
             tried=tuple(tried),
             parameters={
-                name: apart and apart.norm
-                for name, apart in differences(end_b.gradients, end_a.gradients).items()
+                name: error and error.norm
+                for name, error in differences(end_b.gradients, end_a.gradients).items()
             },
             loss_scale=None if self._second.loss_scale is None else ran_b.scale,
             strayed=ran_b.strayed,
@@ -177,7 +179,7 @@ class _Comparing:
         )
 
     def _whole(self, plan: Plan, ran: Run) -> Run:
-        """A compiled plan's pass without borders in its code; another plan's pass as it was."""
+        """For a compiled plan, a pass without borders in its code; for others, the pass that was made."""
         if plan.compile == "as_given":
             return ran
         self._notes.append(
@@ -187,7 +189,7 @@ class _Comparing:
         return self._runs.run(plan, scale=ran.scale, whole=True)
 
     def _isolated(self, a: Look, b: Look, ran_a: Run, ran_b: Run) -> Own | None:
-        """Passes 3 to 5; None where the loss cannot be run with values put in the place of its own."""
+        """Passes 3 to 5; None if the loss fails with replaced values."""
 
         def rounded(key: Key, value: Tensor | None) -> Tensor | None:
             dtype = b.dtypes.get(key)
@@ -221,7 +223,7 @@ class _Comparing:
             ran_expected = run(
                 self._first, *expected.begin(ran_a.scale), change=self._move_weights, scale=ran_a.scale
             )
-        except Exception as error:  # of the user's code, which may not bear other values than its own
+        except Exception as error:  # the user's code may fail on replaced values
             self._notes.append(
                 f"Calls could not be given the first plan's values, so the error that each call adds is not known: {told(error)}"
             )
@@ -250,7 +252,7 @@ class _Comparing:
 
 
 def _with_room(plan: Plan, a: Look, ran_a: Run) -> Plan:
-    """A plan whose dynamic loss scale begins where training would have come to: below what overflows the largest gradient seen."""
+    """The plan with its dynamic loss scale started where training would settle: below overflow of the largest gradient seen."""
     if plan.loss_scale is None or not plan.loss_scale.dynamic:
         return plan
     seen = [*(g for key, g in a.kept.items() if key.back), *ran_a.gradients.values()]
@@ -262,21 +264,21 @@ def _with_room(plan: Plan, a: Look, ran_a: Run) -> Plan:
 
 
 def _eps(plan: Plan, resolution: Resolution, path: str) -> float:
-    """The eps of the coarsest format that a plan has a module compute with or store its weights in."""
-    place = resolution.places[path]
-    formats = [place.compute, *([place.stored] if place.stored else [])]
-    if place.compute == "fp32":
+    """The eps of the coarsest format in which the plan computes a module or stores its weights."""
+    module = resolution.places[path]
+    formats = [module.compute, *([module.stored] if module.stored else [])]
+    if module.compute == "fp32":
         formats += [mode for mode in (plan.fp32_matmul, plan.fp32_conv) if mode in FORMATS]
     return max(FORMATS[name].eps for name in formats)
 
 
 def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
-    """A tensor moved at random by half a unit in the last place of a format; by a whole one where it is no wider itself."""
+    """A tensor perturbed at random by half a unit in the last place of a format; by a whole unit if the tensor has that format."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     if tensor.is_complex():
         return torch.view_as_complex(_moved(torch.view_as_real(tensor), eps, seed))
-    least = 2 * torch.finfo(tensor.dtype).eps  # less would round away
+    least = 2 * torch.finfo(tensor.dtype).eps  # a smaller change would be rounded away
     generator = torch.Generator(tensor.device).manual_seed(seed)
     wide = tensor.float() if tensor.dtype in LOW_DTYPES else tensor
     return torch.where(torch.isfinite(wide), dithered(wide, max(eps, least), generator), wide).to(
@@ -285,7 +287,7 @@ def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
 
 
 def _notes(a: Look, b: Look, ran_a: Run, ran_b: Run) -> list[str]:
-    """What could not be seen, in sentences."""
+    """What could not be observed, in sentences."""
     out = []
     for ran, other, which in ((ran_a, ran_b, "first"), (ran_b, ran_a, "second")):
         alone = [call for call in ran.callers if call not in other.callers]

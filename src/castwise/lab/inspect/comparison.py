@@ -1,4 +1,4 @@
-"""What ``compare`` finds, as records."""
+"""The results of ``compare``, as records."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from castwise.core.plans.words import in_words
 from castwise.core.ranks.text import named
 from castwise.lab.result import Result
 
-Verdict = Literal["born", "amplifies", "rounding", "passes", "exact", "unseen"]
+Effect = Literal["born", "amplifies", "rounding", "passes", "exact", "unseen"]
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one direction shows at a call. Errors are relative: ``||b - a|| / ||a||`` of a tensor, the worst of those concerned.
+    """The error of one call in one direction. Errors are relative, ``||b - a|| / ||a||`` of a tensor; the worst tensor counts.
 
     Attributes:
-        verdict: ``born``: the call makes an error that rounding to its format does not explain. ``amplifies``: its error is that of
-            rounding, which it makes much larger. ``rounding``: it is rounding, and most of it its own. ``passes``: most of it came
-            in. ``exact``: no difference. ``unseen``: nothing could be compared.
-        error: Of what the call makes: its outputs; in backward the gradients of its inputs and parameters.
-        incoming: Of what it was given: its inputs; in backward the gradients of its outputs.
-        own: Of what it makes when it is given what the first plan's run had.
+        effect: ``born``: the call makes an error that rounding to its format does not explain. ``amplifies``: the call magnifies
+            rounding errors. ``rounding``: most of the error is the call's own rounding. ``passes``: most of the error comes from the
+            inputs. ``exact``: no difference. ``unseen``: nothing could be compared.
+        error: Error of the call's results: its outputs; in backward, the gradients of its inputs and parameters.
+        incoming: Error of what the call receives: its inputs; in backward, the gradients of its outputs.
+        own: Error of the results when the call gets the inputs of the first plan's pass.
         expected: The own error that rounding to the format explains.
-        where: The tensor that ``own`` and ``expected`` are about; where it is said to be the largest element of one, they are
-            ``max |b - a| / max |a|``, by which an error in few elements shows.
-        rank: Of several processes the one that this was found on, which is the worst of all; None of a single one.
+        where: The tensor that ``own`` and ``expected`` refer to. If it says "largest element of", both are
+            ``max |b - a| / max |a|``, which shows an error in few elements.
+        rank: The rank with the worst result, if there are several; None for one process.
     """
 
-    verdict: Verdict
+    effect: Effect
     error: float | None = None
     incoming: float | None = None
     own: float | None = None
@@ -45,7 +45,7 @@ class Side:
 
     @property
     def excess(self) -> float:
-        """How many times the expected error the own one is; 0 where there is none."""
+        """Ratio of the own error to the expected error; 0 if there is none."""
         return self.own / self.expected if self.own and self.expected else 0.0
 
 
@@ -54,10 +54,10 @@ class CallComparison:
     """One call of one module under both plans.
 
     Attributes:
-        path: Of the module, empty for the model, ``(loss)`` for the code around it.
-        call: Which of its calls, from 0.
+        path: Of the module; empty for the model, ``(loss)`` for the code of the loss.
+        call: Number of the call of this module, from 0.
         kind: The module's class.
-        format: That the second plan computes it in.
+        format: The format that the second plan computes it in.
     """
 
     path: str
@@ -69,8 +69,8 @@ class CallComparison:
 
     @property
     def born(self) -> bool:
-        """Whether an error arises here, in either direction."""
-        return "born" in (self.forward.verdict, self.backward.verdict)
+        """Whether the call makes an unexplained error in either direction."""
+        return "born" in (self.forward.effect, self.backward.effect)
 
     @property
     def excess(self) -> float:
@@ -85,11 +85,11 @@ class CallComparison:
 
 @dataclass(frozen=True)
 class TriedExemption:
-    """The second plan with one module computing as under the first: what is left of the errors at the end.
+    """The second plan with one module computed as under the first, and the errors that remain at the end.
 
     Attributes:
         path: Of the module.
-        plan: That was tried.
+        plan: The plan tried.
         loss_error: Relative difference of the loss.
         output_error: Of the model's outputs.
         gradient_error: Of all gradients together.
@@ -106,24 +106,24 @@ class TriedExemption:
 
 @dataclass(frozen=True)
 class Comparison(Result):
-    """What :func:`castwise.compare` found.
+    """The result of :func:`castwise.compare`.
 
     Attributes:
-        workload: Class of the model.
+        workload: The model's class.
         plan_a: The reference.
-        plan_b: What is compared with it.
-        losses: Under the first plan and the second.
-        output_error: Of the model's outputs; None where it has none that can be compared.
-        gradient_error: Of all parameters' gradients together; None where nothing is trained.
-        calls: In the order in which they began; the code of the loss first.
-        tried: Modules in which an error arises or is largest, given the first plan's format.
-        parameters: By path, the relative error of each gradient.
-        loss_scale: That the second plan's gradients were taken with; None without one.
-        strayed: Random draws that could not be replayed.
-        notes: What could not be seen, in sentences.
-        passes: Forward/backwards it took.
-        environment: What it ran on, on the first rank.
-        ranks: Processes that made it together. Each figure is that of the worst of them; ``strayed`` and ``passes`` are sums.
+        plan_b: The plan compared with it.
+        losses: Under the first and the second plan.
+        output_error: Of the model's outputs; None if it has no comparable output.
+        gradient_error: Of all parameter gradients together; None if nothing is trained.
+        calls: In the order in which they started; the loss first.
+        tried: Modules with the worst errors, each computed in the first plan's format.
+        parameters: Relative error of each gradient, by parameter path.
+        loss_scale: Loss scale of the second plan's gradients; None without one.
+        strayed: Random draws that could not be repeated.
+        notes: What could not be observed, in sentences.
+        passes: Number of forward/backward passes.
+        environment: Device and versions of the first rank.
+        ranks: Number of processes. Each figure is the worst rank's; ``strayed`` and ``passes`` are sums.
     """
 
     kind: ClassVar[str] = "compare"
@@ -145,7 +145,7 @@ class Comparison(Result):
 
     @property
     def birthplaces(self) -> tuple[CallComparison, ...]:
-        """The calls in which an error arises that rounding to the format does not explain, the furthest above it first."""
+        """The calls that make an error which rounding to the format does not explain, the largest excess first."""
         return tuple(sorted((c for c in self.calls if c.born), key=lambda c: -c.excess))
 
     @property
@@ -170,19 +170,19 @@ class Comparison(Result):
         return dataclasses.asdict(self) | said | {"loss_error": self.loss_error, "birthplaces": births}
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``compare.json`` and the page ``compare.html`` with its pictures into a folder, which is made.
+        """Write ``compare.json`` and the page ``compare.html`` with its pictures into a folder, which is created.
 
         Returns:
-            The page's path; where matplotlib or Jinja is missing there is no page, and it is that of the JSON.
+            The page's path; without matplotlib or Jinja no page is written, and it is the path of the JSON file.
         """
         return self._save(Path(folder) / "compare.html", Path(folder) / "compare.json")[0]
 
 
-_SEVERITY: tuple[Verdict, ...] = ("unseen", "exact", "passes", "rounding", "amplifies", "born")
+_SEVERITY: tuple[Effect, ...] = ("unseen", "exact", "passes", "rounding", "amplifies", "born")
 
 
 def worst_calls(by_rank: Sequence[Sequence[CallComparison]]) -> tuple[CallComparison, ...]:
-    """Each call with what the worst rank found, forward and backward; those that some ranks alone made come last."""
+    """Each call with the worst rank's result per direction; calls that only some ranks made come last."""
     found: dict[tuple[str, int], dict[int, CallComparison]] = {}
     for rank, calls in enumerate(by_rank):
         for call in calls:
@@ -191,7 +191,7 @@ def worst_calls(by_rank: Sequence[Sequence[CallComparison]]) -> tuple[CallCompar
     def side(by: Mapping[int, Side]) -> Side:
         rank, one = max(
             by.items(),
-            key=lambda item: (_SEVERITY.index(item[1].verdict), item[1].excess, item[1].own or 0.0, item[1].error or 0.0),
+            key=lambda item: (_SEVERITY.index(item[1].effect), item[1].excess, item[1].own or 0.0, item[1].error or 0.0),
         )  # fmt: skip
         return dataclasses.replace(one, rank=rank)
 
@@ -206,7 +206,7 @@ def worst_calls(by_rank: Sequence[Sequence[CallComparison]]) -> tuple[CallCompar
 
 
 def worst_of(found: Sequence[Comparison]) -> Comparison:
-    """One comparison of those of all ranks, which tried the same modules: each figure is the worst."""
+    """Merge the comparisons of all ranks, which tried the same modules: each figure is the worst."""
     first = found[0]
     names = dict.fromkeys(name for one in found for name in one.parameters)
     return dataclasses.replace(
@@ -215,7 +215,7 @@ def worst_of(found: Sequence[Comparison]) -> Comparison:
         output_error=_largest(one.output_error for one in found),
         gradient_error=_largest(one.gradient_error for one in found),
         calls=worst_calls([one.calls for one in found]),
-        tried=tuple(map(_worst_trial, zip(*(one.tried for one in found), strict=True))),
+        tried=tuple(map(_worst_exemption, zip(*(one.tried for one in found), strict=True))),
         parameters={name: _largest(one.parameters.get(name) for one in found) for name in names},
         loss_scale=min((one.loss_scale for one in found if one.loss_scale is not None), default=None),
         strayed=sum(one.strayed for one in found),
@@ -225,14 +225,14 @@ def worst_of(found: Sequence[Comparison]) -> Comparison:
     )
 
 
-def _worst_trial(trials: tuple[TriedExemption, ...]) -> TriedExemption:
+def _worst_exemption(tried: tuple[TriedExemption, ...]) -> TriedExemption:
     return TriedExemption(
-        trials[0].path,
-        trials[0].plan,
-        _largest(trial.loss_error for trial in trials),
-        _largest(trial.output_error for trial in trials),
-        _largest(trial.gradient_error for trial in trials),
-        next((trial.reason for trial in trials if trial.reason), ""),
+        tried[0].path,
+        tried[0].plan,
+        _largest(one.loss_error for one in tried),
+        _largest(one.output_error for one in tried),
+        _largest(one.gradient_error for one in tried),
+        next((one.reason for one in tried if one.reason), ""),
     )
 
 
@@ -245,7 +245,7 @@ def _size(value: float | None) -> float:
 
 
 def said_by_rank(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The notes of all ranks, each once; with the ranks that have it where others have not."""
+    """The notes of all ranks, each once, with the ranks' numbers if not all ranks have it."""
     ranks: dict[str, list[int]] = {}
     for rank, said in enumerate(notes):
         for note in said:
@@ -256,7 +256,7 @@ def said_by_rank(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def relative(one: float, other: float) -> float | None:
-    """|other - one| / |one| of two numbers; None where that is not a number."""
+    """|other - one| / |one| of two numbers; None if that is undefined."""
     if one == other:
         return 0.0
     return abs(other - one) / abs(one) if one and math.isfinite(one) and math.isfinite(other) else None

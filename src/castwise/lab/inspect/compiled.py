@@ -1,7 +1,7 @@
-"""Crossings in compiled code: at every border of a call stands an operator that the compiler does not look into.
+"""Observe tensors between calls in compiled code: an opaque custom operator stands at every border of a call.
 
-So each module's own code is compiled as it would be, and what the compiler fuses across borders is not. Nothing is found of calls
-below a border in a checkpointed piece, whose tracing allows no such hooks.
+Each module's own code is compiled as usual; fusions across borders are prevented. Calls inside an activation-checkpointed
+region are not observed, since its tracing does not allow such hooks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _watching: list[CompiledCrossings] = []
 
 
 class CompiledCrossings(Observer):
-    """Watches the calls of all modules of a prepared model that is compiled in its first call, for one pass.
+    """Watches all module calls of a prepared model that is compiled in its first call, for one pass.
 
-    It has hooks of its own, which Dynamo traces; they are there before anything is compiled.
+    It registers its own hooks, which Dynamo traces; they are registered before anything is compiled.
 
     Args:
         forward: As for :class:`~castwise.lab.inspect.crossings.Crossings`.
-        backward: The same.
-        writes: Paths of modules that write to their inputs: these are not looked at, since the caller would not see the write.
+        backward: As for :class:`~castwise.lab.inspect.crossings.Crossings`.
+        writes: Paths of modules that write to their inputs; these are skipped, since the caller would not see the write.
     """
 
     def __init__(self, forward: Forward, backward: Backward, writes: frozenset[str]) -> None:
@@ -39,7 +39,7 @@ class CompiledCrossings(Observer):
 
     @contextlib.contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
-        """Put hooks on all modules, and take them off."""
+        """Register hooks on all modules, and remove them at the end."""
         _define()
         with contextlib.ExitStack() as hooks:
             for path, module in model.named_modules():
@@ -51,13 +51,13 @@ class CompiledCrossings(Observer):
             yield
 
     def seen(self, tensor: Tensor, point: Point, back: bool) -> Tensor:
-        """What goes on in the place of a tensor that arrived; a copy where that is the tensor itself."""
+        """The tensor to continue with; a copy if that is the tensor itself."""
         put = self._backward(point, tensor) if back else self._forward(point, tensor, False)
         return tensor.clone() if put is None else put
 
 
 def _hooks(path: str, writes: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks that Dynamo traces: numbers are counted while it does, since each pass is compiled anew."""
+    """Hooks that Dynamo traces; calls are numbered during tracing, since each pass is compiled anew."""
     began = [0]
 
     def crossed(value: Any, side: Literal["in", "out"], number: int) -> Any:
@@ -85,7 +85,7 @@ def _hooks(path: str, writes: bool) -> tuple[Callable[..., Any], Callable[..., A
 
 @functools.cache
 def _define() -> None:
-    """Register the operators; once, when they are first needed."""
+    """Register the operators, once, at first use."""
     schema = "(Tensor tensor, str path, int number, bool out, int index) -> Tensor"
 
     def look(tensor: Tensor, path: str, number: int, out: bool, index: int, back: bool) -> Tensor:
@@ -102,10 +102,10 @@ def _define() -> None:
         return torch.empty_like(tensor)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.place = inputs[1:]
+        ctx.border = inputs[1:]
 
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return torch.ops.castwise.cross_back(gradient, *ctx.place), None, None, None, None
+        return torch.ops.castwise.cross_back(gradient, *ctx.border), None, None, None, None
 
     forward = torch.library.custom_op("castwise::cross", cross, mutates_args=(), schema=schema)
     forward.register_fake(like)

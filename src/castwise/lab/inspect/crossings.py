@@ -1,10 +1,10 @@
-"""What crosses the borders of module calls in a forward and backward: every tensor on its way in and out, and its gradient.
+"""Observe every tensor that enters or leaves a module call in a forward and backward, and its gradient.
 
-Each is handed to a function that looks at it and may put another in its place. A call is named by the module's path and its
-number, counted from 0 in forward. Where activation checkpointing runs a call again during backward, it is found by what it
-was given, and has the number that it had.
+Each tensor is given to a function that may replace it. A call is named by the module's path and its number, counted from 0
+in forward. A call that activation checkpointing repeats in backward is recognised by its inputs and keeps the number of the
+original call.
 
-In code that torch.compile has made modules are not called one by one: see :mod:`castwise.lab.inspect.compiled`.
+Code compiled by torch.compile makes no single module calls: see :mod:`castwise.lab.inspect.compiled`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from castwise.lab.passes.observers import Call, Observer
 
 
 class Point(NamedTuple):
-    """Where a tensor crosses a border: on its way into or out of a call, and the how manyeth tensor of these."""
+    """Where a tensor enters or leaves a call, and its index among the tensors that do so."""
 
     call: Call
     side: Literal["in", "out"]
@@ -32,19 +32,19 @@ class Point(NamedTuple):
 
 
 Forward = Callable[[Point, Tensor, bool], Tensor | None]
-"""Takes what arrives at a point, without a graph, and whether the call is computed again in backward; returns what goes on in
-its place, None for itself."""
+"""Gets the detached tensor at a point, and whether the call is a recomputation in backward; returns a replacement,
+or None to keep the tensor."""
 Backward = Callable[[Point, Tensor], Tensor | None]
-"""The same of a gradient."""
+"""The same for a gradient."""
 
 
 class _Cross(torch.autograd.Function):
-    """A tensor on one side of a border, and its gradient on the other."""
+    """Pass a tensor through a border and show its gradient on the way back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, held: list[Tensor], point: Point, look: Backward) -> Tensor:
         ctx.point, ctx.look = point, look
-        return held[0]  # an argument that came back would be a view, which may not be written to
+        return held[0]  # returning an argument would make a view, which must not be written to
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -55,7 +55,7 @@ class _Cross(torch.autograd.Function):
 
 @dataclass
 class _Running:
-    """A call that runs: what goes in by copies, with the originals, which a module that works in place writes through to."""
+    """A call in progress: copies of its inputs, and the originals, to which in-place writes are copied back."""
 
     module: nn.Module
     call: Call | None
@@ -64,19 +64,19 @@ class _Running:
 
 
 class Crossings(Observer):
-    """Watches the calls of all modules of a model, prepared or not, for one forward and backward.
+    """Watches all module calls of a model, prepared or not, for one forward and backward.
 
-    It has hooks of its own, which put other tensors in the place of those that cross, and sit inside of a plan's borders, where
-    tensors have the format that the module computes with.
+    It registers its own hooks, which may replace tensors. They run inside the plan's borders, where tensors have the format that
+    the module computes in.
 
     Args:
-        forward: Sees each tensor that crosses, and may put another in its place.
-        backward: Sees each gradient that comes back, and may put another in its place.
+        forward: Gets each tensor that enters or leaves a call, and may replace it.
+        backward: Gets each gradient, and may replace it.
 
     Attributes:
-        callers: Each call, in the order in which they began, with the one that it was made in; None in the loss.
-        writes: Paths of modules that have written to their inputs.
-        unseen: Tensors that could not be watched, since they are sparse, nested or of a class of their own.
+        callers: Each call, in the order in which they started, with the call that made it; None for calls made by the loss.
+        writes: Paths of modules that wrote to their inputs.
+        unseen: Tensors that could not be watched: sparse, nested or of a tensor subclass.
     """
 
     def __init__(self, forward: Forward, backward: Backward) -> None:
@@ -92,7 +92,7 @@ class Crossings(Observer):
 
     @contextlib.contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
-        """Put hooks on all modules, and take them off."""
+        """Register hooks on all modules, and remove them at the end."""
         self._paths = {module: path for path, module in model.named_modules()}
         with contextlib.ExitStack() as hooks:
             hooks.callback(self._running.clear)
@@ -119,7 +119,7 @@ class Crossings(Observer):
         return self._crossed((args, kwargs), "in", running)
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> Any:
-        """Forward hook; runs after an exception too, as checkpointing ends what it computes again by one."""
+        """Forward hook; also runs after an exception, since checkpointing ends its recomputation with one."""
         if not self._running or self._running[-1].module is not module:
             return None
         running = self._running[-1]
@@ -133,7 +133,7 @@ class Crossings(Observer):
             self._running.pop()
 
     def _found_again(self, path: str, given: tuple[float, ...]) -> Call | None:
-        """The call that is computed again: the last one that was given the same and was not found yet, or else the last."""
+        """The call being recomputed: the last one with the same inputs that was not matched yet, or else the last one."""
         left = self._left.get(path) or []
         for call in reversed(left):
             if _same(self._given[call], given):
@@ -145,7 +145,7 @@ class Crossings(Observer):
         seen: dict[int, Tensor] = {}
 
         def cross(tensor: Tensor) -> Tensor:
-            if id(tensor) not in seen:  # attention asks whether its query is its key
+            if id(tensor) not in seen:  # attention tests whether its query is its key
                 seen[id(tensor)] = self._cross(tensor, side, len(seen), running)
             return seen[id(tensor)]
 
@@ -167,7 +167,7 @@ class Crossings(Observer):
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers can be looked at here: it is dense, of no subclass, and in no transform of torch.func."""
+    """Whether a tensor's values can be read here: it is dense, of no subclass, and not inside a torch.func transform."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_nested

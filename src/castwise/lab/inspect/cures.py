@@ -1,4 +1,4 @@
-"""Which plans make a pass finite that is not: each is tried before it is recommended."""
+"""Find plans that make a non-finite pass finite; each is run before it is recommended."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from castwise.lab.passes.passes import at_scale
 
 _RESCALES = 4
 _RESCALE = 2.0**-4
-"""A smaller loss scale that is tried, over the one before."""
+"""Factor by which a smaller loss scale is tried."""
 _CALLED: Mapping[str, tuple[str, ...]] = {
     "mm": ("mm", "matmul", "linear"), "addmm": ("addmm", "linear"), "bmm": ("bmm", "matmul"),
     "_softmax": ("softmax",), "_log_softmax": ("log_softmax",), "native_layer_norm": ("layer_norm",),
     "native_group_norm": ("group_norm",), "convolution": ("conv1d", "conv2d", "conv3d"),
     "linalg_vector_norm": ("norm", "linalg_vector_norm"), "_to_copy": (), "copy_": (), "lift_fresh": (),
 }  # fmt: skip
-"""What operators below autograd are called above it, where a plan's rules see them; none where there is nothing to rule."""
+"""Names above autograd, as a plan's rules use them, of operators below it; None for operators that no rule applies to."""
 
 
 @dataclass(frozen=True)
 class TriedCure:
-    """A plan that was tried.
+    """A plan that was run to see whether it cures the pass.
 
     Attributes:
-        what: What of the plan differs, in words.
+        what: How it differs from the original plan, in words.
         plan: The whole plan.
         finite: Whether loss, gradients and buffers were finite under it.
         error: Why it could not run; empty where it did.
@@ -50,37 +50,37 @@ def try_cures(
     reached: Callable[[Plan], Collection[str]],
     scaled: bool,
 ) -> list[TriedCure]:
-    """Try plans, from the one that changes least, until one makes the pass finite and it is known what kind of cure there is.
+    """Run plans, from the smallest change on, until one makes the pass finite and the kind of cure is known.
 
     Args:
-        plan: Under which it is not.
-        place: Of the operator; None where the cause is none.
-        model: To name regions of.
-        reached: Runs a plan, and says what is not finite under it.
-        scaled: Whether gradients alone are not finite, so that a smaller loss scale may do.
+        plan: The plan under which the pass is not finite.
+        place: Of the operator; None if no operator is the cause.
+        model: Gives the names of regions.
+        reached: Runs a plan and returns what is not finite under it.
+        scaled: Whether only gradients are not finite, so that a smaller loss scale may be enough.
 
     Returns:
-        All that were tried, in order.
+        All plans that were run, in order.
     """
-    trials: list[TriedCure] = []
+    tried: list[TriedCure] = []
 
     def run(what: str, candidate: Plan) -> bool:
         try:
             finite, candidate = _finite(candidate, reached)
             if finite and candidate.loss_scale != plan.loss_scale and candidate.loss_scale is not None:
                 what = f"{what}{', at ' if what else ''}a loss scale of {candidate.loss_scale.init:g}"
-            trials.append(TriedCure(what or "a smaller loss scale", candidate, finite))
-        except CastwiseError as error:  # a rule or region that the plan or the device does not take
-            trials.append(TriedCure(what, candidate, False, sentence(error)))
-        return trials[-1].finite
+            tried.append(TriedCure(what or "a smaller loss scale", candidate, finite))
+        except CastwiseError as error:  # the plan or the device does not support the rule or region
+            tried.append(TriedCure(what, candidate, False, sentence(error)))
+        return tried[-1].finite
 
     if scaled and plan.loss_scale is not None and run("", plan):
-        return trials
+        return tried
     if plan.formats.isdisjoint(LOW):
         run("fp64", dataclasses.replace(plan, regions=(Region("**", compute="fp64"),)))
-        return trials
+        return tried
     if not run("fp32", PRESETS["fp32"]):
-        return trials  # then no part of it does
+        return tried  # then no smaller change does either
     for what, candidate in _narrow(plan, place, model):
         if run(what, candidate):
             break
@@ -95,24 +95,24 @@ def try_cures(
             loss_scale=None,
         )
         run("bf16 instead of fp16", swapped)
-    return trials
+    return tried
 
 
 def _finite(plan: Plan, reached: Callable[[Plan], Collection[str]]) -> tuple[bool, Plan]:
-    """Whether a pass is finite, and under which plan: a loss scale is lowered where gradients overflow, as training would."""
+    """Whether a pass is finite, and under which plan: the loss scale is lowered if gradients overflow, as in training."""
     for _ in range(_RESCALES + 1):
         bad = reached(plan)
         scale = plan.loss_scale
         if not bad or scale is None or not all(name.startswith("gradient") for name in bad):
             return not bad, plan
-        if scale.init * _RESCALE < 1.0:  # which makes gradients smaller than they are
+        if scale.init * _RESCALE < 1.0:  # a scale below 1 makes gradients smaller
             break
         plan = at_scale(plan, scale.init * _RESCALE)
     return False, plan
 
 
 def _narrow(plan: Plan, place: OperatorRun | None, model: nn.Module) -> Iterator[tuple[str, Plan]]:
-    """Plans in which one operator, or one region, from the inside out, is kept in fp32."""
+    """Plans that keep one operator, or one region from the innermost outwards, in fp32."""
     if place is None:
         return
     name = place.forward or place.operator

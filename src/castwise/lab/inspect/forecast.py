@@ -1,12 +1,12 @@
-"""``forecast``: what low formats would do to a model's numbers, seen in an fp32 run.
+"""``forecast``: what low formats would do to a model's numbers, from an fp32 run.
 
-Weights, activations, gradients and updates are cast to each format and back, region by region: how many overflow, vanish
-or lose digits, and for fp16 which loss scales hold the gradients. A device that computes in the formats is not needed.
+Weights, activations, gradients and updates are cast to each format and back, per region: the shares that overflow, underflow
+or lose digits, and for fp16 the loss scales that hold the gradients. No device that computes in the formats is needed.
 
-Which of the numbers a plan keeps in fp32 is learned from one run under it: what autocasting leaves wide, and never casts
-at its use, is listed as *kept* and does not count against a format.
+Which numbers a plan keeps in fp32 is learned from one run under it: what autocasting leaves in fp32 and never casts
+at use is listed as *kept* and does not count against a format.
 
-Ranges are all that it judges. Whether a format's digits are enough for the gradients, :func:`castwise.parity` tests.
+The forecast is about ranges only. Whether a format has enough digits for the gradients is tested by :func:`castwise.parity`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from castwise.lab.timing.environment import environment
 __all__ = ["FORECAST", "MICROBATCHES", "Forecast", "RegionForecast", "Spread", "TensorForecast", "forecast"]
 
 FORECAST = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
-"""The formats that a forecast can be made for."""
+"""Formats that can be forecast."""
 MICROBATCHES = 4
 
 
@@ -50,27 +50,27 @@ def forecast(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Forecast:
-    """Say what low formats would do to a model's numbers, from a run in fp32.
+    """Forecast what low formats would do to a model's numbers, from a run in fp32.
 
-    Everything runs on copies: the model, random numbers and process-wide settings are as before when it returns or
+    Everything runs on copies: the model, random numbers and process-wide settings are unchanged when it returns or
     fails. Compiled models run uncompiled.
 
-    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with batches of its own. All get
-    the one forecast of all their batches; gradients are those of a rank's own batch, before they are averaged.
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks call it together, each with its own batches. All get
+    one forecast over all batches; gradients are those of a rank's own batch, before averaging.
 
     Args:
-        model: In any state of training: its modes are kept. What of it is stored in bf16 or fp16 is widened. One that is sharded
-            is copied whole on every rank.
+        model: In any training state: its modes are kept. Tensors stored in bf16 or fp16 are widened. A sharded model is copied
+            whole on every rank.
         loss: ``loss(model, batch)`` -> scalar tensor, fp32.
-        batches: A sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator.
-        formats: Of ``fp16``, ``bf16``, ``fp8_e4m3`` and ``fp8_e5m2``. Tensors in fp8 are scaled each by itself, gradients in fp16
-            by one loss scale.
-        optimizer: ``optimizer(params)`` -> Optimizer, for the updates: on a copy it makes a few steps.
-        plan: Whose casts are assumed, whatever its format: one that computes low. ``bf16-mixed+rules=cuda`` tells on a CPU what
+        batches: A sequence, a re-iterable, or ``batches(seed)`` -> iterator.
+        formats: Of ``fp16``, ``bf16``, ``fp8_e4m3`` and ``fp8_e5m2``. fp8 tensors each have their own scale, fp16 gradients share
+            one loss scale.
+        optimizer: ``optimizer(params)`` -> Optimizer; it makes a few steps on a copy, to get the updates.
+        plan: The plan whose casts are assumed, whatever its format; it must compute low. ``bf16-mixed+rules=cuda`` shows on a CPU what
             autocasting casts on a GPU; ``bf16-true`` keeps nothing in fp32.
-        microbatches: How many to run, on each rank.
+        microbatches: How many each rank runs.
         device: By default the device of the model's parameters.
-        seed: Of random draws and, where batches are a function, of these.
+        seed: Of random draws and, if batches are a function, of the batches.
 
     Returns:
         The forecast: ``.answer``, ``.recommendation``, ``.scales``, ``.regions``, ``.table()``, ``.save(folder)``.

@@ -1,4 +1,4 @@
-"""What a forecast found, as frozen data that turns into a table, JSON and a page."""
+"""The result of a forecast, as frozen data for a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class TensorForecast:
     """What formats do to a region's tensors of one kind.
 
     Attributes:
-        kind: ``weights``; ``activations``, each result of a function in forward; ``gradients``, of these; ``weight gradients``;
-            ``updates``, those of them that are not zero.
+        kind: ``weights``; ``activations``: each function result in forward; ``gradients``: of these results; ``weight gradients``;
+            ``updates``: the nonzero updates.
         kept: Whether the plan keeps them in fp32.
-        count: Values, of a complex one two.
-        not_finite: Of these infinite or NaN in fp32 already, as in a mask; they count nowhere else.
-        largest: Magnitude.
-        histogram: Magnitudes by powers of two, of a sample where tensors are large.
-        casts: Per format as it is, and where training would scale, scaled. Of ``updates`` in the formats that weights can be
-            stored in: ``flush`` is the share that rounding drops.
+        count: Number of values; a complex one counts twice.
+        not_finite: Values infinite or NaN already in fp32, as in a mask; excluded from all other figures.
+        largest: Largest magnitude.
+        histogram: Magnitudes by powers of two; of large tensors, of a sample.
+        casts: Per format the unscaled cast, and the scaled cast if training would scale. For ``updates``, in formats that weights
+            can be stored in: ``flush`` is the share that rounding drops.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class TensorForecast:
     casts: tuple[Cast, ...]
 
     def cast(self, format: str, scaled: bool = True) -> Cast | None:
-        """What a format does: scaled as in training where that scales, or as it is; None where it was not asked."""
+        """The cast to a format: the scaled one if training would scale, else the unscaled one; None if not asked for."""
         found = [cast for cast in self.casts if cast.format == format]
         return next(
             (cast for cast in found if (cast.scale is not None) is scaled), found[0] if found else None
@@ -53,19 +53,19 @@ class TensorForecast:
 
 @dataclass(frozen=True)
 class RegionForecast:
-    """What formats do to one module's own tensors, those of modules inside it not counted.
+    """What formats do to one module's own tensors, without those of its submodules.
 
     Attributes:
         path: Of the module, empty for the model itself.
         module: Its class.
-        tensors: By kind; what the plan keeps in fp32 apart.
-        scales: Loss scales under which fp16 holds its gradients; None without any.
-        poles: By format the share of values that become 0 and that a function divides by, or takes the root or the logarithm of;
-            of the function with the most.
-        troubles: By format why it does not hold them where the plan casts; formats that hold are absent.
-        stored: The same where everything, parameters too, is stored in the format, without masters and loss scale.
-        computed: Low formats that the plan itself computes in here; none where it keeps all in fp32.
-        trouble: Why one of these does not hold the numbers; empty where they do, or were not asked for.
+        tensors: By kind; tensors that the plan keeps in fp32 are separate entries.
+        scales: Loss scales at which fp16 holds its gradients; None if it has no gradients.
+        poles: Per format, the function most affected by values that become 0 before a division, root or logarithm, and the
+            share of these values.
+        troubles: Per format that does not hold the numbers which the plan casts, the reason; other formats are absent.
+        stored: The same if everything, parameters included, is stored in the format, without masters or loss scale.
+        computed: Low formats that the plan computes in here; empty if it keeps everything in fp32.
+        trouble: Why one of these does not hold the numbers; empty if all do, or were not asked for.
     """
 
     path: str
@@ -85,12 +85,12 @@ class RegionForecast:
 
 @dataclass(frozen=True)
 class Spread:
-    """What becomes of values that overflow in a format, seen in a run of the plan in it.
+    """Where overflows spread to, from a run of the plan in the format.
 
     Attributes:
         sources: Regions whose own activations overflow.
-        reached: Others whose results are not finite then.
-        gradients: Whether gradients of parameters are not finite either, so that the step is lost.
+        reached: Other regions whose results become non-finite.
+        gradients: Whether parameter gradients become non-finite too, so that the step is lost.
     """
 
     sources: tuple[str, ...]
@@ -98,7 +98,7 @@ class Spread:
     gradients: bool
 
     def __or__(self, other: Spread) -> Spread:
-        """What is seen in either of two runs."""
+        """The union of two runs' results."""
         reached = tuple(dict.fromkeys([*self.reached, *other.reached]))
         return Spread(self.sources, reached, self.gradients or other.gradients)
 
@@ -108,22 +108,22 @@ class Forecast(Result):
     """What formats would do to a model's numbers.
 
     Attributes:
-        model: Its class.
+        model: The model's class.
         plan: The plan whose casts are assumed.
         formats: Asked for.
-        answer: In a few sentences.
-        plan_answer: What the plan's own formats do, region by region, in a sentence; empty where they were not asked for.
-        recommendation: The line of the plan whose format holds the most, with regions in fp32 where it does not; None where no
-            format of ``bf16`` and ``fp16`` was asked for or holds the model itself.
-        regions: In the model's order, those that compute something.
-        scales: Loss scales under which fp16 holds all gradients; None without fp16 or gradients.
-        loss_scale: With which gradients were cast to fp16; 1 without.
-        microbatches: That were run, on all ranks together.
-        passes: Forward/backwards it took, on all ranks together.
-        spreads: By format in which activations overflow what these become.
-        notes: What else to know, a sentence each.
-        environment: Where it was made, by the first rank.
-        ranks: Processes whose batches it is made of.
+        answer: The result in a few sentences.
+        plan_answer: What the plan's own formats do per region, in a sentence; empty if they were not asked for.
+        recommendation: The plan line of the low format that holds most regions, with the others in fp32; None if neither ``bf16``
+            nor ``fp16`` was asked for or holds the model itself.
+        regions: Those that compute something, in model order.
+        scales: Loss scales at which fp16 holds all gradients; None without fp16 or gradients.
+        loss_scale: Loss scale at which gradients were cast to fp16; 1 without one.
+        microbatches: How many were run, on all ranks together.
+        passes: Number of forward/backward passes, on all ranks together.
+        spreads: Per format in which activations overflow, where the overflows spread to.
+        notes: Further remarks, a sentence each.
+        environment: Device and versions of the first rank.
+        ranks: Number of processes whose batches were used.
     """
 
     kind: ClassVar[str] = "forecast"
@@ -169,10 +169,10 @@ class Forecast(Result):
         """Write ``forecast.json`` and the page ``forecast.html``.
 
         Args:
-            folder: Where to; made if it does not exist.
+            folder: Created if it does not exist.
 
         Returns:
-            The path of the page; where Jinja is missing a warning says so, and it is that of the JSON file.
+            The page's path; without Jinja a warning is given, and it is the path of the JSON file.
         """
         return self._save(Path(folder) / "forecast.html", Path(folder) / "forecast.json")[0]
 

@@ -1,4 +1,4 @@
-"""The passes of a forecast, and what is summed up of them."""
+"""The passes of a forecast and the sums over them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from castwise.core.plans.plan import Plan
 from castwise.errors import told
 from castwise.lab.inspect.forecast_result import Forecast, RegionForecast, Spread, TensorForecast
 from castwise.lab.inspect.plan_casts import PlanCasts
-from castwise.lab.inspect.range_verdicts import (
+from castwise.lab.inspect.range_limits import (
     answer,
     plan_answer,
     plan_trouble,
@@ -36,13 +36,13 @@ from castwise.lab.timing.environment import Environment
 
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "weight gradients", "updates")
 VISIBLE = 0.1
-"""From this share of vanishing gradients on, a region gets a note, however small they are beside others'."""
+"""A region whose share of vanishing gradients reaches this gets a note, however small its gradients are relative to others."""
 Key = tuple[str, Kind, bool]
 """A region, a kind of tensor, and whether the plan keeps it in fp32."""
 
 
 class Ledger:
-    """What is summed up of a region's tensors of one kind: magnitudes together, casts by site."""
+    """Sums over a region's tensors of one kind: magnitudes together, casts per site."""
 
     def __init__(self) -> None:
         self.count = self.not_finite = 0
@@ -50,7 +50,7 @@ class Ledger:
         self.tallies: dict[tuple[str, float | str | None], dict[Site, Tally]] = {}
 
     def add(self, site: Site, tensor: Tensor, formats: Iterable[tuple[Format, float | str | None]]) -> bool:
-        """Cast a tensor's values to formats, each with its scale; whether all are finite."""
+        """Cast a tensor's values to formats, each with its scale; return whether all values are finite."""
         values = Values.of(tensor)
         numbers = tensor.numel() * (2 if tensor.is_complex() else 1)
         self.count += numbers
@@ -62,12 +62,12 @@ class Ledger:
         return numbers == values.count
 
     def put(self, site: Site, format: str, scale: float | str | None, found: Tally) -> None:
-        """Add what a format makes of a site's values."""
+        """Add the result of casting a site's values to a format."""
         sites = self.tallies.setdefault((format, scale), {})
         sites[site] = sites.get(site, Tally()) + found
 
     def join(self, other: Ledger) -> None:
-        """Add what another process has summed up."""
+        """Add another process's sums."""
         self.count += other.count
         self.not_finite += other.not_finite
         self.magnitudes += other.magnitudes
@@ -81,7 +81,7 @@ class Ledger:
         return max((tally.square for sites in self.tallies.values() for tally in sites.values()), default=0.0)
 
     def forecast(self, path: str, kind: Kind, kept: bool, least: float) -> TensorForecast:
-        """What was summed up; sites whose square is below ``least`` lose nothing that counts."""
+        """The forecast from the sums; sites whose sum of squares is below ``least`` do not count as losing anything."""
         casts = tuple(cast_of([*sites.values()], *key, least) for key, sites in self.tallies.items())
         seen = self.magnitudes
         return TensorForecast(
@@ -91,15 +91,15 @@ class Ledger:
 
 @dataclasses.dataclass
 class Seen:
-    """What one process sees in its passes.
+    """The observations of one process.
 
     Attributes:
         ledgers: By region, kind of tensor, and whether the plan keeps it in fp32.
-        low: Paths of modules that give low formats by themselves.
-        poles: Casts of what must not become 0, by path, format and function.
-        ranges: Magnitudes of gradients that would be low, by path.
-        microbatches: That were run.
-        passes: Forward/backwards it took.
+        low: Paths of modules that return low formats of their own accord.
+        poles: Casts of values that must not become 0, by path, format and function.
+        ranges: Magnitudes of the gradients that would be in a low format, by path.
+        microbatches: How many were run.
+        passes: Number of forward/backward passes.
     """
 
     ledgers: dict[Key, Ledger] = dataclasses.field(default_factory=dict)
@@ -110,11 +110,11 @@ class Seen:
     passes: int = 0
 
     def ledger(self, path: str, kind: Kind, kept: bool) -> Ledger:
-        """Where to sum up tensors."""
+        """The ledger of a region, kind and whether kept; created if needed."""
         return self.ledgers.setdefault((path, kind, kept), Ledger())
 
     def add_pole(self, path: str, format: str, function: str, found: Tally) -> None:
-        """Add what a format makes of values that a function must not find 0."""
+        """Add the cast of values that a function needs to be nonzero."""
         poles = self.poles.setdefault(path, {}).setdefault(format, {})
         poles[function] = poles.get(function, Tally()) + found
 
@@ -135,10 +135,10 @@ class Run:
     """The passes of a forecast.
 
     Args:
-        prober: That runs them; among ranks each its own.
-        plan: Whose casts are assumed.
+        prober: Runs the passes; each rank has its own.
+        plan: The plan whose casts are assumed.
         formats: Asked for.
-        ranks: The processes that make the forecast together. They learn of the first which tensors the plan casts.
+        ranks: The processes that make the forecast together. The first rank's run tells all which tensors the plan casts.
     """
 
     def __init__(self, prober: Prober, plan: Plan, formats: list[Format], ranks: Looking) -> None:
@@ -152,11 +152,11 @@ class Run:
         self._ranks = ranks
 
     def run(self, microbatches: int, updates: Callable[[], Iterable[tuple[str, Tensor, Tensor]]]) -> None:
-        """Make all passes; where one fails, all ranks do.
+        """Run all passes; a failure on one rank is raised on all.
 
         Args:
-            microbatches: How many of this process's own.
-            updates: What the optimizer's steps do to each parameter: name, weights and update.
+            microbatches: How many this process runs.
+            updates: Per parameter the optimizer's last step: name, weights and update.
         """
         self._ranks.each(self._learn)
         self.casts = self._ranks.first(lambda: self.casts)
@@ -184,7 +184,7 @@ class Run:
             self.prober.extend(microbatches - 1)
 
     def _look_at_all(self, updates: Callable[[], Iterable[tuple[str, Tensor, Tensor]]]) -> None:
-        if self._ranks.rank == 0:  # they are the same on all
+        if self._ranks.rank == 0:  # updates are the same on all ranks
             for name, parameter in self.prober.model.named_parameters():
                 if parameter.is_floating_point() or parameter.is_complex():
                     self._look("weights", site_of(name), parameter.detach())
@@ -205,7 +205,7 @@ class Run:
             self.not_finite.add(site)
 
     def _poles(self, inputs: list[tuple[Site, Tensor]], _results: list[Tensor]) -> None:
-        """Count what must not become 0 and does."""
+        """Count values that must not become 0 and do."""
         for site, tensor in inputs:
             if site in self.casts.poles:
                 values = Values.of(tensor)
@@ -215,10 +215,10 @@ class Run:
                         self.seen.add_pole(site.path, format.name, function, values.tally(format))
 
     def _scaled(self, kind: Kind) -> Iterable[tuple[Format, float | str | None]]:
-        """Each format as it is, and scaled where training would."""
+        """Each format unscaled, and scaled if training would scale."""
         for format in self.formats:
             is_fp8 = format.name.startswith("fp8")
-            if is_fp8 and kind == "weight gradients":  # results of products, which no recipe stores in fp8
+            if is_fp8 and kind == "weight gradients":  # no recipe stores these products in fp8
                 continue
             yield format, None
             if is_fp8:
@@ -230,7 +230,7 @@ class Run:
         return self.seen.ledger(site.path, kind, self.casts.keeps(kind, site))
 
     def _see_updates(self, updates: Iterable[tuple[str, Tensor, Tensor]]) -> None:
-        """Take in what an optimizer's step does to weights that are stored low."""
+        """Record the optimizer's update of weights that are stored low."""
         for name, old, update in updates:
             if not old.is_floating_point() or old.dtype is torch.float64 or not bool(update.any()):
                 continue
@@ -248,7 +248,7 @@ class Run:
                     ))  # fmt: skip
 
     def forecast(self, where: Environment) -> Forecast:
-        """What all ranks saw, with what follows from it."""
+        """The forecast from the observations of all ranks."""
         seen = self._ranks.to_first(self.seen)
         regions = self._ranks.first(lambda: self._regions(seen))
         spreads = self._spreads(regions)
@@ -304,7 +304,7 @@ class Run:
         )  # fmt: skip
 
     def _spreads(self, regions: Sequence[RegionForecast]) -> dict[str, Spread]:
-        """By format in which something overflows what becomes of it on any rank, where the device can run it."""
+        """Per format with an overflow, where it spreads to on any rank, if the device can run the format."""
         out = {}
         for name in (format.name for format in self.formats if format.name in LOW):
             if sources := overflowing(regions, name):
@@ -317,14 +317,14 @@ class Run:
         return out
 
     def _spread(self, name: str, sources: Sequence[str]) -> Spread | str:
-        """What this rank's microbatches show, or why the device cannot run the format."""
+        """The spread over this rank's microbatches, or why the device cannot run the format."""
         try:
             return spread(self.prober, self.plan, name, sources, self.loss_scale, self.not_finite)
-        except Exception as error:  # as of an operator that this device does not have in the format
+        except Exception as error:  # such as an operator without a kernel for the format on this device
             return told(error, whole=False)
 
     def _worst_poles(self, path: str) -> dict[str, tuple[str, float]]:
-        """By format the function whose values become 0 most, and their share."""
+        """Per format, the function with the largest share of values that become 0, and that share."""
         out = {}
         for format, functions in self.seen.poles.get(path, {}).items():
             name, share = max(

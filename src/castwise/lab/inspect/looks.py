@@ -1,4 +1,4 @@
-"""What one pass does with the tensors that cross: keeps them, measures them against another pass, puts others in their place."""
+"""What one pass does with the tensors between calls: keep, compare or replace them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from castwise.lab.passes.observers import Call
 
 
 class Key(NamedTuple):
-    """A value at a point, or, back, the how manyeth gradient there: a loss that takes gradients by itself has several."""
+    """A value at a point, or in the backward a gradient there by number: a loss that calls autograd itself makes several."""
 
     point: Point
     back: bool = False
@@ -24,22 +24,22 @@ class Key(NamedTuple):
 
     @property
     def is_made_by_callee(self) -> bool:
-        """Whether it is the gradient of an input, which comes out of the call."""
+        """Whether it is the gradient of an input, which the call produces."""
         return self.back and self.point.side == "in"
 
 
 @dataclass
 class Look:
-    """What one pass does with what crosses.
+    """Keeps, compares or replaces tensors between calls in one pass.
 
     Attributes:
-        scale: Of the pass's loss; gradients are kept without it.
-        reference: What to measure against.
-        keep: Whether to keep what arrives.
-        put: What goes on, by key and what arrived; None for that.
-        kept: What arrived.
+        scale: The loss scale of the pass; kept gradients are unscaled.
+        reference: Tensors to compare with.
+        keep: Whether to keep the tensors.
+        put: Gives the replacement of a tensor by its key; None for no replacement.
+        kept: The tensors kept.
         errors: Against the reference.
-        dtypes: Of what arrived.
+        dtypes: Of the tensors seen.
     """
 
     scale: float = 1.0
@@ -53,14 +53,14 @@ class Look:
     _hits: Counter[Point] = field(default_factory=Counter)
 
     def begin(self, scale: float | None) -> tuple[Forward, Backward]:
-        """Forget what was seen, for a pass whose loss has a scale."""
+        """Clear all results, for a pass with a loss scale."""
         for seen in (self.kept, self.errors, self.dtypes, self.shapes, self._hits):
             seen.clear()
         self.scale = scale or 1.0
         return self.forward, self.backward
 
     def at_the_end(self) -> float | None:
-        """The error of the model's outputs, the worst of them; None where there is none."""
+        """The worst error of the model's outputs; None without outputs."""
         root = Call("", 0)
         errors = [
             error.norm
@@ -70,14 +70,14 @@ class Look:
         return max(errors, default=None)
 
     def forward(self, point: Point, tensor: Tensor, again: bool) -> Tensor | None:
-        """See a tensor that crosses in forward."""
+        """Handle a tensor in forward."""
         key = Key(point)
         if not again:
             self._see(key, tensor)
         return self._given(key, tensor, tensor, 1.0)
 
     def backward(self, point: Point, gradient: Tensor) -> Tensor | None:
-        """See a gradient that comes back."""
+        """Handle a gradient in backward."""
         key = Key(point, True, self._hits[point])
         self._hits[point] += 1
         if not is_plain(gradient):

@@ -1,9 +1,9 @@
-"""``mismatch``: how far a model's token probabilities under a serving plan are from those under its training plan.
+"""``mismatch``: how far a model's token probabilities under a serving plan differ from those under its training plan.
 
-In reinforcement learning a model samples tokens by one implementation and is trained by another. Where the two give a token
-other probabilities, training is off-policy without saying so; importance ratios make up for it, and blow up where they differ
-much. Here both are computed in one process, at the same weights, teacher-forced on the same tokens: what is left is the formats'
-own part of the mismatch.
+In reinforcement learning one implementation samples tokens and another trains the model. If the two give a token
+different probabilities, training is silently off-policy; importance ratios correct for it, and their variance explodes if the
+probabilities differ much. Here one process computes both at the same weights, teacher-forced on the same tokens, so that only
+the formats' part of the mismatch remains.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ Logits = Callable[[nn.Module, Any], tuple[Tensor, Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Mismatch(Result):
-    """What :func:`castwise.mismatch` found.
+    """The result of :func:`castwise.mismatch`.
 
     Attributes:
-        workload: Class of the model.
+        workload: The model's class.
         plan_train: The training plan.
         serve: Each serving plan, in the order given.
-        tokens: ``given``, those of the batches, or ``sampled``, drawn from the serving plan's probabilities at each position.
-        count: Tokens that were compared.
-        sequences: Sequences they are in.
+        tokens: ``given``: those of the batches; ``sampled``: drawn from the serving plan's probabilities at each position.
+        count: Number of tokens compared.
+        sequences: Number of sequences.
         clip: The range of r that is not clipped.
-        environment: What it ran on, on the first rank.
-        ranks: Processes whose batches they are.
+        environment: Device and versions of the first rank.
+        ranks: Number of processes whose batches were used.
     """
 
     kind: ClassVar[str] = "mismatch"
@@ -82,10 +82,10 @@ class Mismatch(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``mismatch.json`` and the page ``mismatch.html`` with its pictures into a folder, which is made.
+        """Write ``mismatch.json`` and the page ``mismatch.html`` with its pictures into a folder, which is created.
 
         Returns:
-            The page's path; where matplotlib or Jinja is missing there is no page, and it is that of the JSON.
+            The page's path; without matplotlib or Jinja no page is written, and it is the path of the JSON file.
         """
         return self._save(Path(folder) / "mismatch.html", Path(folder) / "mismatch.json")[0]
 
@@ -102,35 +102,35 @@ def mismatch(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Mismatch:
-    """Compare a model's log-probabilities per token as it trains and as it is served, and what importance ratios make of it.
+    """Compare a model's log-probabilities per token in training and in serving, and the resulting importance ratios.
 
-    Both sides run in evaluation mode, without gradients, on copies: the model, random numbers and process-wide settings are as
-    before when it returns, fails or is interrupted. Waits for the device. Memory for one batch's logits, twice, in fp32.
+    Both sides run in evaluation mode, without gradients, on copies: the model, random numbers and process-wide settings are
+    unchanged when it returns, fails or is interrupted. Waits for the device. Holds one batch's logits twice in fp32.
 
-    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with batches of its own, and all get
-    what one process finds on all batches.
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks call it together, each with its own batches, and all
+    get the result that one process would get on all batches.
 
     Args:
-        model: A causal language model that gives logits ``[batch, length, vocabulary]``, or ``.logits`` as those of Hugging Face do.
-            One that is sharded is copied whole on every rank.
-        batches: Finitely many. Each is token numbers ``[batch, length]``, or a mapping with ``input_ids`` and perhaps
-            ``attention_mask``, 0 where a token is padding; or whatever ``logits`` takes.
-        plan_train: How the model is trained.
-        plan_serve: How it is served: one plan, or several to be told apart.
+        model: A causal language model that returns logits ``[batch, length, vocabulary]``, or an object with ``.logits`` as in Hugging
+            Face. A sharded model is copied whole on every rank.
+        batches: A finite number of batches. Each is token ids ``[batch, length]``, or a mapping with ``input_ids`` and optionally
+            ``attention_mask`` (0 for padding), or what ``logits`` accepts.
+        plan_train: The plan that the model is trained under.
+        plan_serve: The plan that it is served under, or several to compare.
         logits: For other models: ``logits(model, batch)`` -> logits ``[batch, length, vocabulary]``, the tokens ``[batch, length]``
-            that they predict at the same place, and a mask ``[batch, length]`` of those that count, or None for all.
-        tokens: ``given``: the batches' own, which are to be the serving side's samples (rollouts) for k1 and k3 to be unbiased.
-            ``sampled``: at each position one is drawn from the serving plan's probabilities, in the given context.
+            predicted at each position, and a mask ``[batch, length]`` of tokens that count, or None for all.
+        tokens: ``given``: the tokens of the batches; k1 and k3 are unbiased only if the serving side sampled them (rollouts).
+            ``sampled``: one token per position, drawn from the serving plan's probabilities in the given context.
         clip: Range of r = p_train / p_serve that is not clipped, ``(1 - eps, 1 + eps)`` in PPO.
         device: By default the device of the model's parameters.
-        seed: Of the tokens that are drawn.
+        seed: Of the tokens drawn.
 
     Returns:
-        The finding: ``.serve`` with one row for each plan, ``.table()``, ``.save(folder)``.
+        The result: ``.serve`` with one row per plan, ``.table()``, ``.save(folder)``.
 
     Raises:
         WorkloadError: No batch, no tokens, or logits of another shape.
-        PlanError: A plan that does not fit the model, or a clip range or ``tokens`` that is none.
+        PlanError: A plan that does not fit the model, or an invalid clip range or ``tokens``.
         DeviceError: The device cannot run a plan.
     """
 
@@ -154,7 +154,7 @@ def mismatch(
             sides = _Sides(ranks.model, where, logits or _causal)
             with torch.no_grad():
                 for number, batch in enumerate(batches):
-                    at = number * ranks.size + ranks.rank  # among the batches of all
+                    at = number * ranks.size + ranks.rank  # index among the batches of all ranks
                     batch = to_device(batch, where)
                     ours, targets, mask = sides.run(train, batch)
                     for row, plan in zip(sums, serve, strict=True):
@@ -190,7 +190,7 @@ def mismatch(
 
 
 class _Sides:
-    """Runs copies of a model under plans, one at a time, since plans may want other settings of the process."""
+    """Runs copies of a model under plans, one at a time, since plans may need different process-wide settings."""
 
     def __init__(self, model: nn.Module, device: torch.device, of: Logits) -> None:
         self._original, self._device, self._of = Original(model, "mismatch", device), device, of
@@ -208,7 +208,7 @@ class _Sides:
 
 
 def _causal(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits, and the next tokens that they predict, of token numbers or of a batch as Hugging Face's models take it."""
+    """Logits and the next tokens that they predict, from token ids or from a batch for Hugging Face's models."""
     named = isinstance(batch, Mapping)
     ids = batch["input_ids"] if named and "input_ids" in batch else batch
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
@@ -247,7 +247,7 @@ def _checked(parts: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _draw(logits: Tensor) -> Tensor:
-    """A token at each position, from the probabilities of its logits; its noise is the same for the same seed."""
+    """One token per position, sampled from the softmax of the logits; the same seed gives the same noise."""
     noise = torch.rand(logits.shape, device=logits.device, dtype=torch.float32).clamp_min_(
         torch.finfo(torch.float32).tiny
     )

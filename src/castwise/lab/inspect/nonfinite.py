@@ -1,10 +1,9 @@
-"""``first_nonfinite``: the first operator that made NaN or an infinity, and what cures it.
+"""``first_nonfinite``: the first operator that returned NaN or an infinity, and what cures it.
 
-A forward and backward of a copy of the model runs with every operator watched. What is not finite is followed from operator to
-operator (:mod:`castwise.lab.inspect.origins`), so that an infinity that goes away again, such as a mask's, is no fault, and
-what reaches the loss, a gradient or a buffer is known by where it came up. Then each suspect is put to the test: with finite
-values in the place of what it made the pass is finite, and without that it is not. Where there are several, the first of them
-is reported.
+One forward and backward of a copy of the model runs with every operator observed. Non-finite values are followed from operator
+to operator (:mod:`castwise.lab.inspect.origins`): an infinity that vanishes again, such as a mask's, is no fault, and each
+non-finite loss, gradient or buffer is traced to its origin. Then each suspect is tested: it is confirmed if replacing its
+non-finite results with finite values makes the pass finite. Of several suspects the first is reported.
 """
 
 from __future__ import annotations
@@ -38,47 +37,47 @@ if TYPE_CHECKING:
     import os
 
 MOST_SUSPECTS = 8
-"""So often a pass is run again to find out which of several suspects it is."""
+"""How often a pass is repeated to find the cause among several suspects."""
 
 
 @dataclass(frozen=True)
 class FirstNonfinite(Result):
-    """The first operator that made something that is not finite; true where there is one.
+    """The first operator that returned a non-finite value; true if there is one.
 
     Attributes:
-        plan: What the model ran by.
-        reached: What is not finite: ``loss``, ``gradient of PATH``, ``buffer PATH``; empty where all is finite.
-        origin: What it comes from: an ``operator``; ``data``, a ``parameter`` or a ``buffer`` that held it before; a ``constant``
-            of the program; ``memory`` that was never written to; ``unseen`` code; empty for nothing.
+        plan: The plan that the model ran under.
+        reached: What is not finite: ``loss``, ``gradient of PATH``, ``buffer PATH``; empty if all is finite.
+        origin: Where it comes from: an ``operator``; ``data``, a ``parameter`` or a ``buffer`` that was non-finite before; a ``constant``
+            of the program; uninitialised ``memory``; ``unseen`` code; empty if all is finite.
         name: Of the data, the parameter or the buffer.
-        operator: Base name of the ATen operator, such as ``exp``; of the first reader where no operator made it.
-        module: Path of the module that it belongs to; "" is the model itself, or the loss.
-        in_model: Whether it belongs to a call of the model, not to the loss around it.
-        call: Number of the module's call, from 0 on.
-        phase: ``forward``, ``backward``, or ``recomputation`` of what a checkpoint left out.
-        source: Line of code, as ``model.py, line 12, in forward``; in backward that of the forward operator.
-        code: What is written there.
-        node: In backward the node of autograd, as ``LogBackward0``.
-        forward: In backward the forward operator.
-        nan: Whether NaN was made, else infinities.
-        cause: What kind of cause, a key of ``castwise.lab.inspect.causes.ADVICE``, or ``loss scale`` or ``underflow``.
-        why: It with numbers, a clause.
-        inputs: What the operator was given.
-        outputs: What it made of it.
-        became_nan: Where infinities became NaN, as ``_softmax in blocks.0.attn``; empty where they did not.
-        through: Modules that it passed through, in order.
-        confirmed: Whether finite values in its place made the pass finite.
-        others: Further operators that reach the loss or a gradient by themselves, as ``exp in blocks.3``.
-        trials: Plans that were tried.
-        advice: What to do where no plan cures it.
-        loss: What the loss was, as text.
-        loss_scale: That gradients were taken with, 1 without one.
-        operators: How many ran.
-        harmless: How many of them made something that is not finite and that went away again.
+        operator: Base name of the ATen operator, such as ``exp``; the first reader if the origin is no operator.
+        module: Path of the module that called it; "" is the model itself, or the loss.
+        in_model: Whether it ran in the model rather than in the loss function around it.
+        call: Number of the module's call, from 0.
+        phase: ``forward``, ``backward``, or ``recomputation`` of checkpointed activations.
+        source: Line of code, as ``model.py, line 12, in forward``; in backward, the forward operator's line.
+        code: The text of that line.
+        node: In backward, the autograd node, as ``LogBackward0``.
+        forward: In backward, the forward operator.
+        nan: Whether it returned NaN; else infinities.
+        cause: Kind of cause: a key of ``castwise.lab.inspect.causes.ADVICE``, or ``loss scale`` or ``underflow``.
+        why: The cause as a clause, with numbers.
+        inputs: Inputs of the operator.
+        outputs: Results of the operator.
+        became_nan: Where infinities became NaN, as ``_softmax in blocks.0.attn``; empty if they did not.
+        through: Modules that the non-finite values passed through, in order.
+        confirmed: Whether replacing its results with finite values made the pass finite.
+        others: Other operators whose non-finite results independently reach the loss or a gradient, as ``exp in blocks.3``.
+        trials: Plans that were run as cures.
+        advice: What to do if no plan cures it.
+        loss: Value of the loss, as text.
+        loss_scale: Loss scale of the gradients, 1 without one.
+        operators: Number of operators that ran.
+        harmless: Number of operators whose non-finite results vanished again.
         workload: The model's class.
-        device: That it ran on.
-        ranks: Of several processes those on which something is not finite; the finding is that of the first of them.
-        note: What else to know, in a sentence.
+        device: The device of the run.
+        ranks: Ranks with a non-finite value, if there are several processes; the result is the first such rank's.
+        note: A further remark, in a sentence.
     """
 
     kind: ClassVar[str] = "nonfinite"
@@ -121,14 +120,14 @@ class FirstNonfinite(Result):
 
     @property
     def cure(self) -> Plan | None:
-        """The plan that changes least of those that were tried and made the pass finite; None where none did."""
-        good = [trial for trial in self.trials if trial.finite]
-        narrow = [trial for trial in good if trial.what not in ("fp32", "fp64")]
-        return next((trial.plan for trial in (*narrow, *good)), None)
+        """The plan with the smallest change that made the pass finite; None if none did."""
+        good = [cure for cure in self.trials if cure.finite]
+        narrow = [cure for cure in good if cure.what not in ("fp32", "fp64")]
+        return next((cure.plan for cure in (*narrow, *good)), None)
 
     @property
     def answer(self) -> str:
-        """The finding in a sentence or two."""
+        """The result in a sentence or two."""
         from castwise.report.nonfinite import headline
 
         return headline(self._said())
@@ -142,7 +141,7 @@ class FirstNonfinite(Result):
             "found": bool(self),
             "cure": None if cure is None else str(cure),
             **{key: [dataclasses.asdict(values) for values in own[key]] for key in ("inputs", "outputs")},
-            "trials": [{**vars(trial), "plan": str(trial.plan)} for trial in self.trials],
+            "trials": [{**vars(cure), "plan": str(cure.plan)} for cure in self.trials],
         }
 
     def _fields(self) -> dict[str, Any]:
@@ -153,17 +152,17 @@ class FirstNonfinite(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``nonfinite.json`` and the page ``nonfinite.html`` into a folder, which is made.
+        """Write ``nonfinite.json`` and the page ``nonfinite.html`` into a folder, which is created.
 
         Returns:
-            The path of the page; where Jinja is missing a warning says so, and it is that of the JSON file.
+            The page's path; without Jinja a warning is given, and it is the path of the JSON file.
         """
         return self._save(Path(folder) / "nonfinite.html", Path(folder) / "nonfinite.json")[0]
 
 
 @dataclass
 class _Seen:
-    """A pass and where what is not finite in it came from."""
+    """A pass and the origins of its non-finite values."""
 
     reached: dict[str, tuple[Origin, ...]] = field(default_factory=dict)
     origins: list[Origin] = field(default_factory=list)
@@ -172,15 +171,15 @@ class _Seen:
     operators: int = 0
 
     def is_finite(self, in_loss: bool) -> bool:
-        """Whether everything is finite, or the loss, where it alone is asked about."""
+        """Whether everything is finite; with ``in_loss``, whether the loss is."""
         return "loss" not in self.reached if in_loss else not self.reached
 
     def keys(self, in_loss: bool) -> frozenset[int | str]:
-        """What stands for the suspects in other passes."""
+        """Keys that identify the suspects in other passes."""
         return frozenset(origin.key for origin in self.suspects(in_loss))
 
     def suspects(self, in_loss: bool) -> list[Origin]:
-        """What reaches the loss, or all there is; what the program means only where there is nothing else."""
+        """Origins that reach the loss, or all of them; intended infinities only if there are no others."""
         of_loss = self.reached.get("loss", ())
         found = of_loss if in_loss else dict.fromkeys(itertools.chain.from_iterable(self.reached.values()))
         return [origin for origin in found if not origin.given] or list(found)
@@ -198,27 +197,27 @@ def first_nonfinite(
     cures: bool = True,
     group: Any = None,
 ) -> FirstNonfinite:
-    """Find the first operator, forward or backward, whose inputs are finite and whose output is not.
+    """Find the first operator, forward or backward, with finite inputs and a non-finite output.
 
-    Only what reaches the loss, a gradient of a parameter or a buffer counts. The pass runs on copies, several times: the model,
-    random numbers and process-wide settings are as they were afterwards, also where it raises. Waits for the device at every
+    Only values that reach the loss, a parameter's gradient or a buffer count. The pass runs on copies, several times: the model,
+    random numbers and process-wide settings are unchanged when it returns or raises. Waits for the device at every
     operator.
 
     Args:
-        model: In any state of training, in DistributedDataParallel or compiled too. One that is sharded is copied whole on every rank.
-        loss: From the model and the batch a floating tensor with one element.
+        model: In any training state, also compiled or in DistributedDataParallel. A sharded model is copied whole on every rank.
+        loss: ``loss(model, batch)`` -> floating tensor with one element.
         batch: On any device.
-        plan: What the model runs by.
-        device: By default that of the model's parameters.
-        seed: Of random draws; by default they go on from where the generators stand.
-        loss_scale: In the place of the plan's first loss scale.
-        cures: Whether to try which plans cure it: a smaller loss scale, one operator or region in fp32, bf16 in the place of fp16.
-        group: The process group whose ranks call this together, each with its own batch; by default those of a model in
-            DistributedDataParallel or sharded by FSDP2, and this process alone of any other. Ranks run by themselves, and the finding
-            of the first rank that has one is returned on all.
+        plan: The plan that the model runs under.
+        device: By default the device of the model's parameters.
+        seed: Of random draws; by default the generators continue from their present state.
+        loss_scale: Replaces the plan's initial loss scale.
+        cures: Whether to try plans that may cure it: a smaller loss scale, one operator or region in fp32, bf16 instead of fp16.
+        group: The process group whose ranks call this together, each with its own batch; by default that of a model in
+            DistributedDataParallel or sharded by FSDP2, and otherwise this process alone. Ranks run independently, and all return the
+            result of the first rank that has a non-finite value.
 
     Returns:
-        The finding: ``.operator``, ``.module``, ``.source``, ``.cause``, ``.cure``, ``.table()``; true where there is one.
+        The result: ``.operator``, ``.module``, ``.source``, ``.cause``, ``.cure``, ``.table()``; true if there is a non-finite value.
 
     Raises:
         WorkloadError: A model that cannot be copied, or a loss that fails or is not differentiable.
@@ -277,12 +276,12 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
         o.place for o in seen.origins if o.kind == "operator" and o.place not in reaching
     })
     kind, why = _cause(culprit)
-    trials: list[TriedCure] = []
+    tried: list[TriedCure] = []
     place = culprit.place
     if cures and culprit.kind in ("operator", "constant", "unseen"):
         scaled = place is not None and place.phase == "backward" and "loss" not in seen.reached
-        trials = try_cures(plan, place, passes.model, lambda p: _look(passes, p, watch=False).reached, scaled)
-    kind, why = _with_trials(kind, why, trials, seen.scale)
+        tried = try_cures(plan, place, passes.model, lambda p: _look(passes, p, watch=False).reached, scaled)
+    kind, why = _with_cures(kind, why, tried, seen.scale)
     return FirstNonfinite(
         **common,
         **_said(culprit),
@@ -290,7 +289,7 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
         why=why,
         confirmed=confirmed,
         others=tuple(map(_where, others)),
-        trials=tuple(trials),
+        trials=tuple(tried),
         advice=ADVICE.get(kind, ADVICE["overflow"]),
     )
 
@@ -298,7 +297,7 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
 def _look(
     passes: Passes, plan: Plan, mended: frozenset[int | str] = frozenset(), *, watch: bool = True
 ) -> _Seen:
-    """Run a pass; with ``watch`` every operator is looked at."""
+    """Run a pass; with ``watch`` every operator is observed."""
     traces: list[OriginTrace] = []
     before: dict[str, bool] = {}
 
@@ -323,7 +322,7 @@ def _look(
 
 
 def _not_finite(ran: Pass, before: dict[str, bool]) -> Iterator[tuple[str, Tensor]]:
-    """What a pass left that is not finite and should be, by what it is called."""
+    """Non-finite tensors that a pass left and that should be finite, with their names."""
     if not is_finite(ran.loss):
         yield "loss", ran.loss
     for name, parameter in ran.model.named_parameters():
@@ -335,9 +334,9 @@ def _not_finite(ran: Pass, before: dict[str, bool]) -> Iterator[tuple[str, Tenso
 
 
 def _culprit(passes: Passes, plan: Plan, first: _Seen) -> tuple[Origin | None, bool, Sequence[Origin]]:
-    """The first origin without which the pass would be finite, whether that was seen, and others that it takes too.
+    """The first origin whose removal makes the pass finite, whether that was confirmed, and the others that must be removed too.
 
-    Where the loss is not finite it is asked about the loss alone: what backward makes comes later.
+    If the loss is not finite, only the loss is tested, since the backward runs later.
     """
     in_loss = "loss" in first.reached
     suspects = sorted(first.suspects(in_loss), key=lambda o: -1 if o.place is None else o.place.index)
@@ -345,7 +344,7 @@ def _culprit(passes: Passes, plan: Plan, first: _Seen) -> tuple[Origin | None, b
         return None, False, ()
     keys = first.keys(in_loss)
     mended, seen = keys, first
-    for _ in range(MOST_SUSPECTS):  # what was hidden behind them may come up then
+    for _ in range(MOST_SUSPECTS):  # removing these may reveal others
         seen = _look(passes, plan, mended)
         fresh = seen.keys(in_loss)
         if seen.is_finite(in_loss) or fresh <= mended:
@@ -356,7 +355,7 @@ def _culprit(passes: Passes, plan: Plan, first: _Seen) -> tuple[Origin | None, b
         needed = [
             o for o in suspects[:MOST_SUSPECTS] if o.key in _look(passes, plan, keys - {o.key}).keys(in_loss)
         ]
-        chosen = needed or suspects  # of infinities that go away beside one another none is needed by itself
+        chosen = needed or suspects  # none is needed alone if, say, two infinities vanish together
     return chosen[0], seen.is_finite(in_loss), chosen[1:]
 
 
@@ -373,9 +372,9 @@ def _cause(origin: Origin) -> tuple[str, str]:
     }.get(origin.kind, "")
 
 
-def _with_trials(kind: str, why: str, trials: Sequence[TriedCure], scale: float) -> tuple[str, str]:
-    """What the trials say of the cause beside what the operator's inputs do."""
-    good = next((trial.what for trial in trials if trial.finite), "")
+def _with_cures(kind: str, why: str, tried: Sequence[TriedCure], scale: float) -> tuple[str, str]:
+    """Refine the cause by the cures: what they show beyond the operator's inputs."""
+    good = next((cure.what for cure in tried if cure.finite), "")
     if good.startswith("a loss scale"):
         return "loss scale", f"{why}; at {good} in the place of {scale:g} all gradients are finite"
     if good and kind in ("0/0", "division by zero", "log of zero"):

@@ -1,7 +1,7 @@
-"""``operator_table``: which operators run in which format under a plan, and what is cast, where, and how often for nothing.
+"""``operator_table``: which operators run in which format under a plan, and which casts are made, where, and which are avoidable.
 
-A cast is avoidable where the same tensor was cast to the same format before in the same phase, or where it only takes back a
-cast that was just made, nothing having been computed in between.
+A cast is avoidable if the same tensor was cast to the same format before in the same phase, or if it reverses the
+previous cast with no computation in between.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import os
 
 Avoidable = Literal["", "repeated", "round trip"]
-"""``repeated``: that tensor was cast to that format before. ``round trip``: it was just cast from that format."""
+"""``repeated``: the tensor was cast to that format before. ``round trip``: the tensor was just cast from that format."""
 
 _CASTS = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
 
@@ -45,10 +45,10 @@ class OperatorUse:
 
     Attributes:
         operator: ATen's base name.
-        format: Of its floating inputs, else of its output: ``fp32``; ``bf16+fp32`` where it takes several; ``other`` for none.
+        format: Of its floating inputs, else of its output: ``fp32``; ``bf16+fp32`` for mixed inputs; ``other`` for none.
         phase: ``forward``, ``backward`` or ``recomputation``.
-        calls: How many there are in a pass.
-        time_s: Seconds that they take together, the dispatcher's work below autograd included.
+        calls: Number per pass.
+        time_s: Total seconds, including the dispatcher's work below autograd.
     """
 
     operator: str
@@ -60,16 +60,16 @@ class OperatorUse:
 
 @dataclass(frozen=True)
 class RegionUse:
-    """What runs in a module itself, without the modules inside of it.
+    """What runs in a module itself, without its submodules.
 
     Attributes:
         path: Of the module; "" is the model itself, and the loss.
-        calls: Operators.
-        time_s: Seconds that they take.
-        formats: Format -> how many of them run in it.
-        casts: How many casts there are among them.
-        cast_bytes: That casts read and write.
-        avoidable_bytes: Of these, those of avoidable casts.
+        calls: Number of operators.
+        time_s: Total seconds.
+        formats: Number of operators per format.
+        casts: Number of casts among them.
+        cast_bytes: Bytes that the casts read and write.
+        avoidable_bytes: Bytes of the avoidable casts.
     """
 
     path: str
@@ -83,19 +83,19 @@ class RegionUse:
 
 @dataclass(frozen=True)
 class CastUse:
-    """Casts alike: of one line of one module, from and to the same formats.
+    """Equal casts: made by one line of one module, from and to the same formats.
 
     Attributes:
         module: Path.
-        source: Line of code; in backward that of the forward operator.
+        source: Line of code; in backward, the forward operator's line.
         phase: ``forward``, ``backward`` or ``recomputation``.
-        before: Format of what is cast.
-        after: Format that it is cast to.
-        calls: How many there are in a pass.
-        bytes: That they read and write.
-        time_s: Seconds that they take.
-        avoidable: Why they need not be; empty where they do.
-        first: Of avoidable ones the module that cast first.
+        before: Format before the cast.
+        after: Format after the cast.
+        calls: Number per pass.
+        bytes: Bytes read and written.
+        time_s: Total seconds.
+        avoidable: Why they are avoidable; empty if they are not.
+        first: For repeated casts, the module of the first cast.
     """
 
     module: str
@@ -115,16 +115,16 @@ class OperatorTable(Result):
     """Operators by format, and casts.
 
     Attributes:
-        plan: What the model ran by.
-        operators: By time.
-        regions: In the order of the model.
-        casts: By bytes, avoidable ones first.
-        views: Calls that only look at memory in another way; they are in no table.
+        plan: The plan that the model ran under.
+        operators: Sorted by time.
+        regions: In model order.
+        casts: Sorted by bytes, avoidable ones first.
+        views: Number of calls that only make views; they are in no table.
         workload: The model's class.
-        device: That it ran on.
-        notes: What else to know, in sentences.
-        rank: Of several processes the one whose table this is, the slowest; None of a single one.
-        ranks_time_s: What all operators take together on each of them.
+        device: The device of the run.
+        notes: Further remarks, in sentences.
+        rank: The rank of this table, the slowest, if there are several; None for one process.
+        ranks_time_s: Total operator time of each rank.
     """
 
     kind: ClassVar[str] = "operators"
@@ -141,22 +141,22 @@ class OperatorTable(Result):
 
     @property
     def time_s(self) -> float:
-        """Of all operators together."""
+        """Total time of all operators."""
         return sum(use.time_s for use in self.operators)
 
     @property
     def cast_bytes(self) -> int:
-        """That all casts read and write."""
+        """Bytes that all casts read and write."""
         return sum(cast.bytes for cast in self.casts)
 
     @property
     def avoidable(self) -> tuple[CastUse, ...]:
-        """Casts that need not be."""
+        """The avoidable casts."""
         return tuple(cast for cast in self.casts if cast.avoidable)
 
     @property
     def answer(self) -> str:
-        """How much runs in which format, and what casts take, in a sentence."""
+        """Shares of the formats and of the casts, in a sentence."""
         from castwise.report.operators import headline
 
         return headline(self._said())
@@ -178,10 +178,10 @@ class OperatorTable(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``operators.json`` and the page ``operators.html`` into a folder, which is made.
+        """Write ``operators.json`` and the page ``operators.html`` into a folder, which is created.
 
         Returns:
-            The path of the page; where Jinja is missing a warning says so, and it is that of the JSON file.
+            The page's path; without Jinja a warning is given, and it is the path of the JSON file.
         """
         return self._save(Path(folder) / "operators.html", Path(folder) / "operators.json")[0]
 
@@ -206,7 +206,7 @@ class _Call:
 
 
 class _Uses(Trace):
-    """Notes what runs."""
+    """Records every operator."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class _Uses(Trace):
         self._cast_from: dict[Any, tuple[int, str, str]] = {}
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator and note it."""
+        """Run an operator and record it."""
         place = self.place(op)
         given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
         dtypes = {tensor.dtype for tensor in given}
@@ -273,20 +273,20 @@ def operator_table(
 ) -> OperatorTable:
     """Count operators by format, time them, and find casts, forward and backward, by region.
 
-    Runs on copies and waits for the device at every operator. What is compiled runs as it is: a compiled model fuses operators
-    and their casts, so that this table is of the code that was written.
+    Runs on copies and waits for the device at every operator. Compiled models run uncompiled: compiling fuses operators
+    and their casts, so the table describes the code as written.
 
-    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with a batch of its own, and all get
-    the table of the slowest; it says whether others ran other operators. Collectives are not in it: each runs a whole copy.
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks call it together, each with its own batch. All get
+    the slowest rank's table, which says whether other ranks ran other operators. It has no collectives: each rank runs a whole copy.
 
     Args:
-        model: In any state of training.
-        loss: From the model and the batch a floating tensor with one element.
+        model: In any training state.
+        loss: ``loss(model, batch)`` -> floating tensor with one element.
         batch: On any device.
-        plan: What the model runs by.
-        device: By default that of the model's parameters.
-        seed: Of random draws; by default they go on from where the generators stand.
-        repeats: Passes that are timed, after one that is not; the fastest time of each call counts.
+        plan: The plan that the model runs under.
+        device: By default the device of the model's parameters.
+        seed: Of random draws; by default the generators continue from their present state.
+        repeats: Number of timed passes, after one untimed pass; the fastest time of each call counts.
 
     Returns:
         ``.operators``, ``.regions``, ``.casts``, ``.avoidable``, ``.table()``.
@@ -333,7 +333,7 @@ def _table(passes: Passes, plan: Plan, runs: Sequence[list[_Call]]) -> OperatorT
 
 
 def _slowest(tables: Sequence[OperatorTable]) -> OperatorTable:
-    """Of several processes' tables that of the one whose operators take longest, with the others' times."""
+    """The table of the process with the largest total time, with the times of the others."""
     times = tuple(table.time_s for table in tables)
     rank = times.index(max(times))
     own = _counts(tables[rank])
@@ -424,7 +424,7 @@ def _notes(passes: Passes, plan: Plan) -> Iterator[str]:
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
-    """What stands for a tensor's values: its memory, its place in there, and how often it was written to."""
+    """Identifies a tensor's values: storage, offset and version."""
     return (
         _torch.tensors.memory_of(tensor),
         tensor.storage_offset(),

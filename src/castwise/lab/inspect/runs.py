@@ -71,21 +71,21 @@ class Runs:
 
     Attributes:
         trains: Whether a parameter requires a gradient; without one there is no backward.
-        replays: Whether random draws of the first pass are put into the others; compiled code allows that of none, and draws from
+        repeats_draws: Whether random draws of the first pass are put into the others; compiled code allows that of none, and draws from
             one seed.
         ran: How many passes there have been.
     """
 
     def __init__(
         self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, device: torch.device,
-        *, seed: int, call: str, replays: bool = True,
+        *, seed: int, call: str, repeats_draws: bool = True,
     ) -> None:  # fmt: skip
         self._call, self._device, self._seed, self._loss = call, device, seed, loss
         self._batch = to_device(batch, device)
         self._original = Original(model, call, device)
-        self._draws = (Draws(),) if replays else ()
+        self._draws = (Draws(),) if repeats_draws else ()
         self._known: Crossings | None = None
-        self.replays = replays
+        self.repeats_draws = repeats_draws
         self.trains = any(parameter.requires_grad for parameter in self._original.model.parameters())
         self.ran = 0
 
@@ -189,10 +189,10 @@ def difference(ours: Tensor, reference: Tensor) -> Difference | None:
     a, b = in_fp64(reference), in_fp64(ours)
     sound = torch.isfinite(a)
     a = torch.where(sound, a, 0.0)
-    apart = torch.where(sound, b - a, 0.0)
+    gap = torch.where(sound, b - a, 0.0)
     if not a.numel() or not (size := float(a.norm())):
         return None
-    norm, most = float(apart.norm()) / size, float(apart.abs().max() / a.abs().max())
+    norm, most = float(gap.norm()) / size, float(gap.abs().max() / a.abs().max())
     return Difference(norm, most) if math.isfinite(norm) else Difference(math.inf, math.inf)
 
 

@@ -77,8 +77,8 @@ def measure_memory(
         CastwiseError: The workload cannot be sent, or the process failed; the message says why.
     """
     try:
-        with Home() if home is None else contextlib.nullcontext(home) as place:
-            process = _start(place, workload, plan, device, seed, inference)
+        with Home() if home is None else contextlib.nullcontext(home) as folder:
+            process = _start(folder, workload, plan, device, seed, inference)
             try:
                 found: Memory = process.answer()
             finally:

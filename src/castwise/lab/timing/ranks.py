@@ -53,23 +53,23 @@ class Lockstep(Ranks):
                 f"{call}: not all {dist.get_world_size()} ranks came ({first_line(error)}); call it on every rank of the process "
                 "group, or before init_process_group"
             ) from error
-        self._place = ""
+        self._exchange = ""
 
-    def at(self, place: str) -> Self:
-        """The same ranks for one exchange, whose place has to be the same on all."""
+    def at(self, name: str) -> Self:
+        """The same ranks for one exchange, whose name has to be the same on all."""
         other = copy.copy(self)
-        other._place = place
+        other._exchange = name
         return other
 
     def gather(self, value: T) -> list[T]:
         """What each of them gives, by rank; it is pickled."""
         try:
-            heard = super().gather((self._place, value))
+            heard = super().gather((self._exchange, value))
         except RuntimeError as error:
             raise self._absence(error) from None
-        places = [place for place, _ in heard]
-        if len(set(places)) > 1:
-            where = ", ".join(f"rank {at} at {place}" for at, place in enumerate(places))
+        exchanges = [name for name, _ in heard]
+        if len(set(exchanges)) > 1:
+            where = ", ".join(f"rank {at} at {name}" for at, name in enumerate(exchanges))
             raise _Gone(f"the ranks went separate ways: {where}; {_CURE}")
         return [sent for _, sent in heard]
 

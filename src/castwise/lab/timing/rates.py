@@ -1,6 +1,6 @@
 """How fast a device multiplies matrices and convolves in each format, and how fast it moves memory.
 
-Formats take turns on the same operator, and each is judged by the interval of its ratio to fp32. A small probe goes
+Formats take turns on the same operator, and each is graded by the interval of its ratio to fp32. A small probe goes
 first: some formats are emulated (fp16 on most CPUs is a hundred times slower than fp32), and at full size one call
 of theirs would take seconds.
 """
@@ -24,7 +24,7 @@ from castwise.errors import DeviceError
 from castwise.lab.timing import stats
 from castwise.lab.timing.timing import Calls, Lap, race, speedup
 
-Verdict = Literal["fast", "no gain", "avoid"]
+Grade = Literal["fast", "no gain", "avoid"]
 
 HOPELESS = 8.0
 """A format this many times slower than fp32 in the probe is not measured at full size."""
@@ -162,7 +162,7 @@ def _kernel(
     return Kernel(name, size, counter.get_total_flops(), shapes, call)
 
 
-# --- verdicts -----------------------------------------------------------------------------------------------
+# --- grades -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Rate:
     Attributes:
         gflops: Median rate over rounds, in 1e9 operations per second, with its quartiles; None where it could not run.
         speedup: Ratio to fp32; None for fp32 itself and where the times do not give one.
-        verdict: None for fp32.
+        grade: None for fp32.
         probe: Whether it comes from the small probe, since full size would take too long.
         error: Why it could not run; else empty.
     """
@@ -184,23 +184,23 @@ class Rate:
     gflops_low: float | None = None
     gflops_high: float | None = None
     speedup: stats.Ratio | None = None
-    verdict: Verdict | None = None
+    grade: Grade | None = None
     probe: bool = False
     error: str = ""
 
 
 @dataclass(frozen=True)
-class Judgement:
+class FormatGrade:
     """What to do with a format on this device.
 
     Attributes:
-        verdict: ``fast`` if an operator gains and, apart from those in ``avoid_in``, none loses.
+        grade: ``fast`` if an operator gains and, outside those in ``avoid_in``, none loses.
         reason: The measured ratios, or why it cannot run.
         avoid_in: Operators in which an otherwise fast format loses.
     """
 
     format: str
-    verdict: Verdict
+    grade: Grade
     reason: str
     avoid_in: tuple[str, ...] = ()
 
@@ -209,26 +209,26 @@ LOSS = 0.9
 """A format is to be avoided if it is known to run below this part of fp32's speed; a smaller loss neither helps nor harms."""
 
 
-def verdict_of(speedup: stats.Ratio) -> Verdict:
+def grade_of(speedup: stats.Ratio) -> Grade:
     """What a ratio to fp32 says of a format, by its interval: all of it above 1, all of it below ``LOSS``, or neither."""
     if speedup.low > 1.0:
         return "fast"
     return "avoid" if speedup.high < LOSS else "no gain"
 
 
-def judge(name: str, rates: Sequence[Rate]) -> Judgement:
-    """One verdict on the variant of this name, from its rates among those of all.
+def grade_format(name: str, rates: Sequence[Rate]) -> FormatGrade:
+    """One grade of the variant of this name, from its rates among those of all.
 
     Depthwise convolutions are reported but do not count: they move memory rather than multiply matrices.
     """
     mine = [rate for rate in rates if rate.format == name]
     counted = [rate for rate in mine if rate.kernel != "depthwise"]
-    fast = [rate.kernel for rate in counted if rate.verdict == "fast"]
-    slow = [rate.kernel for rate in mine if rate.verdict == "avoid"]
-    loses = any(rate.verdict == "avoid" for rate in counted)
-    verdict: Verdict = "fast" if fast else "avoid" if loses else "no gain"
+    fast = [rate.kernel for rate in counted if rate.grade == "fast"]
+    slow = [rate.kernel for rate in mine if rate.grade == "avoid"]
+    loses = any(rate.grade == "avoid" for rate in counted)
+    grade: Grade = "fast" if fast else "avoid" if loses else "no gain"
     reason = ", ".join(_ratio_words(rate) for rate in mine) or "not measured"
-    return Judgement(name, verdict, f"{reason} of fp32's rate", tuple(slow) if fast else ())
+    return FormatGrade(name, grade, f"{reason} of fp32's rate", tuple(slow) if fast else ())
 
 
 def _ratio_words(rate: Rate) -> str:
@@ -315,7 +315,7 @@ def _probe(probe: Kernel, kernel: Kernel, can: Sequence[Variant], device: torch.
         gflops = probe.flops / least[variant.name] / 1e9
         if ratio * HOPELESS < 1.0 or (ratio < 0.5 and kernel.flops / gflops / 1e9 > CALL_S):
             out.append(Rate(
-                probe.name, probe.size, variant.name, gflops, speedup=_single(ratio), verdict="avoid", probe=True
+                probe.name, probe.size, variant.name, gflops, speedup=_single(ratio), grade="avoid", probe=True
             ))  # fmt: skip
     return out
 
@@ -341,18 +341,18 @@ def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
         return _failed(kernel, name, lap.error)
     times = lap.seconds
     ratio: stats.Ratio | None = None
-    verdict: Verdict | None = None
+    grade: Grade | None = None
     if lap is not baseline and baseline.error is None:
         ratio = speedup(baseline, lap)
         if ratio is None and lap.slowdown is not None:
             ratio = _single(1.0 / lap.slowdown)
             times = [stats.quantile(baseline.seconds, 0.5) * lap.slowdown] if baseline.seconds else []
         if ratio is not None:
-            verdict = verdict_of(ratio)
+            grade = grade_of(ratio)
     if not times:
-        return Rate(kernel.name, kernel.size, name, None, None, None, ratio, verdict)
+        return Rate(kernel.name, kernel.size, name, None, None, None, ratio, grade)
     middle, low, high = (kernel.flops / stats.quantile(times, q) / 1e9 for q in (0.5, 0.75, 0.25))
-    return Rate(kernel.name, kernel.size, name, middle, low, high, ratio, verdict)
+    return Rate(kernel.name, kernel.size, name, middle, low, high, ratio, grade)
 
 
 def _single(value: float) -> stats.Ratio:
@@ -361,7 +361,7 @@ def _single(value: float) -> stats.Ratio:
 
 
 def _failed(kernel: Kernel, name: str, error: Exception, *, probe: bool = False) -> Rate:
-    return Rate(kernel.name, kernel.size, name, None, verdict="avoid", probe=probe, error=first_line(error))
+    return Rate(kernel.name, kernel.size, name, None, grade="avoid", probe=probe, error=first_line(error))
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,12 @@ def libraries(names: Iterable[str]) -> list[str]:
 
     None of torch, which starts no faster for it, and none of the user's own, which may hold what each process has to make anew.
     """
-    places = tuple(os.path.join(sysconfig.get_path(where), "") for where in ("purelib", "platlib"))
+    installed = tuple(os.path.join(sysconfig.get_path(where), "") for where in ("purelib", "platlib"))
     return [
         name
         for name in dict.fromkeys(names)
         if name.partition(".")[0] not in ("torch", "castwise")
-        and (getattr(sys.modules.get(name), "__file__", None) or "").startswith(places)
+        and (getattr(sys.modules.get(name), "__file__", None) or "").startswith(installed)
     ]
 
 

@@ -35,7 +35,9 @@ def turn(count: int, number: int) -> list[int]:
 
     Source: E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949.
     """
-    order = [((place + 1) // 2 * (1 if place % 2 else -1) + number // 2) % count for place in range(count)]
+    order = [
+        ((position + 1) // 2 * (1 if position % 2 else -1) + number // 2) % count for position in range(count)
+    ]
     return order if number % 2 == 0 else order[::-1]
 
 

@@ -31,7 +31,7 @@ from castwise.lab.workloads.workload import non_finite_parts
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """What made a step diverge.
 
     Attributes:
@@ -47,7 +47,7 @@ class Verdict:
 
 def diagnose(
     amp: Amp, model: nn.Module, loss: Loss, moments: Sequence[Moment], limit: float, ranks: Ranks
-) -> list[Verdict]:
+) -> list[Diagnosis]:
     """Find out why a step diverges, or that it does not from these weights. Nothing of the training notices.
 
     A collective: each rank tries its own microbatches, on a whole copy of the model.
@@ -61,13 +61,13 @@ def diagnose(
         ranks: That train together.
 
     Returns:
-        The verdict of each rank.
+        The diagnosis of each rank.
     """
     parts = [part for number, moment in enumerate(moments) for part in _parts(moment, number, len(moments))]
     holders = ranks.gather(parts[:3])
     if any(holders):
         return [
-            Verdict("batch" if found else "transient", f"non-finite values in the data: {'; '.join(found)}")
+            Diagnosis("batch" if found else "transient", f"non-finite values in the data: {'; '.join(found)}")
             for found in holders
         ]
     with unspoilt(model, "Recovery"), undisturbed():
@@ -76,14 +76,14 @@ def diagnose(
             for name, value in amp.model_state_dict(model).items()
         }
         twin = copied(model, "Recovery") if is_cut(model) else model
-        return ranks.every(lambda: _Trials(amp, twin, weights, loss, moments, limit).verdict())
+        return ranks.every(lambda: _Reruns(amp, twin, weights, loss, moments, limit).diagnosis())
 
 
 def _parts(moment: Moment, number: int, of: int) -> list[str]:
     return non_finite_parts(moment.batch, "batch" if of == 1 else f"microbatch {number}")
 
 
-class _Trials:
+class _Reruns:
     def __init__(
         self,
         amp: Amp,
@@ -101,22 +101,22 @@ class _Trials:
         # a dynamic scale is sought anew by skipping: what counts is whether any would do
         self._scale = None if scale is None else 1.0 if scale.dynamic else scale.init
 
-    def verdict(self) -> Verdict:
+    def diagnosis(self) -> Diagnosis:
         ran, said = self._try(self._plan)
         if self._is_sound(ran):
-            return Verdict(
+            return Diagnosis(
                 "transient",
                 f"from the last good state the same batch gives sound gradients under {self._plan}: {said}",
             )
         reference, also = self._try(REFERENCE)
         if not self._is_sound(reference):
-            return Verdict("batch", f"in fp32 the result is no better: {also} (under {self._plan}: {said})")
+            return Diagnosis("batch", f"in fp32 the result is no better: {also} (under {self._plan}: {said})")
         told = f"{said} under {self._plan}, {also} in fp32"
         for cause, what, plan in self._cures():
             cured, how = self._try(plan)
             if self._is_sound(cured):
-                return Verdict(cause, f"{told}; {what}; tried under {plan}: {how}", plan)
-        return Verdict("batch", f"{told}, and no plan that was tried cures it")
+                return Diagnosis(cause, f"{told}; {what}; tried under {plan}: {how}", plan)
+        return Diagnosis("batch", f"{told}, and no plan that was tried cures it")
 
     def _cures(self) -> Iterator[tuple[str, str, Plan]]:
         """Plans that may cure it, from the one that changes least: cause, what points to it, and the plan."""
@@ -130,21 +130,21 @@ class _Trials:
                 )  # fmt: skip
             except CastwiseError:
                 continue
-            for trial in found.trials:
-                if not trial.finite:
+            for cure in found.trials:
+                if not cure.finite:
                     continue
                 where = found.module or "the model"
-                lower = trial.plan.loss_scale is not None and trial.plan.regions == self._plan.regions
-                cause = "loss scale" if lower and trial.plan.ops == self._plan.ops else "format"
-                if cause == "format" and trial.what not in ("fp32", "fp64"):
-                    plan = dataclasses.replace(trial.plan, loss_scale=scale)
+                lower = cure.plan.loss_scale is not None and cure.plan.regions == self._plan.regions
+                cause = "loss scale" if lower and cure.plan.ops == self._plan.ops else "format"
+                if cause == "format" and cure.what not in ("fp32", "fp64"):
+                    plan = dataclasses.replace(cure.plan, loss_scale=scale)
                     yield (
                         cause,
                         f"{found.operator} in {where} returns the first non-finite value ({found.why})",
                         plan,
                     )
                 elif cause == "loss scale" and not (scale is not None and scale.dynamic):
-                    yield cause, f"the backward of {where} overflows", trial.plan
+                    yield cause, f"the backward of {where} overflows", cure.plan
         whole = dataclasses.replace(self._plan, regions=(*self._plan.regions, Region("**", compute="fp32")))
         yield "format", "no single region could be identified", whole
 

@@ -22,7 +22,7 @@ FLOOR = 0.02
 
 
 class LossLine:
-    """Judges the losses of a run by those before them.
+    """Compares each loss of a run with those before it.
 
     Attributes:
         suspects: The suspects in a row just now, each with its step.
@@ -49,7 +49,7 @@ class LossLine:
         median, spread = self._line()
         return median + SPREADS * spread
 
-    def judge(self, step: int, loss: float) -> str:
+    def check(self, step: int, loss: float) -> str:
         """Take note of a finite loss; what is wrong with it, in a clause, where it has diverged, else empty."""
         if len(self._recent) < LEAST:
             self._take(step, loss)

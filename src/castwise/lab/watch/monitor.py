@@ -20,7 +20,7 @@ from castwise.core.session.amp import Amp, SessionView
 from castwise.errors import CheckpointError, NonFiniteError, PlanError, StateError, check_count
 from castwise.lab.watch.alarms import Alarms, Line, lines_of
 from castwise.lab.watch.audit import Auditor, badness, failed
-from castwise.lab.watch.judging import Judge
+from castwise.lab.watch.detector import Detector
 from castwise.lab.watch.records import Alarm, Audit, MonitorReport, Sample
 from castwise.lab.watch.sampling import Sampler
 from castwise.lab.watch.sinks import Board, JsonLines, Log, Screen, Sinks
@@ -122,7 +122,7 @@ class Monitor(OfThisProcess):
         self._crossed = Alarms(lines_of(lines))
         self._auditor = None if loss is None else Auditor(loss, batches, accumulate)
         self._sampler = Sampler(amp)
-        self._judge = Judge(amp, self._crossed)
+        self._detector = Detector(amp, self._crossed)
         self._audited = self._closed = False
         self._turns: dict[int, Turn] = {}
         self._turn_by_id: dict[int, tuple[weakref.ref[Optimizer], Turn]] = {}
@@ -195,7 +195,7 @@ class Monitor(OfThisProcess):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from: counts and open alarms, plain values. The session's state is saved apart."""
+        """What a resumed run goes on from: counts and open alarms, plain values. The session's state is saved separately."""
         turns = [
             {"number": t.number, "steps": t.steps, "streak": t.streak, "made": t.made}
             for t in self._turns.values()
@@ -281,15 +281,15 @@ class Monitor(OfThisProcess):
         due, update, turn.update = turn.due, turn.update, None
         turn.count(skipped)
         if skipped:
-            self._judge.note_skip(optimizer, turn)
+            self._detector.note_skip(optimizer, turn)
         elif self._crossed.open and turn.streak == 0:
-            self._judge.see("skipped_in_a_row", {"": float(turn.streak)}, turn)
+            self._detector.see("skipped_in_a_row", {"": float(turn.streak)}, turn)
         self._take_news()
         if due:
             sample = self._sampler.sample(turn, update, skipped)
             self.samples.append(sample)
             self._write(sample)
-            self._judge.judge(turn, sample)
+            self._detector.check(turn, sample)
             self._take_news()
         if (
             self._auditor is not None
@@ -342,15 +342,15 @@ class Monitor(OfThisProcess):
         self._write(audit)
         if audit.verdict != "undecided" and self._turns:
             value = float(audit.verdict == "fail")
-            self._judge.see("audit", {"": value}, self._turns[min(self._turns)], lambda: audit.reason)
+            self._detector.see("audit", {"": value}, self._turns[min(self._turns)], lambda: audit.reason)
             self._take_news()
         return audit
 
     # --- giving out ---------------------------------------------------------------------------------------
 
     def _take_news(self) -> None:
-        while self._judge.news:
-            alarm = self._judge.news.pop(0)
+        while self._detector.news:
+            alarm = self._detector.news.pop(0)
             if alarm.cleared is None:
                 self.alarms.append(alarm)
                 self._to_tell.append(alarm)

@@ -29,7 +29,7 @@ from castwise.core.plans.words import in_words
 from castwise.core.session.amp import Amp, SessionView
 from castwise.errors import CheckpointError, DivergedError, PlanError, StateError, check_count, sentence
 from castwise.lab.result import Result
-from castwise.lab.watch.diagnosis import Verdict, diagnose
+from castwise.lab.watch.diagnosis import Diagnosis, diagnose
 from castwise.lab.watch.good_states import Good, GoodStates
 from castwise.lab.watch.moments import Moment, set_generators
 from castwise.lab.watch.passes import Loss
@@ -199,9 +199,9 @@ class Recovery(OfThisProcess, Result):
         if (
             self._suspect is not None
         ):  # in the last steps before the loop left that loader, or before its step came again
-            verdict = Verdict("unknown", "the loop left the data loader before it reached that step again")
+            found = Diagnosis("unknown", "the loop left the data loader before it reached that step again")
             self._log(
-                self._suspect, verdict, "the epoch ends at its last good state, and the next one begins there"
+                self._suspect, found, "the epoch ends at its last good state, and the next one begins there"
             )
             self._suspect = None
         self._data.clear()
@@ -211,7 +211,7 @@ class Recovery(OfThisProcess, Result):
 
     def _end_of_step(self) -> None:
         self._data.end_step(self.step)
-        symptom, first = self._symptoms.judge(self.step)
+        symptom, first = self._symptoms.check(self.step)
         if symptom:
             self._go_back(symptom, first)
         self._symptoms.clear()
@@ -254,7 +254,7 @@ class Recovery(OfThisProcess, Result):
 
     def _go_back(self, symptom: str, first: int) -> None:
         if self._suspect is not None:  # another step, before that one came again
-            self._log(self._suspect, Verdict("unknown", "it diverged again before that step"), "none")
+            self._log(self._suspect, Diagnosis("unknown", "it diverged again before that step"), "none")
             self._suspect = None
         if self._tries >= self._attempts:
             raise DivergedError(gave_up(first, symptom, self.returns[-self._attempts :], self._folder))
@@ -284,32 +284,32 @@ class Recovery(OfThisProcess, Result):
         """Find out why a step diverged, now that its weights are good, and see to it."""
         moments, spoilt = self._data.moments_of(suspect.step), self._data.spoilt
         if suspect.step in spoilt:
-            verdict = Verdict(
+            found = Diagnosis(
                 "batch",
                 "its batch has been overwritten since the loader returned it, so the step cannot be repeated",
             )
         else:
-            verdict = self._agree(suspect, moments)
-        if verdict.cause == "transient" and self._accidents.get(suspect.step, 0) > len(self._states.all):
-            verdict = dataclasses.replace(
-                verdict, cause="batch", evidence=f"{verdict.evidence}; but it diverged each time"
+            found = self._agree(suspect, moments)
+        if found.cause == "transient" and self._accidents.get(suspect.step, 0) > len(self._states.all):
+            found = dataclasses.replace(
+                found, cause="batch", evidence=f"{found.evidence}; but it diverged each time"
             )
         action = "the same batches again"
-        if verdict.plan is not None:
-            plan = dataclasses.replace(verdict.plan, compile=self._amp.plan.compile)
+        if found.plan is not None:
+            plan = dataclasses.replace(found.plan, compile=self._amp.plan.compile)
             try:
                 self._amp.change(plan)
                 action = f"the plan is {plan} now"
             except (PlanError, StateError) as error:
-                verdict = dataclasses.replace(
-                    verdict,
+                found = dataclasses.replace(
+                    found,
                     cause="batch",
-                    evidence=f"{verdict.evidence}; the plan cannot be changed here: {sentence(error)}",
+                    evidence=f"{found.evidence}; the plan cannot be changed here: {sentence(error)}",
                 )
-        if verdict.cause == "batch":
+        if found.cause == "batch":
             self._data.passed.add(suspect.step)
             action = "the step's batch is skipped" if len(moments) < 2 else "the step's batches are skipped"
-        elif verdict.cause == "transient":
+        elif found.cause == "transient":
             self._accidents[suspect.step] = self._accidents.get(suspect.step, 0) + 1
         lost = sum(step >= suspect.to_step for step in spoilt - {suspect.step})
         if lost:
@@ -318,30 +318,30 @@ class Recovery(OfThisProcess, Result):
                 f"since the loop has overwritten the batches"
             )
         self._suspect = None
-        self._log(suspect, verdict, action)
+        self._log(suspect, found, action)
 
-    def _agree(self, suspect: _Suspect, moments: Sequence[Moment]) -> Verdict:
-        """The verdict of all ranks on their batches: a bad one anywhere is passed over by all."""
-        verdicts = diagnose(self._amp, self._inner, self._loss, moments, suspect.limit, self._ranks)
+    def _agree(self, suspect: _Suspect, moments: Sequence[Moment]) -> Diagnosis:
+        """One diagnosis for all ranks: a bad batch on any rank is skipped by all."""
+        diagnoses = diagnose(self._amp, self._inner, self._loss, moments, suspect.limit, self._ranks)
         for cause in ("batch", "format", "loss scale"):
-            found = [(rank, one) for rank, one in enumerate(verdicts) if one.cause == cause]
+            found = [(rank, one) for rank, one in enumerate(diagnoses) if one.cause == cause]
             if found:
                 rank, one = found[0]
                 where = f"on rank {rank}: " if self._ranks.size > 1 else ""
                 return dataclasses.replace(
                     one, evidence=f"{where}{one.evidence}", plan=_joined([v for _, v in found])
                 )
-        return verdicts[0]
+        return diagnoses[0]
 
     # --- what was done ----------------------------------------------------------------------------------------
 
-    def _log(self, suspect: _Suspect, verdict: Verdict, action: str) -> None:
+    def _log(self, suspect: _Suspect, found: Diagnosis, action: str) -> None:
         one = Rollback(
             suspect.step,
             suspect.to_step,
             suspect.symptom,
-            verdict.cause,
-            verdict.evidence,
+            found.cause,
+            found.evidence,
             action,
             str(self._amp.plan),
         )
@@ -368,9 +368,9 @@ class Recovery(OfThisProcess, Result):
         return path
 
 
-def _joined(verdicts: Sequence[Verdict]) -> Plan | None:
+def _joined(diagnoses: Sequence[Diagnosis]) -> Plan | None:
     """One plan with the regions of all, and the smallest loss scale."""
-    plans = [verdict.plan for verdict in verdicts if verdict.plan is not None]
+    plans = [found.plan for found in diagnoses if found.plan is not None]
     if not plans:
         return None
     first, *others = plans

@@ -32,7 +32,7 @@ def summed(amp: Amp, ranks: Ranks, *numbers: float) -> list[float]:
 
 
 class Symptoms:
-    """Listens to a session, and judges each step.
+    """Listens to a session, and checks each step.
 
     Args:
         amp: The session.
@@ -67,7 +67,7 @@ class Symptoms:
 
     @property
     def stepped(self) -> bool:
-        """Whether a step was made since the last was judged."""
+        """Whether a step was made since the last was checked."""
         return bool(self._results)
 
     @property
@@ -80,7 +80,7 @@ class Symptoms:
         """The largest loss of a step that training brings."""
         return self._line.limit
 
-    def judge(self, step: int) -> tuple[str, int]:
+    def check(self, step: int) -> tuple[str, int]:
         """What is wrong with the step that was made, in a clause, and the step that it began with; empty where all is well.
 
         A collective. The host waits for the device.
@@ -108,7 +108,7 @@ class Symptoms:
             return f"{STREAK} steps in a row were skipped, since gradients are not finite", self._skips[0]
         if skipped or not known or not self._spikes:
             return "", step
-        said = self._line.judge(step, value)
+        said = self._line.check(step, value)
         return said, self._line.suspects[0][0] if said else step
 
     def _is_final(self) -> bool:

@@ -259,11 +259,11 @@ def run_once(
     """
     graded = [call for call in runs if not _is_without_gradients(view, call)]
     names = [_name_of(view, call) for call in runs]
-    apart = len(set(names)) == len(names) and all(name in losses for name in names)
+    distinct = len(set(names)) == len(names) and all(name in losses for name in names)
     for call in runs if graded else ():
         around = itertools.takewhile(lambda outer: outer is not region, view.around(call))
         others = [other for other in runs if other is not call and not _exclude_each_other(view, call, other)]
-        if any(isinstance(outer, _LOOPS) for outer in around) or (others and not apart):
+        if any(isinstance(outer, _LOOPS) for outer in around) or (others and not distinct):
             raise Undecided(
                 call,
                 f"{model!r} runs more than once in one block of autocast, where all its runs share copies of the "

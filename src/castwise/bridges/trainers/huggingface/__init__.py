@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from castwise.bridges.trainers.huggingface.accelerator import CastwiseAccelerator
-from castwise.bridges.trainers.huggingface.steps import CastwiseOptimizer
+from castwise.bridges.trainers.huggingface.adapters import CastwiseOptimizer
 
 if TYPE_CHECKING:
     from castwise.bridges.trainers.huggingface.trainer import CastwiseMixin, CastwiseTrainer

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castwise import Amp, Plan
-from castwise.bridges.trainers.huggingface.steps import (
+from castwise.bridges.trainers.huggingface.adapters import (
     CastwiseOptimizer,
     SessionScaler,
     as_plain,

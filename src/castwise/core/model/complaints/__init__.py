@@ -13,10 +13,10 @@ from castwise.core.model.complaints.cures import Complaint, Site
 from castwise.core.model.complaints.words import met_in
 from castwise.errors import CastwiseError
 
-__all__ = ["Site", "explain_backward", "explain_mismatch"]
+__all__ = ["Site", "explain_backward", "explain_dtype_error"]
 
 
-def explain_mismatch(
+def explain_dtype_error(
     error: BaseException | None, model: nn.Module, site: Site, *, outside: bool = False
 ) -> None:
     """Add the source and the cures of an operator's dtype error to its message.

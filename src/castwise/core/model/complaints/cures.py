@@ -27,7 +27,7 @@ from castwise.core.model.complaints.words import (
     NAMES,
     asks_for_whole,
     factory,
-    is_mismatch,
+    is_dtype_error,
     is_real,
     met_in,
     named,
@@ -172,7 +172,7 @@ class Complaint:
         head = self._head(call, call.spot, cast)
         if cures or line:
             return f"{head} {sentence(list(dict.fromkeys(cures)), line, self._late)}"
-        if self._late or not is_mismatch(self._text):
+        if self._late or not is_dtype_error(self._text):
             return ""
         return f"{head} No other rule for this call and no other dtype of its inputs makes it run."
 
@@ -406,7 +406,7 @@ class Complaint:
 
     def _untried(self, spot: Spot) -> str:
         """The text for a call that could not be repeated."""
-        if not is_mismatch(self._text) or raised_by_hand(self._error.__traceback__):
+        if not is_dtype_error(self._text) or raised_by_hand(self._error.__traceback__):
             return ""  # whose message may be about anything
         there = f"in line {spot.line.number}" if spot.line is not None else "there"
         several = len(met_in(self._text)) > 1

@@ -22,7 +22,7 @@ _WORD_NAMES = {
     "bfloat16": "bf16", "half": "fp16", "float16": "fp16", "float": "fp32", "float32": "fp32",
     "double": "fp64", "float64": "fp64",
 }  # fmt: skip
-_MISMATCH = re.compile(
+_DTYPE_ERROR = re.compile(
     r"dtype|scalar type|type \(|should be the same|data type|not implemented for", re.IGNORECASE
 )
 _WHOLE = re.compile(r"\b(long|int|int32|int64|integer|integral)(tensor)?\b|\bind(ex|ices)\b", re.IGNORECASE)
@@ -42,9 +42,9 @@ def is_real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def is_mismatch(text: str) -> bool:
+def is_dtype_error(text: str) -> bool:
     """Whether a message looks like a dtype error."""
-    return bool(_MISMATCH.search(text) and met_in(text))
+    return bool(_DTYPE_ERROR.search(text) and met_in(text))
 
 
 def asks_for_whole(text: str) -> bool:

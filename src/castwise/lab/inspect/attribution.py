@@ -1,4 +1,4 @@
-"""From what crossed in the passes of a comparison to what each call did: where an error arises, and where it passes through."""
+"""Attribute the errors of a comparison to calls: which call makes an error, and which one passes it on."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from castwise.lab.inspect.comparison import CallComparison, Side, Verdict
+from castwise.lab.inspect.comparison import CallComparison, Effect, Side
 from castwise.lab.inspect.looks import Key, Look
 from castwise.lab.inspect.runs import Difference, Run, differences
 from castwise.lab.passes.observers import Call
 
 LOSS = Call("(loss)", 0)
-"""The code around the model: the loss."""
+"""The code of the loss, outside the model."""
 EXCESS = 4.0
-"""An operator's own error above this many times the expected one does not come from the format's rounding."""
+"""Above this many times the expected error, an operator's own error is not explained by the format's rounding."""
 AMPLIFIES = 10.0
 """A call amplifies rounding if its expected error is this many times the rounding of its inputs."""
 ROUNDING = 0.29
-"""The root mean square of rounding to nearest, in units of eps: an even spread over half a unit to both sides is 1/sqrt(12)."""
+"""Root mean square error of rounding to nearest, in units of eps: a uniform error of up to half a unit has 1/sqrt(12)."""
 HALF = 0.5
-"""The most that rounding to nearest makes, in units of eps."""
+"""Largest error of rounding to nearest, in units of eps."""
 MATTERS = 0.1
-"""An own error below this share of the error at the same place is not what that comes from."""
+"""An own error below this share of the tensor's total error does not explain that error."""
 MOSTLY = 0.5
-"""An own error from this share of the error at the same place on is most of it."""
+"""An own error of at least this share of the tensor's total error explains most of it."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """What the passes with given values saw: the second plan's own errors, and what is expected of rounding."""
+    """Results of the passes with given inputs: the second plan's own errors, and the errors that rounding would make."""
 
     own: Look
     expected: Look
@@ -40,7 +40,7 @@ class Own:
 
 
 class _Mark(NamedTuple):
-    """One tensor that a call makes: its name, its errors, and the eps of the format it is made in."""
+    """One tensor that a call produces: its name, its errors, and the eps of the format that it is computed in."""
 
     name: str
     error: Difference
@@ -50,18 +50,18 @@ class _Mark(NamedTuple):
 
     @property
     def rounding(self) -> Difference:
-        """What rounding it once makes: in the mean, and at most."""
+        """Error of rounding the tensor once: root mean square, and maximum."""
         return Difference(ROUNDING * self.eps, HALF * self.eps)
 
     @property
     def explained(self) -> Difference:
-        """What is expected of its call, its own rounding included."""
+        """Error that rounding explains: the call's expected error and the rounding of this tensor."""
         expected = self.expected or Difference(0.0, 0.0)
         return Difference(*map(math.hypot, expected, self.rounding))
 
     @property
     def excesses(self) -> Difference:
-        """How many times what is explained the own error is."""
+        """Ratio of the own error to the explained error."""
         if self.own is None:
             return Difference(0.0, 0.0)
         both = zip(self.own, self.explained, strict=True)
@@ -73,23 +73,23 @@ class _Mark(NamedTuple):
 
     @property
     def born(self) -> bool:
-        """Whether either is far above what is explained, and not small beside the error there."""
+        """Whether the norm or the maximum is far above the explained error and a notable share of the tensor's error."""
         if self.own is None:
             return False
         each = zip(self.excesses, self.own, self.error, strict=True)
         return any(excess > EXCESS and own >= MATTERS * error for excess, own, error in each)
 
 
-class Judge:
-    """Says what each call did.
+class Attribution:
+    """Computes the error that each call makes, passes on or amplifies.
 
     Args:
-        ran_a: The first plan's pass.
-        ran_b: The second's.
-        free: What the second's pass saw.
-        own: What the passes with given values saw; None where there are none.
-        eps: Of the format that each module computes in, by path.
-        formats: That the second plan computes each module in, by path.
+        ran_a: The pass under the first plan.
+        ran_b: The pass under the second plan.
+        free: Errors seen in the second plan's pass.
+        own: Results of the passes with given inputs; None if there are none.
+        eps: By module path, the eps of the format that the module computes in.
+        formats: By module path, the format that the second plan computes the module in.
         bordered: Paths of modules whose inputs a plan casts.
     """
 
@@ -113,7 +113,7 @@ class Judge:
         self._put_weights(ran_a, ran_b)
 
     def calls(self) -> tuple[CallComparison, ...]:
-        """All calls of the first plan's pass, the loss first, each with what it did."""
+        """Every call of the first plan's pass with its errors, the loss first."""
         return tuple(
             CallComparison(
                 path=call.path,
@@ -130,7 +130,7 @@ class Judge:
         return "" if call is LOSS else call.path
 
     def _put(self, key: Key, error: Difference | None) -> None:
-        """File an error under the call that made the tensor, and under the one that takes it."""
+        """Record an error at the call that produced the tensor and at the call that consumes it."""
         call = key.point.call
         caller = self._a.callers.get(call) or LOSS
         from_callee = (key.point.side == "out") is not key.back
@@ -149,7 +149,7 @@ class Judge:
             and call.path in self._bordered
             and own is not None
             and own.norm <= 2 * ROUNDING * self._eps[call.path]
-        ):  # a cast, which the border of the call does
+        ):  # a cast, made at the border of the call
             inside = mark._replace(name=f"cast of its {_name(key)}", eps=self._eps[call.path])
             self._made.setdefault((call, key.back), []).append(inside)
             mark = mark._replace(own=Difference(0.0, 0.0))
@@ -158,19 +158,19 @@ class Judge:
             self._taken.setdefault((taker, key.back), []).append(error.norm)
 
     def _put_loss(self, ran_a: Run, ran_b: Run) -> None:
-        def apart(one: Run, other: Run) -> Difference:
+        def difference(one: Run, other: Run) -> Difference:
             off = abs(one.loss - other.loss) / (abs(one.loss) or 1.0)
             return Difference(off, off) if math.isfinite(off) else Difference(math.inf, math.inf)
 
         own = expected = None
         if self._own is not None:
-            own = apart(self._own.ran_base, self._own.ran_own)
-            expected = apart(self._own.ran_base, self._own.ran_expected)
-        mark = _Mark("the loss", apart(ran_a, ran_b), own, expected, self._eps[""])
+            own = difference(self._own.ran_base, self._own.ran_own)
+            expected = difference(self._own.ran_base, self._own.ran_expected)
+        mark = _Mark("the loss", difference(ran_a, ran_b), own, expected, self._eps[""])
         self._made.setdefault((LOSS, False), []).append(mark)
 
     def _put_weights(self, ran_a: Run, ran_b: Run) -> None:
-        """File the gradient of each parameter under the first call of its module, or of the nearest one above that was called."""
+        """Record each parameter's gradient at the first call of its module, or of the nearest called ancestor."""
         free = differences(ran_b.gradients, ran_a.gradients)
         own: dict[str, Difference | None] = {}
         expected: dict[str, Difference | None] = {}
@@ -208,7 +208,7 @@ class Judge:
         which = 1 if worst.born and worst.excesses.norm <= EXCESS else 0
         where = f"largest element of {worst.name}" if which else worst.name
         return Side(
-            _verdict(known, worst, error, incoming),
+            _effect(known, worst, error, incoming),
             error,
             incoming,
             worst.own[which],
@@ -217,7 +217,7 @@ class Judge:
         )
 
 
-def _verdict(made: Sequence[_Mark], worst: _Mark, error: float, incoming: float | None) -> Verdict:
+def _effect(made: Sequence[_Mark], worst: _Mark, error: float, incoming: float | None) -> Effect:
     own = max(mark.own.norm for mark in made if mark.own is not None)
     if worst.born:
         return "born"
@@ -235,7 +235,7 @@ def _name(key: Key) -> str:
 
 
 def suspects(calls: Sequence[CallComparison], count: int) -> Iterator[CallComparison]:
-    """Modules to try in another format: where an error arises, else those with the largest own errors; each once."""
+    """Modules to try in another format, each once: those that make an unexplained error, else those with the largest own errors."""
     seen: set[str] = set()
     born = sorted((call for call in calls if call.born), key=lambda call: -call.excess)
     for call in born or sorted(calls, key=lambda call: -call.own):

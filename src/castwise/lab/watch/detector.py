@@ -18,7 +18,7 @@ SEEKS = 16
 """Steps in a row that may be skipped while the loss scale is sought, before the first that is made."""
 
 
-class Judge:
+class Detector:
     """Holds what is seen against the lines.
 
     Args:
@@ -33,7 +33,7 @@ class Judge:
         self.news: list[Alarm] = []
         self._amp, self._session, self._crossed = amp, SessionView(amp), crossed
 
-    def judge(self, turn: Turn, sample: Sample) -> None:
+    def check(self, turn: Turn, sample: Sample) -> None:
         """Hold a sample against them."""
         regions = sample.regions
 

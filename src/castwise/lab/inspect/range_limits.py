@@ -25,8 +25,8 @@ def troubles(region: RegionForecast, formats: Sequence[str], scaled: bool = True
         formats: Asked for.
         scaled: Whether gradients in fp16 have a loss scale.
     """
-    judged = [tensor for tensor in region.tensors if not tensor.kept and tensor.kind != "updates"]
-    return _first_reasons(region, judged, formats, scaled)
+    tensors = [tensor for tensor in region.tensors if not tensor.kept and tensor.kind != "updates"]
+    return _first_reasons(region, tensors, formats, scaled)
 
 
 def stored_troubles(region: RegionForecast, formats: Sequence[str]) -> dict[str, str]:
@@ -113,20 +113,20 @@ def recommended(regions: Sequence[RegionForecast], formats: Sequence[str], loss_
     None where neither was asked for, or the model itself, outside of its modules, is not held.
     """
     plans = [
-        (len(held_apart), low, held_apart)
+        (len(exempted), low, exempted)
         for low in LOW
-        if low in formats and (held_apart := _apart(regions, low)) is not None
+        if low in formats and (exempted := _exemptions(regions, low)) is not None
     ]
     if not plans:
         return None
-    _, low, apart = min(plans, key=lambda plan: plan[0])
+    _, low, exempted = min(plans, key=lambda plan: plan[0])
     plan = Plan.preset(f"{low}-mixed")
     if plan.loss_scale is not None:
         plan = dataclasses.replace(plan, loss_scale=dataclasses.replace(plan.loss_scale, init=loss_scale))
-    return dataclasses.replace(plan, regions=tuple(Region(path, compute="fp32") for path in apart))
+    return dataclasses.replace(plan, regions=tuple(Region(path, compute="fp32") for path in exempted))
 
 
-def _apart(regions: Sequence[RegionForecast], low: str) -> list[str] | None:
+def _exemptions(regions: Sequence[RegionForecast], low: str) -> list[str] | None:
     """Paths of the outermost modules that a format does not hold; None where that is the model itself."""
     called = {region.path for region in regions if any(t.kind == "activations" for t in region.tensors)}
     bad = []

@@ -15,8 +15,8 @@ import torch
 
 from castwise.bridges.run import record, try_script
 from castwise.bridges.run.gate import EnoughError
-from castwise.bridges.run.record import SameOptimizer, ScriptRecorder
-from castwise.bridges.run.tape import Replay
+from castwise.bridges.run.record import SameOptimizer, ScriptCapture
+from castwise.bridges.run.tape import TapeLoss
 from castwise.errors import CastwiseError
 
 HEAD = """
@@ -106,33 +106,33 @@ REFUSED = {
 
 
 @pytest.fixture
-def recorder() -> Iterator[ScriptRecorder]:
-    made = ScriptRecorder()
+def capture() -> Iterator[ScriptCapture]:
+    made = ScriptCapture()
     yield made
     made.end()
 
 
-def _run(recorder: ScriptRecorder, text: str) -> dict[str, Any]:
+def _run(capture: ScriptCapture, text: str) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": __name__}
-    recorder.begin()
+    capture.begin()
     try:
         exec(HEAD + text, names)
     except EnoughError:
         pass
     finally:
-        recorder.end()
+        capture.end()
     return names
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_training_on_what_was_recorded_is_training_as_the_script_did(
-    form: str, recorder: ScriptRecorder
+    form: str, capture: ScriptCapture
 ) -> None:
-    script = _run(recorder, FORMS[form])
-    job = recorder.job()
+    script = _run(capture, FORMS[form])
+    job = capture.job()
     assert len(job["batches"]) == len(script["losses"]) == 6
     loss, batches = (
-        pickle.loads(pickle.dumps(Replay(tuple(job["loss"].tapes)))),
+        pickle.loads(pickle.dumps(TapeLoss(tuple(job["loss"].tapes)))),
         copy.deepcopy(job["batches"]),
     )
     model = copy.deepcopy(job["model"])
@@ -151,11 +151,11 @@ def test_training_on_what_was_recorded_is_training_as_the_script_did(
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_tuned_is_refused_with_the_reason(why: str, recorder: ScriptRecorder) -> None:
+def test_what_cannot_be_tuned_is_refused_with_the_reason(why: str, capture: ScriptCapture) -> None:
     text, said = REFUSED[why]
-    _run(recorder, text)
+    _run(capture, text)
     with pytest.raises(CastwiseError, match=said):
-        recorder.job()
+        capture.job()
 
 
 def test_an_optimizer_is_made_again_with_the_options_of_each_group() -> None:
