@@ -85,7 +85,7 @@ def test_doubt_has_to_be_worth_something(search: Search, rival: Plan) -> None:
     """What is sound, or computes in fp32, is as fast in the race."""
     assert not clear(search, {FP32: 0.002, LIKE_FP32: 0.001, rival: 0.00102}, [FP32, rival], [LIKE_FP32])
     assert noted(search) == {
-        LIKE_FP32: "damage 0.11; training runs were not spent on it, since in the race it was not 3 % faster than "
+        LIKE_FP32: "damage 0.11; it got no training runs, since it was not 3 % faster in the race than "
         + in_words(rival)
     }
     assert not runs(search)

@@ -1,8 +1,8 @@
-"""Where values that are not finite come from, followed through memory from operator to operator.
+"""Trace non-finite values to their origins through memory, from operator to operator.
 
-An operator whose inputs are finite and whose output is not is an *origin*. What it makes is followed: an output that is not
-finite has the origins of those of its inputs that are not. An infinity that a program writes down itself (a mask of -inf) is
-*given*, and no fault by itself; an operator that makes NaN of it is an origin again.
+An operator with finite inputs and a non-finite output is an *origin*. A non-finite output of any other operator
+inherits the origins of its non-finite inputs. An infinity written in the program (a mask of -inf) is
+*given* and no fault; an operator that makes NaN of it is a new origin.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from castwise.lab.inspect.values import has_nan, is_finite, is_floating, mend_, 
 from castwise.lab.passes.observers import Args, Kwargs, Run
 
 Kind = Literal["operator", "data", "parameter", "buffer", "constant", "memory", "unseen"]
-"""An operator; what came in from outside; a number written in the program; memory that was never written to; code whose operators
-torch does not show."""
+"""An operator; the caller's data; a constant in the program; uninitialised memory; code whose operators
+torch does not expose."""
 
 _EXPLAINED = 32
-"""Causes are looked for of this many origins."""
+"""Maximum number of origins whose cause is determined."""
 _ALLOCATES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"})  # fmt: skip
 _OVERWRITES = frozenset({
     "copy_",
@@ -41,22 +41,22 @@ _OVERWRITES = frozenset({
     "resize_",
     "exponential_",
 })
-"""In-place operators for which nothing depends on what was there."""
+"""In-place operators whose result is independent of the previous contents."""
 
 
 @dataclass(eq=False)
 class Origin:
-    """Where something that is not finite came up.
+    """The origin of non-finite values.
 
     Attributes:
-        kind: What made it.
+        kind: What produced them.
         name: Of data, a parameter or a buffer.
-        place: Of the operator; of the first reader, where no operator made it.
-        nan: Whether NaN, else infinities.
-        given: Whether the program means it, as far as can be told.
-        why: What the operator's inputs say.
-        nan_place: Where it became NaN first.
-        modules: Those that it passed through, in order.
+        place: Of the operator; of the first reader if no operator produced them.
+        nan: Whether they are NaN; else infinities.
+        given: Whether the program intends them, as far as can be determined.
+        why: Cause derived from the operator's inputs.
+        nan_place: Where an infinity first became NaN.
+        modules: Modules that the values passed through, in order.
     """
 
     kind: Kind
@@ -70,22 +70,22 @@ class Origin:
 
     @property
     def key(self) -> int | str:
-        """What stands for it in another pass of the same job: its operator's index, or its name."""
+        """Identifies the origin in other passes of the same job: its operator's index, or its name."""
         if self.kind in ("data", "parameter", "buffer"):
             return f"{self.kind} {self.name}"
         return self.place.index if self.place is not None else self.name
 
 
 class OriginTrace(Trace):
-    """Follows what is not finite through a pass.
+    """Traces non-finite values through a pass.
 
     Args:
-        model: As it is about to run.
-        batch: As the loss gets it.
-        mended: Keys of origins: what they make is replaced by finite values.
+        model: The model, before it runs.
+        batch: The batch that the loss receives.
+        mended: Keys of origins whose non-finite results are replaced by finite values.
 
     Attributes:
-        origins: All that came up, in order.
+        origins: All origins found, in order.
     """
 
     def __init__(self, model: nn.Module, batch: Any, mended: frozenset[int | str] = frozenset()) -> None:
@@ -98,11 +98,11 @@ class OriginTrace(Trace):
         self._given_by_name(model, batch)
 
     def origins_of(self, tensor: Tensor) -> tuple[Origin, ...]:
-        """Where what is not finite in a tensor came from, in order."""
+        """Origins of a tensor's non-finite values, in order."""
         return self._from.get(_torch.tensors.memory_of(plain_memory(tensor)), ())
 
     def name_of(self, tensor: Tensor) -> str:
-        """Which parameter, buffer or part of the batch a tensor shows; empty for others."""
+        """The parameter, buffer or part of the batch that a tensor is or views; empty for others."""
         kind, name = self._names.get(_torch.tensors.memory_of(plain_memory(tensor)), ("", ""))
         return name if kind == "data" else f"{kind} {name}".strip()
 
@@ -123,11 +123,11 @@ class OriginTrace(Trace):
             self._from[memory] = (*self._from.get(memory, ()), origin)
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator and look at what it made."""
+        """Run an operator and examine its results."""
         place = self.place(op)
         written = written_by(op, args, kwargs)
         overwrites = place.operator in _OVERWRITES or _torch.operators.overload_kind(op) == "out"
-        # what an operator writes to it has to be asked about before
+        # tensors that it writes to must be examined before
         before = {} if overwrites else {id(t): self._state(t, place) for t in written if not is_finite(t)}
         copies = {} if overwrites else {id(t): t.detach().clone() for t in written}
         out = run(op, args, kwargs)
@@ -156,7 +156,7 @@ class OriginTrace(Trace):
         return out
 
     def _mend(self, out: Any, inputs: list[Tensor], written: list[Tensor], bad: list[Tensor]) -> Any:
-        """Put finite values in the place of others; what shows memory that was there before is copied and not touched."""
+        """Replace non-finite values by finite ones; results that view existing memory are copied first."""
         there = {
             _torch.tensors.memory_of(plain_memory(t)) for t in inputs if all(t is not w for w in written)
         }
@@ -185,7 +185,7 @@ class OriginTrace(Trace):
     ) -> tuple[Origin, ...]:
         inputs = [t for t in distinct(tensors_in((args, kwargs))) if all(t is not w for w in written)]
         spoilt = [t for t in inputs if not is_finite(t)]
-        # batch norm writes to its statistics and does not say so: what was finite is a result
+        # batch norm writes to its statistics undeclared: they count as results if they were finite
         hidden = [t for t in spoilt if self._was_finite(t)]
         came = [self._state(t, place) for t in spoilt if all(t is not h for h in hidden)]
         came += list(before.values())
@@ -212,7 +212,7 @@ class OriginTrace(Trace):
         return origins
 
     def _was_finite(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a part of the model or the batch that was finite up to now."""
+        """Whether a tensor belongs to the model or the batch and was finite until now."""
         memory = _torch.tensors.memory_of(plain_memory(tensor))
         return memory in self._names and memory not in self._from
 
@@ -221,7 +221,7 @@ class OriginTrace(Trace):
         return origin
 
     def _state(self, tensor: Tensor, place: OperatorRun) -> tuple[bool, tuple[Origin, ...]]:
-        """Whether a tensor that is not finite has NaN, and its origins."""
+        """Whether a non-finite tensor has NaN, and its origins."""
         memory, nan = _torch.tensors.memory_of(plain_memory(tensor)), has_nan(tensor)
         found = self._from.get(memory)
         if found is None:
@@ -233,14 +233,14 @@ class OriginTrace(Trace):
         return nan, found
 
     def _forget(self, tensor: Tensor) -> None:
-        """Of memory that holds nothing but a tensor that is finite now."""
+        """Discard the origins of memory that holds only a tensor which is finite now."""
         held = plain_memory(tensor)
         if held.numel() * held.element_size() >= held.untyped_storage().nbytes():
             self._from.pop(_torch.tensors.memory_of(held), None)
 
 
 def named_tensors(value: Any, path: str = "batch") -> Iterable[tuple[str, Tensor]]:
-    """The tensors of a batch with what leads to them, as ``batch['x']``."""
+    """The tensors of a batch with their access paths, as ``batch['x']``."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, dict) or hasattr(value, "items"):
@@ -255,14 +255,14 @@ def named_tensors(value: Any, path: str = "batch") -> Iterable[tuple[str, Tensor
 
 
 def plain_memory(tensor: Tensor) -> Tensor:
-    """A tensor that has memory of its own: a part of one that is sparse, or what this rank holds."""
+    """A tensor with its own memory: a part of a sparse one, or this rank's piece."""
     if hasattr(tensor, "device_mesh"):
         tensor = _torch.distributed.local_tensor(tensor)
     return tensor if tensor.layout is torch.strided else plain(tensor)
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """Whether a tensor that is not finite looks like a mask: -inf, and one other value at most, or two."""
+    """Whether a non-finite tensor looks like a mask: -inf, and at most one or two other values."""
     with torch.no_grad():
         values = plain(tensor)
         if bool((torch.isnan(values) | torch.isposinf(values)).any()):

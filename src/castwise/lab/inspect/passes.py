@@ -1,4 +1,4 @@
-"""One forward and backward of a copy of a model under a plan, as often as wanted from the same start."""
+"""Forward and backward passes of a copy of a model under a plan, all from the same state."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from castwise.lab.workloads.workload import users_code
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward and backward left.
+    """Result of a forward and backward.
 
     Attributes:
-        model: The copy, with its gradients, which are still scaled, and its buffers.
-        loss: What the loss returned, detached.
-        scale: The loss scale that gradients were taken with; 1 without one.
+        model: The copy, with its gradients, still scaled, and its buffers.
+        loss: The loss, detached.
+        scale: Loss scale of the gradients; 1 without one.
     """
 
     model: nn.Module
@@ -41,21 +41,21 @@ class Pass:
 
 
 class Passes:
-    """Runs passes of one model, loss and batch, inside of :func:`castwise.lab.parity.together.together`.
+    """Runs passes of one model, loss and batch, inside :func:`castwise.lab.parity.together.together`.
 
-    Every pass starts from the same weights, buffers and random state, on a copy. What is compiled runs as it is, so that operators
-    are seen; each rank runs by itself. fp16 products of a CPU are emulated.
+    Every pass starts from the same weights, buffers and random state, on a copy. Compiled models run uncompiled, so that operators
+    are visible; each rank runs independently. On a CPU fp16 products are emulated.
 
     Args:
         call: The caller, for errors.
-        looking: At which model.
-        loss: From the model and a batch a scalar.
+        looking: The ranks and their model.
+        loss: ``loss(model, batch)`` -> scalar.
         batch: On any device.
-        device: To run on; by default that of the model's parameters.
-        seed: Of random draws; None goes on from where the generators stand.
+        device: The device to run on; by default that of the model's parameters.
+        seed: Of random draws; None continues from the generators' present state.
 
     Raises:
-        DeviceError: A device that is not there.
+        DeviceError: The device is not available.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Passes:
         """One forward and backward.
 
         Args:
-            plan: What the copy runs by; what it says of compiling is left out.
-            observe: From the copy of the model and the batch that it gets what observes the loss and its backward.
+            plan: The plan to run under; its compile setting is ignored.
+            observe: From the copy of the model and its batch, the observer of the loss and its backward.
 
         Raises:
-            WorkloadError: The model cannot be copied, or the loss fails or is none.
+            WorkloadError: The model cannot be copied, or the loss fails or is invalid.
             CastwiseError: The plan does not fit the model or the device.
         """
         plan = dataclasses.replace(plan, compile="as_given")

@@ -1,4 +1,4 @@
-"""What a plan casts of a model, learned from a run under it: which of its tensors are low, and which stay in fp32."""
+"""Learn from a run which of a model's tensors a plan casts to low formats, and which stay in fp32."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from castwise.core.plans.formats import LOW_DTYPES, get_format
 from castwise.lab.inspect.watch import AtCall, Kind, Look, Site, Watch
 
 _MIXING = (" batch_norm", " group_norm", " instance_norm", " layer_norm", " rms_norm")
-"""Functions that take fp32 parameters beside a low input as they are."""
+"""Functions that accept fp32 parameters with a low input without a cast."""
 _POLES = frozenset({
     *(f"input 1 of {name}" for name in ("div", "div_", "true_divide", "true_divide_", "divide", "divide_")),
     *(f"input 0 of {name}" for name in ("__rtruediv__", "__rdiv__", "reciprocal", "rsqrt", "sqrt", "log", "log2", "log10")),
 })  # fmt: skip
-"""What must not become 0: the result is infinite then, or its gradient."""
+"""Functions whose inputs must not become 0: their result or its gradient would be infinite."""
 
 
 class PlanCasts:
-    """What a plan casts of a model, learned from runs under it.
+    """Casts that a plan makes in a model, learned from runs under it.
 
     Attributes:
         kept: Sites of results that are wider than the plan's low formats.
-        cast: Sites of inputs that are wide and are cast at their use.
-        poles: Sites of low inputs that a function takes the quotient, the root or the logarithm of.
-        formats: By module path the low formats of its results, by name.
+        cast: Sites of wide inputs that are cast at use.
+        poles: Sites of low inputs to a division, root or logarithm.
+        formats: By module path, names of the low formats of its results.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class PlanCasts:
         self._parameters: dict[Site, bool] = {}
 
     def learning(self) -> Watch:
-        """A watch that learns from the passes that it sees."""
+        """A watch that learns from the passes that it observes."""
 
         def at_call(inputs: list[tuple[Site, Tensor]], results: list[Tensor]) -> None:
             low = any(t.dtype in LOW_DTYPES for t in results)
@@ -61,11 +61,11 @@ class PlanCasts:
         return watch
 
     def keeps(self, kind: Kind, site: Site) -> bool:
-        """Whether the plan keeps in fp32 what comes from a site."""
+        """Whether the plan keeps the tensors of a site in fp32."""
         if kind in ("weights", "weight gradients", "updates"):
             return not self._parameters.get(site, True)
         return site in self.kept
 
     def watch(self, look: Look, at_call: AtCall | None = None) -> Watch:
-        """A watch that looks at inputs too where they are cast at their use."""
+        """A watch that also gives ``look`` the inputs that are cast at use."""
         return Watch(look, inputs=self.cast.__contains__, at_call=at_call)

@@ -1,4 +1,4 @@
-"""Which formats hold a region's numbers, why not, and what follows for the plan."""
+"""Decide which formats hold a region's numbers, with reasons, and recommend a plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def troubles(region: RegionForecast, formats: Sequence[str], scaled: bool = True) -> dict[str, str]:
-    """By format why it does not hold a region's numbers under a plan that autocasts; nothing where it does.
+    """By format, why it does not hold a region's numbers under a plan that autocasts; formats that hold are absent.
 
     Args:
-        region: Which.
+        region: The region.
         formats: Asked for.
         scaled: Whether gradients in fp16 have a loss scale.
     """
@@ -30,12 +30,12 @@ def troubles(region: RegionForecast, formats: Sequence[str], scaled: bool = True
 
 
 def stored_troubles(region: RegionForecast, formats: Sequence[str]) -> dict[str, str]:
-    """The same where everything is stored in the format: what is kept counts too, and updates that rounding drops."""
+    """The same if everything is stored in the format: tensors kept in fp32 count too, and updates dropped by rounding."""
     return _first_reasons(region, region.tensors, [name for name in formats if name in LOW], scaled=False)
 
 
 def plan_trouble(region: RegionForecast, plan: Plan, formats: Sequence[str]) -> str:
-    """Why a plan's own formats do not hold a region's numbers; empty where they do, or were not asked for."""
+    """Why a plan's own formats do not hold a region's numbers; empty if they do, or were not asked for."""
     asked = [name for name in region.computed if name in formats]
     if plan.stores_low and not plan.keeps_masters:
         found = {name: region.stored[name] for name in asked if name in region.stored}
@@ -56,7 +56,7 @@ def plan_trouble(region: RegionForecast, plan: Plan, formats: Sequence[str]) -> 
 
 
 def plan_answer(regions: Sequence[RegionForecast], plan: Plan, formats: Sequence[str]) -> str:
-    """What a plan's own formats do, in a sentence; empty where none of them was asked for."""
+    """How well a plan's own formats hold the numbers, in a sentence; empty if any of them was not asked for."""
     low = [region for region in regions if region.computed]
     used = list(dict.fromkeys(name for region in low for name in region.computed))
     if not used or not set(used) <= set(formats):
@@ -72,7 +72,7 @@ def _but(bad: Sequence[RegionForecast], why: str) -> str:
 
 
 def spreading(name: str, spread: Spread) -> str:
-    """What becomes of an overflow, in a sentence."""
+    """Where an overflow spreads to, in a sentence."""
     count = len(spread.reached)
     where = f"{count} other region{'s' if count > 1 else ''}" if count else "no other region"
     end = "makes gradients non-finite" if spread.gradients else "does not change the gradients"
@@ -110,7 +110,7 @@ def _reason(tensor: TensorForecast, cast: Cast) -> str:
 def recommended(regions: Sequence[RegionForecast], formats: Sequence[str], loss_scale: float) -> Plan | None:
     """The plan of the low format that holds the most regions, bf16 before fp16, with the others in fp32.
 
-    None where neither was asked for, or the model itself, outside of its modules, is not held.
+    None if neither was asked for, or if neither holds the model itself, outside its submodules.
     """
     plans = [
         (len(exempted), low, exempted)
@@ -127,13 +127,13 @@ def recommended(regions: Sequence[RegionForecast], formats: Sequence[str], loss_
 
 
 def _exemptions(regions: Sequence[RegionForecast], low: str) -> list[str] | None:
-    """Paths of the outermost modules that a format does not hold; None where that is the model itself."""
+    """Paths of the outermost modules that a format does not hold; None if that is the model itself."""
     called = {region.path for region in regions if any(t.kind == "activations" for t in region.tensors)}
     bad = []
     for region in regions:
         if low in region.troubles:
             path = region.path
-            while path and path not in called:  # a module that only holds parameters runs in no region
+            while path and path not in called:  # a module that is never called is no region
                 path = path.rpartition(".")[0]
             bad.append(path)
     if "" in bad:
@@ -145,7 +145,7 @@ def _exemptions(regions: Sequence[RegionForecast], low: str) -> list[str] | None
 def answer(
     regions: Sequence[RegionForecast], formats: Sequence[str], loss_scale: float, scales: ScaleRange | None
 ) -> str:
-    """What was found, in a sentence for each format."""
+    """The result in a sentence per format."""
     return " ".join(_sentence(regions, name, loss_scale, scales) for name in formats)
 
 

@@ -1,8 +1,8 @@
-"""Importance ratios of tokens, and what follows from them.
+"""Importance ratios of tokens, and statistics of them.
 
-Per token r = p_train / p_serve. Of the estimators of KL(serve || train) from tokens that the serving side has sampled,
-k1 = -log r is unbiased with much variance, k2 = (log r)**2 / 2 is biased with little, k3 = (r - 1) - log r is unbiased, with little
-variance and never negative.
+Per token, r = p_train / p_serve. Estimators of KL(serve || train) from tokens sampled by the serving side:
+k1 = -log r is unbiased with high variance, k2 = (log r)**2 / 2 is biased with low variance, k3 = (r - 1) - log r is unbiased with
+low variance and never negative.
 
 Source: J. Schulman, "Approximating KL Divergence" (2020), for k1, k2 and k3; PPO (arXiv 1707.06347) for the clip range; Kish (1965) for
 the effective sample size, (sum w)**2 / sum w**2 over the number of weights.
@@ -23,22 +23,22 @@ from castwise.lab.inspect.runs import in_fp64
 
 QUANTILES = (0.001, 0.01, 0.05, 0.5, 0.95, 0.99, 0.999)
 BINS = 16
-"""Positions of the sequence are reported in this many groups."""
+"""Number of groups into which the sequence positions are divided."""
 WORST = 10
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token, by where it is.
+    """One token and its location.
 
     Attributes:
-        batch: Which batch, of its rank's.
-        row: Of the batch.
-        position: Among the tokens that are predicted: 0 is the first that has a context.
-        token: Its number in the vocabulary.
+        batch: Number of the batch on its rank.
+        row: Row in the batch.
+        position: Among the predicted tokens: 0 is the first with a context.
+        token: Token id.
         train: Log-probability under the training plan.
         serve: Under the serving plan.
-        rank: Of several processes the one whose batch it is in; 0 of a single one.
+        rank: Rank of its batch, if there are several; 0 for one process.
     """
 
     batch: int
@@ -60,17 +60,17 @@ class ServeMismatch:
         max_abs: The largest of these.
         log_ratio: Quantiles of log r = log p_train - log p_serve, by level.
         ratio: Quantiles of r.
-        clipped: Share of tokens whose r is outside of the clip range.
-        clipped_sequences: Share of sequences whose product of r is outside of it.
+        clipped: Share of tokens whose r is outside the clip range.
+        clipped_sequences: Share of sequences whose product of r is outside the clip range.
         effective: Effective sample size of the weights r, as a share of the tokens.
         effective_sequences: The same of the products of r over sequences, as a share of the sequences.
-        k1: Mean of -log r, an estimate of KL(serve || train) in nats per token; unbiased for tokens that were sampled by the serving
-            plan, as k3.
+        k1: Mean of -log r, an estimate of KL(serve || train) in nats per token; like k3, unbiased for tokens sampled by the serving
+            plan.
         k2: Mean of (log r)**2 / 2.
         k3: Mean of (r - 1) - log r.
-        kl: KL(serve || train) itself, from all logits at each position, meaned over positions.
-        argmax: Share of positions at which the two plans hold different tokens for the likeliest.
-        by_position: Mean ``|log r|`` in equal parts of the sequence, from its start.
+        kl: Exact KL(serve || train) from all logits at each position, averaged over positions.
+        argmax: Share of positions at which the most likely token differs between the plans.
+        by_position: Mean ``|log r|`` in equal parts of the sequence, in order.
         worst: The tokens with the largest ``|log r|``.
     """
 
@@ -93,12 +93,12 @@ class ServeMismatch:
 
 
 class Sums:
-    """What tokens say of one serving plan; per token only its log-probabilities and its place are kept.
+    """Per-token results of one serving plan: only log-probabilities, KL and location are kept.
 
     Args:
         plan: The serving plan.
         clip: The range of r that is not clipped.
-        size: Processes among which batches are dealt out: of batch ``i`` the rank is ``i % size``.
+        size: Number of processes; batch ``i`` is on rank ``i % size``.
     """
 
     def __init__(self, plan: Plan, clip: tuple[float, float], size: int = 1) -> None:
@@ -107,8 +107,8 @@ class Sums:
         self.count = self.sequences = 0
 
     def take(self, at: int, train: Tensor, serve: Tensor, tokens: Tensor, mask: Tensor | None) -> None:
-        """Note the tokens of a batch, by its number among those of all processes."""
-        for row in range(len(tokens)):  # one at a time, since in fp64
+        """Record the tokens of a batch, by its number among the batches of all processes."""
+        for row in range(len(tokens)):  # one row at a time, since fp64 needs memory
             keep = torch.ones_like(tokens[row], dtype=torch.bool) if mask is None else mask[row]
             positions = keep.nonzero()[:, 0]
             if not len(positions):
@@ -127,14 +127,14 @@ class Sums:
             self.sequences += 1
 
     def __iadd__(self, other: Sums) -> Self:
-        """Note what another process has noted."""
+        """Add another process's records."""
         self._rows += other._rows
         self.count += other.count
         self.sequences += other.sequences
         return self
 
     def finding(self) -> ServeMismatch:
-        """All of it."""
+        """The statistics of all recorded tokens."""
         all_rows = torch.cat(self._rows)
         batch, row, position, token, ours, theirs, kl, other = all_rows.unbind(1)
         log_ratio = ours - theirs
@@ -177,7 +177,7 @@ class Sums:
 
 
 def effective_share(log_weights: Tensor) -> float:
-    """(sum w)**2 / sum w**2 over the number of weights, from their logarithms: 1 where all are equal, 1/n where one is all.
+    """(sum w)**2 / sum w**2 over the number of weights, from log weights: 1 if all are equal, 1/n if one dominates.
 
     Source: Kish, Survey Sampling (1965).
     """
@@ -186,7 +186,7 @@ def effective_share(log_weights: Tensor) -> float:
 
 
 def _quantiles(values: Tensor, levels: Tensor) -> Tensor:
-    """Linear between the values; torch.quantile takes 16 million values at most."""
+    """Quantiles by linear interpolation; torch.quantile accepts at most 16 million values."""
     ordered = values.sort().values
     at = levels * (len(ordered) - 1)
     low = at.floor().long()
@@ -203,7 +203,7 @@ def _outside(ratio: Tensor, clip: tuple[float, float]) -> float:
 
 
 def _along(position: Tensor, values: Tensor) -> tuple[float, ...]:
-    """Means of values in equal parts of the sequence; NaN for a part without any."""
+    """Means of values in equal parts of the sequence; NaN for an empty part."""
     parts = min(BINS, int(position.max()) + 1)
     at = (position * parts / (position.max() + 1)).long()
     sums, counts = (

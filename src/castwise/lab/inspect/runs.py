@@ -1,6 +1,6 @@
-"""Single forward and backward passes of one model under plans: at the same weights, batch and random draws, each on a copy.
+"""Forward and backward passes of one model under plans, with the same weights, batch and random draws, each on a copy.
 
-What crosses the borders of its calls is looked at, or replaced, by functions that are handed in
+Tensors that enter or leave its calls are observed, or replaced, by given functions
 (:mod:`castwise.lab.inspect.crossings`).
 """
 
@@ -32,15 +32,15 @@ from castwise.lab.workloads.workload import users_code
 
 @dataclass(frozen=True)
 class Run:
-    """What a pass leaves.
+    """Result of a pass.
 
     Attributes:
-        loss: Its value.
-        gradients: Of each trained parameter that got one, by path, unscaled, in fp32 or wider.
-        callers: Each call in the order in which they began, with the call that made it; None for the loss.
+        loss: Value of the loss.
+        gradients: Of each trained parameter with a gradient, by path, unscaled, in fp32 or wider.
+        callers: Each call, in the order in which they started, with the call that made it; None for calls by the loss.
         kinds: Class of each module, by path.
         scale: The loss scale, 1 without one.
-        strayed: Random draws that could not be replayed.
+        strayed: Random draws that could not be repeated.
         unseen: Paths of modules with tensors that could not be watched.
     """
 
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def finite(self) -> bool:
-        """Whether the gradients are. Waits for the device."""
+        """Whether the gradients are finite. Waits for the device."""
         return all(bool(torch.isfinite(as_real(g)).all()) for g in self.gradients.values())
 
 
@@ -62,18 +62,18 @@ class Runs:
     """Runs of one model, one loss and one batch.
 
     Args:
-        model: It is copied, and widened where it is stored in bf16 or fp16; each pass stores its own copy as the model arrived.
-        loss: From the model and the batch a scalar.
+        model: It is copied, and widened if it is stored in bf16 or fp16; each pass stores its copy as the original is.
+        loss: ``loss(model, batch)`` -> scalar.
         batch: On any device.
-        device: To run on.
+        device: The device to run on.
         seed: Of random draws.
         call: The caller, for errors.
 
     Attributes:
-        trains: Whether a parameter requires a gradient; without one there is no backward.
-        repeats_draws: Whether random draws of the first pass are put into the others; compiled code allows that of none, and draws from
-            one seed.
-        ran: How many passes there have been.
+        trains: Whether any parameter requires a gradient; without one there is no backward.
+        repeats_draws: Whether the first pass's random draws are repeated in the others; with compiled code this is impossible, and all
+            passes draw from one seed.
+        ran: Number of passes so far.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Runs:
         self.ran = 0
 
     def resolution(self, plan: Plan) -> Resolution:
-        """What a plan makes of the model."""
+        """The plan as resolved for the model."""
         model = self._original.copy()
         return resolve(plan, model, self._device.type, widen=widen_for(plan, model))
 
@@ -104,15 +104,15 @@ class Runs:
         scale: float | None = None,
         whole: bool = False,
     ) -> Run:
-        """One pass. The first draws the random numbers, and the others get the same; it is not to be compiled.
+        """Run one pass. The first draws the random numbers, and the others repeat them; the first must not be compiled.
 
         Args:
-            plan: That the model runs by, compiled where it says so.
-            forward: Sees what crosses a border in forward.
-            backward: Sees gradients, scaled as they are.
+            plan: The plan to run under, compiled if it says so.
+            forward: Gets each tensor at a border in forward.
+            backward: Gets each gradient at a border, still scaled.
             change: Called with the prepared model before it runs.
-            scale: Loss scale in the place of the plan's own.
-            whole: Leave compiled code as it is, and see nothing that crosses.
+            scale: Loss scale to use instead of the plan's.
+            whole: Leave compiled code without borders, and observe none.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device, or the loss fails.
@@ -149,11 +149,11 @@ class Runs:
     def run_finite(
         self, plan: Plan, begin: Callable[[float | None], tuple[Forward, Backward]], whole: bool = False
     ) -> Run:
-        """One pass at a loss scale that overflows nothing, as training would find it; else at the last one tried.
+        """Run one pass at a loss scale that does not overflow, as training would find it; else return the last one tried.
 
         Args:
-            plan: That the model runs by.
-            begin: Called before each attempt; makes what looks.
+            plan: The plan to run under.
+            begin: Called before each attempt; returns the functions for the borders.
             whole: As for :meth:`run`.
         """
         scale = plan.loss_scale.init if plan.loss_scale is not None else None
@@ -167,22 +167,22 @@ class Runs:
 
 
 def in_fp64(tensor: Tensor) -> Tensor:
-    """A tensor in fp64, complex ones in two parts; on the CPU where its device has no fp64."""
+    """A tensor in fp64, complex values as two parts; on the CPU if its device has no fp64."""
     real = as_real(tensor)
     return (real.cpu() if real.device.type == "mps" else real).double()
 
 
 class Difference(NamedTuple):
-    """How far a tensor is from another one: ||b - a|| / ||a||, and max |b - a| / max |a|."""
+    """Relative difference of two tensors: ||b - a|| / ||a||, and max |b - a| / max |a|."""
 
     norm: float
     most: float
 
 
 def difference(ours: Tensor, reference: Tensor) -> Difference | None:
-    """How far a tensor is from its reference, in fp64; None where there is nothing to compare, infinite where only ours is not finite.
+    """Relative difference from the reference, in fp64; None if nothing is comparable, infinite if only ``ours`` is not finite.
 
-    Elements that are equal, infinite ones too, and those where the reference is not finite, differ by nothing.
+    Equal elements, infinite ones too, and elements at which the reference is not finite, count as equal.
     """
     if ours.shape != reference.shape or not (reference.is_floating_point() or reference.is_complex()):
         return None
@@ -197,7 +197,7 @@ def difference(ours: Tensor, reference: Tensor) -> Difference | None:
 
 
 def total_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
-    """The same of all gradients together; one that is missing counts as zero."""
+    """The relative difference of all gradients together; a missing one counts as zero."""
     square = off = 0.0
     for name, gradient in reference.items():
         a = in_fp64(gradient)
@@ -210,7 +210,7 @@ def total_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 
 
 def differences(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Difference | None]:
-    """:func:`difference` of each gradient by its parameter's path; one that is missing counts as zero."""
+    """:func:`difference` of each gradient by parameter path; a missing one counts as zero."""
     return {
         name: difference(ours.get(name, torch.zeros_like(gradient)), gradient)
         for name, gradient in reference.items()

@@ -1,4 +1,4 @@
-"""How an overflow spreads: which results are not finite in a run of the plan in the format, besides those that overflow."""
+"""Spread of an overflow: results that become non-finite in a run of the plan in a format, besides those that overflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from castwise.lab.parity.probes import Prober
 
 
 def overflowing(regions: Sequence[RegionForecast], name: str) -> tuple[str, ...]:
-    """Regions of whose activations some overflow in a format."""
+    """Regions with activations that overflow in a format."""
     return tuple(
         region.path
         for region in regions
@@ -35,18 +35,18 @@ def spread(
     loss_scale: float,
     before: Container[Site],
 ) -> Spread:
-    """Run a plan with its low format changed for another on all microbatches of the reference.
+    """Run a plan with another low format on all microbatches of the reference.
 
     Args:
-        prober: With the reference.
-        plan: Which casts.
+        prober: The prober of the reference.
+        plan: The plan whose casts are assumed.
         name: ``bf16`` or ``fp16``.
-        sources: Where values overflow.
-        loss_scale: For fp16.
-        before: Sites that are not finite in fp32 already, such as masks.
+        sources: Regions whose values overflow.
+        loss_scale: Used for fp16.
+        before: Sites that are non-finite already in fp32, such as masks.
 
     Raises:
-        CastwiseError: The device cannot run it; or what its operators raise.
+        CastwiseError: The device cannot run it; operators may raise other errors.
     """
     reached: dict[str, None] = {}
     gradients = False
@@ -64,7 +64,7 @@ def spread(
 
 
 def _computing(plan: Plan, name: str, loss_scale: float) -> Plan:
-    """The plan with another low format in the place of its own."""
+    """The plan with its low format replaced."""
     regions = tuple(
         dataclasses.replace(
             region,

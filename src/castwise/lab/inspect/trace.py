@@ -1,8 +1,8 @@
-"""Every operator of a forward and backward, with the module, the call and the line of code that it belongs to.
+"""Attribute every operator of a forward and backward to its module, call and line of code.
 
-What runs in forward belongs to the innermost module that is being called. What a node of autograd runs in backward belongs
-to where its forward operator ran: autograd numbers nodes as they are made, and the trace notes which operator ran at which
-number. What checkpointing computes again is recomputation, and belongs to the modules that are called again.
+In forward, an operator belongs to the innermost module being called. In backward, an operator of an autograd node belongs
+to the location of its forward operator: autograd numbers nodes when they are made, and the trace records which operator ran at
+which number. Activation checkpointing's repeated forward is recomputation, and belongs to the modules called again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from castwise.lab.passes.observers import Call, Observer
 Phase = Literal["forward", "backward", "recomputation"]
 
 _NEAREST = 16
-"""A node without an operator of its own, such as the one that wraps a write into a view, is that many numbers behind at most."""
+"""Maximum distance in numbers to a node without its own operator, such as one for a write into a view."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class OperatorRun:
     """Where an operator ran.
 
     Attributes:
-        index: How many operators ran before it.
+        index: Number of operators that ran before it.
         operator: Its base name, such as ``exp`` or ``mylib::op``.
-        module: Path of the module; "" is the model itself, or what lies outside of it.
-        call: Number of the module's call in this pass, from 0 on.
-        inside: Whether it ran in a call of the model, or of a part of it.
-        phase: Whether in forward, in backward, or in what backward computes again.
-        line: The innermost line that is neither torch's nor castwise's; in backward that of the forward operator, unless code in
-            Python runs.
-        node: In backward the name of the autograd node, such as ``LogBackward0``.
-        forward: In backward the base name of the forward operator.
+        module: Path of the module; "" is the model itself, or code outside it.
+        call: Number of the module's call in this pass, from 0.
+        inside: Whether it ran in a call of the model or of a part of it.
+        phase: ``forward``, ``backward``, or ``recomputation`` in backward.
+        line: The innermost line outside torch and castwise; in backward the forward operator's line, unless Python code
+            runs there.
+        node: In backward, name of the autograd node, such as ``LogBackward0``.
+        forward: In backward, base name of the forward operator.
     """
 
     index: int
@@ -58,16 +58,16 @@ class OperatorRun:
 
 
 def base_name(op: _torch.operators.OpOverload) -> str:
-    """An operator as plans name it: ``exp`` for ``aten::exp.out``, ``mylib::op`` for others than ATen's."""
+    """An operator's name in plans: ``exp`` for ``aten::exp.out``, ``mylib::op`` for others than ATen's."""
     space, _, name = op.name().partition("::")
     name = name.partition(".")[0]
     return name if space == "aten" else f"{space}::{name}"
 
 
 class Trace(Observer):
-    """Tells where each operator runs; a subclass asks :meth:`place` of every one.
+    """Finds where each operator runs; a subclass calls :meth:`place` for every operator.
 
-    It follows calls by itself, from before their first hook to after their last: what a plan casts at a module's border belongs
+    It wraps calls itself, from before their first hook to after their last: casts of a plan at a module's border belong
     to that module.
     """
 
@@ -81,7 +81,7 @@ class Trace(Observer):
 
     @contextlib.contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
-        """Tell the modules of a model apart."""
+        """Record which modules a model has, and wrap their calls."""
         self._paths = {module: path for path, module in model.named_modules()}
         undo = _torch.hooks.around_calls(self._call)
         try:
@@ -102,7 +102,7 @@ class Trace(Observer):
             self._running.pop()
 
     def place(self, op: _torch.operators.OpOverload) -> OperatorRun:
-        """Where an operator runs that is about to."""
+        """The location of an operator that is about to run."""
         index, self.count = self.count, self.count + 1
         name, node = base_name(op), _torch.autograd.running_node()
         line = self._line(sys._getframe(1), node is not None)
@@ -111,16 +111,16 @@ class Trace(Observer):
         if node is not None and (line is None or not torch.is_grad_enabled()):
             line, forward = (line, "") if made is None else (line or made.line, made.operator)
             return OperatorRun(index, name, module, call, inside, "backward", line, node[0], forward)
-        if self._running:  # what is computed again need not be in a module
+        if self._running:  # recomputed code need not be in a module
             module, call, inside = *self._running[-1], True
         phase: Phase = "forward" if node is None else "recomputation"
         place = OperatorRun(index, name, module, call, inside, phase, line)
-        # the node of an operator is made before it runs, if there is one at all
+        # an operator's node, if any, is made before it runs
         self._made.setdefault(_torch.autograd.sequence_number() - 1, []).append(place)
         return place
 
     def _maker(self, name: str, number: int) -> OperatorRun | None:
-        """The forward operator that made a node; of several that ran at its number, the one that it is named for."""
+        """The forward operator that made a node; of several at its number, the one that the node is named for."""
         for at in range(number, number - _NEAREST, -1):
             if found := self._made.get(at):
                 wanted = _letters(re.sub(r"Backward\d*$", "", name))
@@ -128,7 +128,7 @@ class Trace(Observer):
         return None
 
     def _line(self, frame: FrameType | None, in_backward: bool) -> Line | None:
-        """The innermost line outside of torch and castwise; in backward of what runs inside of it."""
+        """The innermost line outside torch and castwise; in backward, only of Python code that runs inside it."""
         while frame is not None:
             code = frame.f_code
             if in_backward and code is _torch.autograd.ENGINE_CODE:

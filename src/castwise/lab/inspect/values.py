@@ -1,4 +1,4 @@
-"""What a tensor holds, in a few numbers; each of these waits for the device."""
+"""Statistics of a tensor's values; each function waits for the device."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from castwise.core import _torch
 
 @dataclass(frozen=True)
 class Values:
-    """A tensor in numbers.
+    """Statistics of a tensor.
 
     Attributes:
-        name: What it is called, or is to the operator: ``self``, ``weight``.
-        dtype: As ``float16``.
+        name: Its name, or the operator's argument name: ``self``, ``weight``.
+        dtype: Such as ``float16``.
         shape: Its sizes.
         low: The smallest finite value, None without any.
         high: The largest.
         smallest: The smallest magnitude that is not 0, None without any.
-        zeros: How many values are 0.
-        nan: How many are NaN.
-        inf: How many are infinite.
-        negative_inf: How many of those are negative.
+        zeros: Number of zeros.
+        nan: Number of NaNs.
+        inf: Number of infinities.
+        negative_inf: Number of negative infinities.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Values:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The numbers of a floating or complex tensor: real, dense, of this rank, in a format that torch computes in."""
+    """The numbers of a floating or complex tensor: real, dense, local to this rank, in a format that torch computes in."""
     tensor = tensor.detach()
     if hasattr(tensor, "device_mesh"):
         tensor = _torch.distributed.local_tensor(tensor)
@@ -57,23 +57,23 @@ def is_floating(tensor: Tensor) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all that a floating tensor holds is finite."""
+    """Whether all values of a floating tensor are finite."""
     with torch.no_grad():
         values = plain(tensor)
         if not values.numel() or values.is_meta:
             return True
-        ends = torch.aminmax(values)  # one pass without a mask, and NaN is in both
+        ends = torch.aminmax(values)  # one pass without a mask, and NaN propagates to both
         return math.isfinite(float(ends.min)) and math.isfinite(float(ends.max))
 
 
 def has_nan(tensor: Tensor) -> bool:
-    """Whether a floating tensor holds NaN."""
+    """Whether a floating tensor contains NaN."""
     with torch.no_grad():
         return bool(torch.isnan(plain(tensor)).any())
 
 
 def values_of(name: str, tensor: Tensor) -> Values:
-    """A floating tensor in numbers."""
+    """Statistics of a floating tensor."""
     with torch.no_grad():
         values = plain(tensor)
         finite = values[torch.isfinite(values)]
@@ -95,7 +95,7 @@ def values_of(name: str, tensor: Tensor) -> Values:
 
 
 def mend_(tensor: Tensor) -> None:
-    """Put 1, or -1 for negative infinities, in the place of what is not finite."""
+    """Replace non-finite values: by -1 for negative infinities, else by 1."""
     with torch.no_grad():
         target = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         if hasattr(target, "device_mesh"):

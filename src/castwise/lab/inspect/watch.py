@@ -1,9 +1,9 @@
-"""Watches what a model computes: each floating result of torch's functions, and its gradient, by the module that calls them.
+"""Observe each floating result of torch's functions in a model, and its gradient, by the module that calls the function.
 
-One run in eager mode is watched through ``TorchFunctionMode`` and module hooks. A result has a *site*: module, function and
-place among the module's results of one call. A model runs the same functions in any format, so sites of an fp32 run and of a
-low one are the same. Not seen is what one kernel hides: scores inside fused attention, gates of an LSTM, what a
-custom autograd function computes on the way.
+One run in eager mode is observed through ``TorchFunctionMode`` and module hooks. A result has a *site*: module, function and
+index among the results of one call of the module. A model calls the same functions in any format, so sites of an fp32 run and of a
+low-format run are equal. Values inside one kernel are not visible: scores in fused attention, gates of an LSTM, intermediate
+values of a custom autograd function.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _NOT_COMPUTED: Final = frozenset({
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "detach", "detach_", "requires_grad_", "__get__", "__set__",
     "empty_like", "full_like", "ones_like", "zeros_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
 })  # fmt: skip
-"""What hands a value on, in another format too (a plan's own casts are among them, so that they move no site), or makes one anew."""
+"""Functions that pass a value on, also in another format (including a plan's own casts, so that they shift no site), or make one."""
 _BACKWARD: Final = frozenset({"backward", "grad"})
-"""Inside these forwards may run again, of reentrant checkpointing."""
+"""Inside these, reentrant checkpointing may run forwards again."""
 _IN_PYTHON: Final = frozenset({"torch.nn.functional", "torch.autograd"})
 _GUARDS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 class Site(NamedTuple):
-    """Where a tensor comes from.
+    """The source of a tensor.
 
     Attributes:
-        path: Of the module, empty for the model itself; one that is shared goes by the first of its paths.
-        name: Of the function; that and the number of an input of it, or of the model; or a parameter's.
-        place: Among what the module computes in one call.
+        path: Of the module, empty for the model itself; a shared module has the first of its paths.
+        name: Of the function; with the number of an input, for an input of it or of the model; or of a parameter.
+        place: Index among the results of one call of the module.
     """
 
     path: str
@@ -51,19 +51,19 @@ class Site(NamedTuple):
 
 
 Look = Callable[[Kind, Site, Tensor], None]
-"""Called with each tensor, gradients as they arrive; must not change it."""
+"""Called with each tensor, gradients when they are computed; must not change it."""
 AtCall = Callable[[list[tuple[Site, Tensor]], list[Tensor]], None]
 """Called with the floating inputs of each function and their sites, and its results."""
 
 
 class Watch(Observer, TorchFunctionMode):
-    """Looks at what a model computes.
+    """Observes the tensors that a model computes.
 
-    Sites are named by functions, which are the same in every format, as operators are not.
+    Sites are named by functions, which are the same in every format; operators are not.
 
     Args:
-        look: What to do with each tensor.
-        inputs: Which inputs of functions, parameters apart, are looked at too; by default none. Those of the model itself always are.
+        look: Called with each tensor.
+        inputs: Which function inputs other than parameters to observe too; by default none. The model's own inputs always are.
         at_call: Called for each function, before ``look``.
 
     Attributes:
@@ -83,17 +83,17 @@ class Watch(Observer, TorchFunctionMode):
         self._ends = contextlib.ExitStack()
 
     def modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """All of them."""
+        """All modules."""
         yield from model.named_modules()
 
     @contextlib.contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
-        """See functions; gradients of parameters are looked at when the pass has ended."""
+        """Observe functions; gradients of parameters are observed at the end of the pass."""
         self.parameters = {id(parameter): site_of(name) for name, parameter in model.named_parameters()}
         self._places = Counter()
         with contextlib.ExitStack() as stack:
             self._ends = stack
-            # what is compiled runs as it is written: nothing is seen in compiled code
+            # compiled models run uncompiled: compiled code cannot be observed
             if _torch.dynamo.dynamo_loaded():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self)
@@ -104,14 +104,14 @@ class Watch(Observer, TorchFunctionMode):
                 self._show("weight gradients", site_of(name), dense)
 
     def enter(self, call: Call, args: Args, kwargs: Kwargs) -> None:
-        """Look at what the model is given."""
+        """Observe the model's inputs."""
         if not call.path:
             for number, tensor in enumerate(tensors_in((args, kwargs))):
                 if tensor.is_floating_point() or tensor.is_complex():
                     self._watch(Site("", f"input {number}"), tensor)
 
     def leave(self, call: Call, output: Any) -> None:
-        """Look at what no function of torch's has made."""
+        """Observe outputs that no torch function made."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and _torch.tensors.is_users_function(tensor.grad_fn):
                 self._watch(self._next(call, "output"), tensor)
@@ -148,9 +148,9 @@ class Watch(Observer, TorchFunctionMode):
         def is_new(tensor: Tensor) -> bool:
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 return False
-            if id(tensor) in versions:  # written in place, or handed on
+            if id(tensor) in versions:  # written in place, or passed on
                 return _torch.tensors.version(tensor) != versions[id(tensor)]
-            return _home(tensor) not in homes  # no view
+            return _home(tensor) not in homes  # not a view
 
         results = [t for t in tensors_in(out) if is_new(t)]
         if results:
@@ -176,17 +176,17 @@ class Watch(Observer, TorchFunctionMode):
     def _watch(self, site: Site, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
             return
-        if _torch.autograd.graph_task_id() == -1:  # else it is computed again, in a backward
+        if _torch.autograd.graph_task_id() == -1:  # else it is a recomputation in backward
             self._show("activations", site, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
 
             def see(gradient: Tensor | None) -> None:
-                # None: an output that nothing uses, beside one of the same operator that is used
+                # None: an unused output of an operator with another output that is used
                 if gradient is not None and gradient.layout is torch.strided:
                     self._show("gradients", site, gradient)
 
             handle = tensor.register_hook(see)
-            if tensor.is_leaf:  # the user's own, which outlives the graph
+            if tensor.is_leaf:  # the user's tensor, which outlives the graph
                 self._ends.callback(handle.remove)
 
     def _show(self, kind: Kind, site: Site, tensor: Tensor) -> None:
@@ -195,13 +195,13 @@ class Watch(Observer, TorchFunctionMode):
 
 
 def site_of(parameter: str) -> Site:
-    """The site of a parameter by its name in the model."""
+    """The site of a parameter, by its name in the model."""
     path, _, name = parameter.rpartition(".")
     return Site(path, name)
 
 
 def _home(tensor: Tensor) -> int:
-    """Where a tensor's memory begins: the same of a view; a number of its own for one without memory."""
+    """Address of a tensor's storage, equal for its views; a unique number for a tensor without storage."""
     return (
         tensor.untyped_storage().data_ptr()
         if tensor.layout is torch.strided and tensor.numel()
@@ -211,9 +211,9 @@ def _home(tensor: Tensor) -> int:
 
 @functools.cache
 def _unguarded(func: Any) -> Any:
-    """A function of torch's in Python without its question whether a mode is in force, so that its parts are seen.
+    """A Python function of torch without its check for active modes, so that its inner functions are observed.
 
-    None for what is no such function.
+    None if it is no such function.
     """
     if not isinstance(func, FunctionType) or not (func.__module__ in _IN_PYTHON or func is Tensor.backward):
         return None

@@ -1,1 +1,1 @@
-"""Are a plan's gradients as good as fp32's? The gradient parity test, and what else numerics decide."""
+"""The gradient parity test, whether a plan's gradients are as good as fp32's, and other tests of a plan's numerics."""

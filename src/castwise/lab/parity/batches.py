@@ -1,4 +1,4 @@
-"""Batches as users have them - a sequence, a loader, a function of a seed - as endless iterators by seed."""
+"""Turn batches as users give them (a sequence, a loader, a function of a seed) into endless iterators by seed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from castwise.errors import WorkloadError
 
 
 def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
-    """Turn what a user gives as batches into ``batches(seed)``, an iterator without end: what ends is begun again.
+    """Turn given batches into ``batches(seed)``, an endless iterator: batches that end start again.
 
     Args:
-        batches: A sequence, an iterable that can be gone through more than once (a DataLoader), or a function from a
-            seed to an iterator.
+        batches: A sequence, a re-iterable (a DataLoader), or a function from a seed to an iterator.
         call: The caller, for errors.
 
     Raises:
-        WorkloadError: An iterator that can be gone through once, or something that is none of these.
+        WorkloadError: An iterator that can be consumed only once, or none of these.
     """
     if callable(batches):
         return functools.partial(_again, batches, call)
@@ -43,9 +42,9 @@ def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
 
 
 def _aside(loader: Any) -> Iterator[Any]:
-    """Go through a loader so that whoever else does meets it as it was: its generators, and the workers that it keeps.
+    """Iterate over a loader without affecting other users of it: its generators, and its persistent workers.
 
-    Each has a state of the generators of its own, which begins as the other's.
+    Each iteration has its own generator state, which starts from the loader's.
     """
     generators = _generators(loader)
     mine = [generator.get_state() for generator in generators]
@@ -72,7 +71,7 @@ _END = object()
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """Those that a loader and its samplers draw from, each once."""
+    """The generators of a loader and its samplers, each once."""
     found: dict[int, torch.Generator] = {}
     seen: dict[int, Any] = {}
     look: list[Any] = [loader]
@@ -127,7 +126,7 @@ def same_batch(one: Any, other: Any) -> bool:
 
 
 def period(batches: Sequence[Any]) -> int | None:
-    """After how many batches they come round again, in the same order; None where they do not. Synchronises with the device."""
+    """Number of batches after which they repeat in the same order; None if they do not. Synchronises with the device."""
     again = next((at for at, batch in enumerate(batches) if at and same_batch(batches[0], batch)), None)
     if again is None or not all(
         same_batch(batches[at % again], batches[at]) for at in range(again, len(batches))

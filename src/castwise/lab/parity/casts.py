@@ -1,7 +1,7 @@
-"""What a format would do to values: how many overflow, become subnormal or vanish, and how large the error is.
+"""The effect of casting values to a format: the shares that overflow, become subnormal or vanish, and the size of the error.
 
-Values are cast and cast back, so no hardware is needed that computes in the format. Of large tensors a sample is cast;
-whether anything overflows is asked of all of it.
+Values are cast and cast back, so no hardware that computes in the format is needed. Of large tensors a sample is cast;
+all elements are checked for overflow.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from castwise.core.plans.formats import FORMATS, Format
 from castwise.lab.parity.gradient_range import Magnitudes
 
 SAMPLE = 1 << 15
-"""This many values of a larger tensor are cast, drawn at random: a share is off by at most 0.3 percentage points (one sigma)."""
+"""Sample size for a larger tensor, drawn at random: a share is off by at most 0.3 percentage points (one sigma)."""
 ENDLESS = (2.0 - 2.0**-8) * 2.0**127
-"""Values from here on stand for infinity in fp32 already, as the smallest number does in a mask: bf16 would round them to it."""
+"""Larger values count as infinite in fp32, such as the most negative number in a mask: bf16 would round them to infinity."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """What a format makes of some values.
+    """The effect of casting some values to a format.
 
     Attributes:
         format: Its name.
-        scale: What values are multiplied by before they are cast: the loss scale of gradients in fp16, ``"tensor"`` for a scale
-            of each tensor's own that takes its largest value to the format's largest; None where they are cast as they are.
-        overflow: Share of finite values, zeros among them, that are too large for it: infinite after the cast, or saturated
-            where the format has no infinity.
-        subnormal: Share that has fewer digits than the format's normal numbers.
-        flush: Share that becomes zero and was not.
-        error: Root of the square of what rounding changes over the square of the values, of those that do not overflow; 0 where
-            there are none.
-        underflow: Share of the squared values that is lost beyond what the format's digits explain; of several tensors that of
-            the one that loses most.
+        scale: Factor before the cast: the loss scale for gradients in fp16; ``"tensor"`` for a scale per tensor
+            that maps its largest value to the format's largest; None for an unscaled cast.
+        overflow: Share of finite values, zeros included, that are too large for the format: infinite after the cast, or saturated
+            if the format has no infinity.
+        subnormal: Share with fewer digits than the format's normal numbers.
+        flush: Share of all values that are nonzero and become zero.
+        error: Root of the squared rounding error over the squared values, without values that overflow; 0 if there
+            are none.
+        underflow: Share of the squared values lost beyond the rounding that the format's digits explain; of several tensors, that of
+            the worst.
     """
 
     format: str
@@ -54,7 +54,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums over values that :class:`Cast` is made of; tallies add up."""
+    """Sums from which :class:`Cast` is computed; tallies can be added."""
 
     count: float = 0.0
     overflow: float = 0.0
@@ -72,13 +72,13 @@ class Tally:
 
 
 def cast_of(tallies: Sequence[Tally], format: str, scale: float | str | None, least: float = 0.0) -> Cast:
-    """What a format makes of several tensors together.
+    """The effect of casting several tensors to a format, together.
 
     Args:
-        tallies: One for each.
-        format: That they were cast to.
-        scale: With which.
-        least: Tensors whose square is smaller do not count for ``underflow``.
+        tallies: One per tensor.
+        format: The format of the casts.
+        scale: The scale of the casts.
+        least: Tensors with a smaller sum of squares do not count for ``underflow``.
     """
     all_ = functools.reduce(operator.add, tallies, Tally())
     count = all_.count or 1.0
@@ -91,12 +91,12 @@ def cast_of(tallies: Sequence[Tally], format: str, scale: float | str | None, le
 
 @dataclass(frozen=True)
 class Values:
-    """The finite values of a tensor, in fp32, or in fp64 where it is that.
+    """The finite values of a tensor, in fp32, or in fp64 if the tensor is fp64.
 
     Attributes:
-        every: Flat; of complex ones the real and the imaginary parts.
-        some: Of many a sample: the same places for every tensor of a size, and random numbers stay as they are.
-        largest: Magnitude of all.
+        every: All values, flat; complex values as real and imaginary parts.
+        some: A sample of many values: the same positions for every tensor of a size, without use of the global generators.
+        largest: Largest magnitude of all values.
     """
 
     every: Tensor
@@ -105,7 +105,7 @@ class Values:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Values:
-        """Those of a floating or complex tensor. Waits for the device."""
+        """The values of a floating or complex tensor. Waits for the device."""
         flat = (
             (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor)
             .detach()
@@ -121,28 +121,28 @@ class Values:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of values."""
         return self.every.numel()
 
     @property
     def times(self) -> float:
-        """How many a value of the sample stands for."""
+        """Number of values that one value of the sample represents."""
         return self.count / max(1, self.some.numel())
 
     def own_scale(self, format: Format) -> float:
-        """The factor that takes the largest value to the format's largest, as torchao's tensorwise recipe has it.
+        """The factor that maps the largest value to the format's largest, as in torchao's tensorwise recipe.
 
-        Source: torchao.float8, ``amax_to_scale``, which takes a largest value below 1e-12 for that.
+        Source: torchao.float8, ``amax_to_scale``, which treats a largest value below 1e-12 as 1e-12.
         """
         return format.max / max(self.largest, 1e-12)
 
     def count_into(self, magnitudes: Magnitudes) -> None:
-        """Count the sample's magnitudes, for all; the largest is that of all."""
+        """Count the sample's magnitudes as representative of all values; the largest is exact."""
         magnitudes.add(self.some, round(self.times))
         magnitudes.largest = max(magnitudes.largest, self.largest)
 
     def tally(self, format: Format, scale: float = 1.0) -> Tally:
-        """Cast the values, multiplied by a scale, to a format. Waits for the device."""
+        """Cast the scaled values to a format and count. Waits for the device."""
         if not self.count:
             return Tally()
         some = self.some * scale
@@ -159,7 +159,7 @@ class Values:
         return Tally(float(self.count), self._overflowing(format, scale), subnormal, flush, error, square)
 
     def _overflowing(self, format: Format, scale: float) -> float:
-        """How many of all values overflow: what is rare a sample would miss."""
+        """Number of values that overflow, over all values: a sample would miss rare ones."""
         if self.largest * scale <= format.max:
             return 0.0
         large = self.every[self.every.abs() * scale >= format.max] * scale
@@ -172,7 +172,7 @@ def _places(count: int) -> Tensor:
 
 
 def _edge(format: Format) -> float:
-    """Halfway from the largest value to what would follow it: what is larger overflows, also where a cast saturates."""
+    """Halfway between the largest value and the next representable one: larger values overflow, also if the cast saturates."""
     return format.max + 2.0 ** math.floor(math.log2(format.max)) * format.eps / 2.0
 
 

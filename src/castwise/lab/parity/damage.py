@@ -9,8 +9,8 @@ d_k = h_k - g_k. With the unbiased estimates
 and m microbatches per update, the *damage* is (max(B2, 0) + D/m) / (max(G2, 0) + S/m): the relative error of an
 update, as a square over the update's own expected square. Averaging over m shrinks S and D, never B2.
 
-All of it follows from the K x K matrices of inner products, so gradients are needed once and regions, weightings and
-bootstrap samples cost next to nothing.
+All of it follows from the K x K matrices of inner products, so gradients are computed once, and regions, weightings and
+bootstrap samples cost almost nothing.
 
 Source: the signal-to-noise view of gradients in McCandlish et al. 2018, arXiv:1812.06162.
 """
@@ -27,13 +27,13 @@ import numpy.typing as npt
 Matrix = npt.NDArray[np.float64]
 
 PASS = 0.01
-"""Damage below this cannot be told from the noise of data in training runs (docs/numerics.md)."""
+"""Damage below this cannot be distinguished from the noise of the data in training runs (docs/numerics.md)."""
 FAIL = 0.1
 """Damage above this shows in training runs."""
 ADAM_PASS = 0.03
-"""The same in the units of Adam's steps."""
+"""``PASS`` in units of Adam's steps."""
 ADAM_FAIL = 0.3
-"""The same in the units of Adam's steps."""
+"""``FAIL`` in units of Adam's steps."""
 LEVEL = 0.95
 RESAMPLES = 1000
 
@@ -52,12 +52,12 @@ class Grams:
 
     @property
     def count(self) -> int:
-        """K."""
+        """The number of microbatches, K."""
         return len(self.signal)
 
     @staticmethod
     def total(parts: Iterable[Grams]) -> Grams:
-        """The inner products of gradients joined end to end: sums of those of the parts."""
+        """The sum of inner products: those of the concatenated gradients."""
         parts = list(parts)
         return Grams(
             np.sum([part.signal for part in parts], axis=0), np.sum([part.error for part in parts], axis=0)
@@ -66,17 +66,17 @@ class Grams:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Damage with its parts and a bootstrap interval.
+    """Damage with its components and a bootstrap interval.
 
     Attributes:
-        value: The damage; infinite where an error is not finite.
+        value: The damage; infinite if an error is not finite.
         low: Lower end of the 95 % interval.
         high: Upper end.
         bias: max(B2, 0) over the denominator.
         noise: D/m over the denominator.
         signal: max(G2, 0), absolute.
         data_noise: S/m, absolute.
-        denominator: Their sum.
+        denominator: signal + data_noise.
     """
 
     value: float
@@ -109,12 +109,12 @@ def estimate(grams: Grams, per_update: int = 1, whole: Grams | None = None, seed
     """The damage, with a percentile bootstrap over microbatches as its interval.
 
     A resample repeats microbatches, which makes its variances too small by (K - 1)/K on average and its squared means
-    too large; both are put right.
+    too large; both are corrected.
 
     Args:
-        grams: Of the gradients that are judged, K >= 2.
+        grams: Of the gradients to judge, K >= 2.
         per_update: Microbatches per update, m.
-        whole: Of all gradients, whose update the error is held against; by default ``grams`` itself.
+        whole: Of all gradients, whose update is the denominator; by default ``grams`` itself.
         seed: Of the bootstrap.
     """
     whole = grams if whole is None else whole
@@ -155,7 +155,7 @@ def share(part: Grams, denominator: float, per_update: int = 1) -> tuple[float, 
 
 
 def quick_estimate(part: Grams, denominator: float, per_update: int = 1) -> float:
-    """The damage from a few microbatches, two at least, over a denominator that more of them have told; no interval."""
+    """The damage from at least two microbatches, over a denominator from more microbatches; without an interval."""
     if not np.isfinite(part.error).all():
         return math.inf
     if denominator <= 0.0:
@@ -165,8 +165,8 @@ def quick_estimate(part: Grams, denominator: float, per_update: int = 1) -> floa
 
 
 def severity(plain: float, adam: float | None = None) -> float:
-    """Damage over the line below which a plan passes: below 1 it does.
+    """Damage relative to the line below which a plan passes; it passes below 1.
 
-    The larger of the gradients' own and, where it was asked for, that in the units of Adam's steps.
+    The larger of the plain damage and, if it was computed, the damage in units of Adam's steps.
     """
     return max(plain / PASS, 0.0 if adam is None else adam / ADAM_PASS)

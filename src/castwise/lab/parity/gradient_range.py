@@ -1,10 +1,10 @@
-"""Magnitudes of gradients, and the loss scales under which fp16 holds them.
+"""Magnitudes of gradients, and the loss scales at which fp16 holds them.
 
-What underflows in an fp16 backward pass are the gradients of activations; what overflows are these, and those of weights,
-which sum over the batch before they are cast to fp32. Both are observed in an fp32 pass, module by module; the range of
-scales follows from them and training can start inside it.
+In an fp16 backward, gradients of activations underflow; these and weight gradients, which are
+summed over the batch before they are cast to fp32, overflow. Both are observed in an fp32 pass, per module; the range of
+scales follows from them, and training can start inside it.
 
-Source: the method of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, with the factor measured.
+Source: the method of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, with a measured factor.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from castwise.lab.passes.observers import Call, Observer
 LOWEST = -149
 """Exponent of fp32's smallest subnormal number."""
 BINS = 277
-"""Up to fp32's largest exponent; what fp64 holds beyond is counted in the outermost bins."""
+"""Number of bins up to fp32's largest exponent; larger or smaller fp64 values are counted in the outermost bins."""
 LOST = 1e-4
-"""Share of a module's squared gradient that underflow may take."""
+"""Share of a module's squared gradient that may be lost to underflow."""
 HEADROOM = 8.0
 """The scale starts this far below overflow: other batches and later steps have larger gradients."""
 NEGLIGIBLE = 1e-10
-"""Modules whose squared gradient is below this share of the largest module's do not narrow the range of scales."""
+"""Modules with less than this share of the largest module's squared gradient do not narrow the range of scales."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Histogram:
     zeros: int
 
     def smallest(self, share: float = LOST) -> float:
-        """The power of two below which lies at most ``share`` of the squared norm; 0 where all gradients are zero."""
+        """The power of two below which at most ``share`` of the squared norm lies; 0 if all gradients are zero."""
         rest = share * self.energy
         for i, energy in enumerate(self._energies):
             if energy > rest:
@@ -59,7 +59,7 @@ class Histogram:
 
     @property
     def energy(self) -> float:
-        """About the sum of squares."""
+        """Approximate sum of squares."""
         return math.fsum(self._energies)
 
     @property
@@ -69,14 +69,14 @@ class Histogram:
 
 @dataclass(frozen=True)
 class ScaleRange:
-    """The loss scales under which fp16 holds the gradients.
+    """The loss scales at which fp16 holds the gradients.
 
     Attributes:
         largest: Largest magnitude of any gradient of a module's output or of a parameter, unscaled.
-        smallest: Magnitude below which lie gradients that carry one part in 10,000 of a module's squared gradient.
-        lowest_scale: A smaller scale loses ``smallest`` to underflow.
-        highest_scale: A larger one makes ``largest`` overflow.
-        init: The scale to start with: a power of two, eight times below overflow.
+        smallest: Magnitude below which gradients together have one part in 10,000 of a module's squared gradient.
+        lowest_scale: Below it ``smallest`` underflows.
+        highest_scale: Above it ``largest`` overflows.
+        init: The initial scale: a power of two, a factor of eight below overflow.
     """
 
     largest: float
@@ -87,7 +87,7 @@ class ScaleRange:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no scale holds both ends."""
+        """Whether no scale holds both the smallest and the largest."""
         return self.lowest_scale > self.highest_scale
 
 
@@ -96,7 +96,7 @@ class Magnitudes:
 
     Attributes:
         zeros: Values that are exactly zero.
-        largest: Magnitude; infinite where a value is.
+        largest: Largest magnitude; infinite if a value is.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Magnitudes:
         self.largest = 0.0
 
     def add(self, tensor: Tensor, times: int = 1) -> None:
-        """Count the values of a floating tensor, each so many times; of those that are not finite only ``largest`` knows."""
+        """Count the values of a floating tensor, each ``times`` times; non-finite ones affect only ``largest``."""
         magnitude = tensor.detach().abs().reshape(-1)
         magnitude = magnitude if magnitude.dtype is torch.float64 else magnitude.float()
         if not magnitude.numel():
@@ -123,7 +123,7 @@ class Magnitudes:
         return self
 
     def histogram(self, pattern: str) -> Histogram:
-        """What was counted, bins without counts at both ends left out."""
+        """The histogram of the counts, without empty bins at both ends."""
         used = self._counts.nonzero().flatten().tolist()
         if not used:
             return Histogram(pattern, 0, (), self.zeros)
@@ -149,37 +149,37 @@ class GradientRange(Observer):
         return {path: seen.largest for path, seen in self._seen.items()}
 
     def see_parameters(self, names: Iterable[str], gradients: Iterable[Tensor]) -> None:
-        """Take gradients of parameters into account, unscaled."""
+        """Include gradients of parameters, unscaled."""
         for name, gradient in zip(names, gradients, strict=True):
             if gradient.numel():
                 value = float(gradient.abs().max())
                 self.largest_parameter[name] = max(self.largest_parameter.get(name, 0.0), value)
 
     def modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """All of them."""
+        """All modules."""
         yield from model.named_modules()
 
     def leave(self, call: Call, output: Any) -> None:
-        """Wait for the gradients of an output."""
+        """Register hooks for the gradients of an output."""
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.is_floating_point():
                 tensor.register_hook(lambda gradient: self._see(call.path, gradient))
 
     def _see(self, path: str, gradient: Tensor | None) -> None:
-        # None: an output that nothing uses, beside one of the same operator that is used
+        # None: an unused output of an operator with another output that is used
         if gradient is not None and gradient.numel():
             self._seen.setdefault(path, Magnitudes()).add(gradient)
 
     def histogram(self, pattern: str, paths: Iterable[str]) -> Histogram | None:
-        """Magnitudes over the modules at some paths together, bins without counts at both ends left out.
+        """Combined magnitudes of the modules at some paths, without empty bins at both ends.
 
-        None where no gradient passed through any of them.
+        None if no gradient passed through any of them.
         """
         seen = [self._seen[path] for path in paths if path in self._seen]
         return sum_of(seen).histogram(pattern) if seen else None
 
     def scales(self) -> ScaleRange | None:
-        """The loss scales for fp16, over all modules, or None where nothing was seen."""
+        """The loss scales for fp16, over all modules, or None if no gradient was seen."""
         finite = [path for path, value in self.largest.items() if 0.0 < value < math.inf]
         histograms = [h for path in finite if (h := self.histogram(path, [path])) is not None]
         largest = [*(self.largest[path] for path in finite), *self.largest_parameter.values()]
@@ -187,7 +187,7 @@ class GradientRange(Observer):
 
 
 def sum_of(parts: Iterable[Magnitudes]) -> Magnitudes:
-    """What several have counted together."""
+    """The sum of several counts."""
     total = Magnitudes()
     for part in parts:
         total += part
@@ -195,10 +195,10 @@ def sum_of(parts: Iterable[Magnitudes]) -> Magnitudes:
 
 
 def scale_range(histograms: Sequence[Histogram], largest: float) -> ScaleRange | None:
-    """The loss scales under which fp16 holds gradients, or None where there are none.
+    """The loss scales at which fp16 holds gradients, or None if there are no gradients.
 
     Args:
-        histograms: Of regions; those with next to no gradient do not narrow the range.
+        histograms: Of regions; those with negligible gradients do not narrow the range.
         largest: Largest magnitude of any gradient.
     """
     most = max((h.energy for h in histograms), default=0.0)

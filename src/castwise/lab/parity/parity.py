@@ -1,13 +1,13 @@
 """``parity``: are a plan's gradients as good as fp32's?
 
 The plan's gradients are compared with fp32's at the same dithered weights, data and random draws, over several
-microbatches, and what it adds to one update is held against the update's own expected square, the noise of the data
-included (:mod:`castwise.lab.parity.damage`). Below ``PASS`` nothing of it shows in training; above ``FAIL`` it does.
+microbatches. The error that the plan adds to one update is divided by the update's own expected square, which includes the noise
+of the data (:mod:`castwise.lab.parity.damage`). Below ``PASS`` it does not show in training; above ``FAIL`` it does.
 
-Where the optimizer is of Adam's kind the same is asked in the units of its steps, where parameters with small
-gradients count as much as others. Parameters whose fp32 gradient is nothing but rounding (the bias of a convolution
-before BatchNorm, the key bias of attention) are left out there: an optimizer's step from them means nothing in fp32
-either.
+If the optimizer is of Adam's kind, the test is repeated in units of its steps, in which parameters with small
+gradients count as much as others. Parameters whose fp32 gradient is only rounding error (the bias of a convolution
+before BatchNorm, the key bias of attention) are excluded there: an optimizer's step from them is meaningless in fp32
+too.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ if TYPE_CHECKING:
 MICROBATCHES = 8
 FLOOR = 4
 MOST = 4
-"""So many times as many microbatches as at first are drawn at most."""
+"""Maximum number of microbatches, as a multiple of the initial number."""
 DEAD = 1e-4
-"""A parameter whose fp32 gradient differs from itself by more than this share of its square has no gradient."""
+"""A parameter has no gradient if its fp32 gradient differs between fp32 runs by more than this share of its square."""
 BROKEN = Estimate(math.inf, math.inf, math.inf, *[math.nan] * 5)
-"""The estimate of a probe that ended on its first microbatch because a gradient was not finite."""
+"""The estimate of a probe that stopped at its first microbatch because a gradient was not finite."""
 COMPARABLE = 0.3
-"""fp32's own difference from itself may be this share of the plan's before the plan cannot be judged."""
+"""Maximum difference between fp32 runs, as a share of the plan's difference, at which the plan can be judged."""
 
 
 @dataclass(frozen=True)
 class RegionParity:
-    """What one module's parameters contribute to the damage.
+    """One module's contribution to the damage, by its own parameters.
 
     Attributes:
         path: Of the module.
-        bias: Share of the whole's damage that is the same in every batch.
-        noise: Share that averages out.
-        data_noise: The variance of its gradient over batches in the same unit.
-        adam: Bias and noise together in the units of Adam's steps, None where they were not asked for or the gradient
-            is nothing but rounding.
+        bias: Its share of the total damage that is the same in every batch.
+        noise: Its share that averages out over batches.
+        data_noise: The variance of its gradient over batches, in the same unit.
+        adam: Bias plus noise in units of Adam's steps; None if not computed or if the gradient
+            is only rounding error.
     """
 
     path: str
@@ -85,26 +85,26 @@ class RegionParity:
 
 @dataclass(frozen=True)
 class ParityResult:
-    """The finding of the gradient parity test.
+    """The result of the gradient parity test.
 
     Attributes:
-        plan: What was tested.
+        plan: The plan tested.
         verdict: ``pass``, ``fail`` or ``undecided``.
         reason: Why, in a sentence.
         damage: The error added to one update over the update's expected square.
-        adam: The same in the units of Adam's steps; None for other optimizers.
+        adam: The same in units of Adam's steps; None for other optimizers.
         regions: Per module with parameters of its own.
-        floor: Damage of fp32 against itself, rounding differently.
-        repeat: Damage of fp32 against itself, repeated exactly: above 0 for a loss that is not deterministic.
-        lost_updates: Share of updates that rounding drops, for plans that store parameters low without masters.
-        loss_scale: The loss scale that gradients were taken with, None without one.
-        microbatches: How many there were.
-        per_update: Microbatches that one update averages.
-        passes: Forward/backwards it took.
-        strayed: Random draws that could not be replayed.
+        floor: Damage of fp32 against fp32 with different rounding.
+        repeat: Damage of fp32 against an identical repetition: above 0 if the loss is not deterministic.
+        lost_updates: Share of updates dropped by rounding, for plans that store parameters low without masters.
+        loss_scale: Loss scale of the gradients, None without one.
+        microbatches: Number of microbatches.
+        per_update: Microbatches averaged per update.
+        passes: Number of forward/backward passes.
+        strayed: Random draws that could not be repeated.
         more: Whether more microbatches may change the verdict.
-        stopped: Buffers, and parameters that are not trained, which do not move under the plan as they do in fp32.
-        note: What else to know, in a sentence: up to which position of a sequence the plan was tested.
+        stopped: Buffers and untrained parameters that do not change under the plan as they do in fp32.
+        note: A further remark, in a sentence: up to which sequence position the plan was tested.
     """
 
     plan: Plan
@@ -136,12 +136,12 @@ class ParityResult:
 
     @property
     def severity(self) -> float:
-        """Damage over the line below which it passes: below 1 nothing of it shows in training."""
+        """Damage relative to the line below which the plan passes: below 1 it does not show in training."""
         return severity(self.damage.value, None if self.adam is None else self.adam.value)
 
     @property
     def lines(self) -> tuple[float, float | None]:
-        """What the damage has to stay below to pass, and what in the units of Adam's steps; None where not asked for."""
+        """The passing lines: of the plain damage, and of the damage in units of Adam's steps, None if not computed."""
         return PASS, None if self.adam is None else ADAM_PASS
 
     def worst(self, count: int = 5) -> tuple[RegionParity, ...]:
@@ -155,7 +155,7 @@ class ParityResult:
         return tuple(sorted(self.regions, key=weight, reverse=True)[:count])
 
     def table(self) -> RenderableType:
-        """The finding and the worst modules, for ``rich.print``."""
+        """The result and the worst modules, for ``rich.print``."""
         from castwise.report.show import table
 
         said = {
@@ -170,16 +170,16 @@ class ParityResult:
 
 @dataclass
 class ParityTest:
-    """The test in parts, for callers that judge many plans against one reference.
+    """The steps of the test, for callers that judge many plans against one reference.
 
     Attributes:
         per_update: Microbatches per update.
-        adam: Whether to ask in the units of Adam's steps too.
-        optimizer: The user's, for the few steps in which state is watched; without one weights stand still in them.
-        range: What was seen of the reference's gradients.
-        floor: Damage of fp32 against itself, rounding differently.
-        repeat: Damage of fp32 against itself, repeated exactly.
-        dead: Parameters whose fp32 gradient is nothing but rounding.
+        adam: Whether to test in units of Adam's steps too.
+        optimizer: The user's, for the few steps of the state test; without one, weights are fixed in them.
+        range: Observed range of the reference's gradients.
+        floor: Damage of fp32 against fp32 with different rounding.
+        repeat: Damage of fp32 against an identical repetition.
+        dead: Parameters whose fp32 gradient is only rounding error.
     """
 
     prober: Prober
@@ -190,7 +190,7 @@ class ParityTest:
     floor: float = 0.0
     repeat: float = 0.0
     dead: frozenset[str] = frozenset()
-    _weights: tuple[int, list[Tensor]] = (0, [])  # of so many microbatches
+    _weights: tuple[int, list[Tensor]] = (0, [])  # number of microbatches, and the weights computed from them
     _whole: tuple[int, tuple[float, float | None]] | None = None
     _count: int = 0
 
@@ -199,7 +199,7 @@ class ParityTest:
         return StateTest(self.prober, self.optimizer)
 
     def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
-        """Run fp32 on ``count`` microbatches, watching every module on ``observed`` of them, then against itself.
+        """Run fp32 on ``count`` microbatches, observing every module on ``observed`` of them, then run it against itself.
 
         Raises:
             WorkloadError: All gradients are zero.
@@ -228,9 +228,9 @@ class ParityTest:
         self.repeat = float(again.error.trace()) / square if square else 0.0
 
     def quick(self, probe: Probe) -> tuple[float, float | None]:
-        """The damage of a plan from a few microbatches, two at least, held against the reference's whole update.
+        """The damage of a plan from at least two microbatches, relative to the reference's whole update.
 
-        Plain, and in the units of Adam's steps or None.
+        Plain, and in units of Adam's steps or None.
         """
         whole, adam_whole = self._denominators()
         plain = quick_estimate(Grams.total(self.prober.grams(probe).values()), whole, self.per_update)
@@ -239,19 +239,17 @@ class ParityTest:
         return plain, quick_estimate(Grams.total(self._in_steps(probe).values()), adam_whole, self.per_update)
 
     def _in_steps(self, probe: Probe) -> dict[str, Grams]:
-        """Inner products in the units of Adam's steps, without parameters that have no gradient; else nothing."""
+        """Inner products in units of Adam's steps, without parameters that have no gradient; empty if not asked for."""
         if not self.adam:
             return {}
         drawn = len(self.prober.micros)
-        if (
-            self._weights[0] != drawn
-        ):  # from few of them, what is 0 in those by chance would outweigh the rest
+        if self._weights[0] != drawn:  # from few, elements that are 0 by chance would dominate
             self._weights = drawn, self.prober.preconditioner()
         grams = self.prober.grams(probe, self._weights[1])
         return {name: g for name, g in grams.items() if name not in self.dead}
 
     def _denominators(self) -> tuple[float, float | None]:
-        """Expected square of an update, plain and in the units of Adam's steps, from the first reference."""
+        """Expected square of an update, plain and in units of Adam's steps, from the first reference."""
         drawn = len(self.prober.micros)
         if self._whole is not None and self._whole[0] == drawn:
             return self._whole[1]
@@ -266,16 +264,16 @@ class ParityTest:
         return whole
 
     def least(self) -> int:
-        """Microbatches that it takes to pass: all there are, where the batches come round again before that."""
+        """Minimum number of microbatches to pass; all of them, if the batches repeat sooner."""
         return min(LEAST, period([micro.batch for micro in self.prober.micros]) or LEAST)
 
     def judge(self, probe: Probe, before: int = 0, least: int | None = None) -> ParityResult:
-        """Judge a plan by the microbatches it has run on; ``undecided`` where more of them may decide.
+        """Judge a plan by the microbatches it has run on; ``undecided`` if more may decide.
 
         Args:
             probe: Of the plan.
-            before: Other microbatches on which it was below the lines.
-            least: Of both together, how many it takes to pass; by default :meth:`least`.
+            before: Number of other microbatches on which its damage was below the lines.
+            least: Minimum number of both together to pass; by default :meth:`least`.
         """
         grams = self.prober.grams(probe)
         whole = Grams.total(grams.values())
@@ -303,12 +301,12 @@ class ParityTest:
         )  # fmt: skip
 
     def decide(self, plan: Plan, first: int, most: int, least: int | None = None) -> ParityResult:
-        """Judge a plan by so many microbatches at first, and by more as long as they may change the verdict.
+        """Judge a plan by ``first`` microbatches, and by more as long as they may change the verdict.
 
         Args:
-            plan: To be judged.
-            first: Microbatches at first, and for each further look.
-            most: Microbatches in all, at most.
+            plan: The plan to judge.
+            first: Microbatches at first, and per extension.
+            most: Maximum number of microbatches.
             least: As for :meth:`judge`.
         """
         probe = self.prober.probe(plan, range(first))
@@ -322,7 +320,7 @@ class ParityTest:
         return result
 
     def with_state(self, result: ParityResult) -> ParityResult:
-        """A finding that does not fail, after a look at what the model keeps beside its weights."""
+        """The result after the test of buffers and untrained parameters, unless it already failed."""
         if result.verdict == "fail":
             return result
         stopped = self._states.stopped(with_scale(result.plan, result.loss_scale))
@@ -366,7 +364,7 @@ class ParityTest:
             return verdict, reason, more
         likely = (
             severity(damage.value, None if adam is None else adam.value) < 1.0
-        )  # more may bring it below the lines
+        )  # more microbatches may bring it below the lines
         if probe.strayed:
             return (
                 "undecided",
@@ -397,13 +395,13 @@ def _weight(region: RegionParity, adam: bool) -> float:
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer, by its ``betas``, divides by the root of a running mean of squared gradients."""
+    """Whether an optimizer has ``betas`` and divides by the root of a running mean of squared gradients."""
     groups = optimizer.param_groups
     return bool(groups) and "betas" in groups[0] and "Lion" not in type(optimizer).__name__
 
 
 def made(optimizer: Optimizer, model: nn.Module, call: str = "parity") -> torch.optim.Optimizer:
-    """The optimizer that a user's function makes of a model's parameters.
+    """The optimizer that a user's function returns for a model's parameters.
 
     Raises:
         WorkloadError: It is not a function, or returns something else.
@@ -433,36 +431,36 @@ def parity(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> ParityResult:
-    """Test whether a plan's gradients can be told from fp32's, whatever its speed.
+    """Test whether a plan's gradients can be distinguished from fp32's, whatever the plan's speed.
 
-    Everything runs on copies: the model, random numbers and process-wide settings are as before when it returns or
-    fails. On a CPU fp16 matrix products are computed in fp32 and rounded, so plans for a GPU can be tested there.
+    Everything runs on copies: the model, random numbers and process-wide settings are unchanged when it returns or
+    fails. On a CPU, fp16 matrix products are computed in fp32 and rounded, so plans for a GPU can be tested there.
 
     Args:
-        model: In any state of training: its modes (dropout, frozen BatchNorm) are kept. What of it is stored in bf16 or fp16 is
-            widened to be the fp32 that the plan is held against.
+        model: In any training state: its modes (dropout, frozen BatchNorm) are kept. Tensors stored in bf16 or fp16 are
+            widened to make the fp32 reference.
         loss: ``loss(model, batch)`` -> scalar tensor, fp32.
-        batches: A sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator; each batch is
+        batches: A sequence, a re-iterable, or ``batches(seed)`` -> iterator; each batch is
             one microbatch.
-        plan: What to test.
-        optimizer: ``optimizer(params)`` -> Optimizer. With one of Adam's kind the test is made in the units of its
-            steps too; for plans that store parameters low without masters it is needed to count lost updates.
+        plan: The plan to test.
+        optimizer: ``optimizer(params)`` -> Optimizer. If it is of Adam's kind, the test is also made in units of its
+            steps; for plans that store parameters low without masters it is needed to count lost updates.
         accumulate: Microbatches accumulated per update.
         world_size: Data-parallel ranks that average their gradients.
-        microbatches: How many to start with, at least 4. To pass takes 29 in all, or all batches where these are fewer;
-            where those do not decide, up to four times as many as at first are drawn.
+        microbatches: Initial number, at least 4. A pass needs 29 in total, or all batches if there are fewer;
+            if those do not decide, up to four times the initial number are drawn.
         device: By default the device of the model's parameters.
-        seed: Of dither, random draws and, where batches are a function, of these.
+        seed: Of dither, random draws and, if batches are a function, of the batches.
 
     Returns:
-        The finding: ``.verdict``, ``.reason``, ``.regions``, ``.table()``; true where it passed. A failure is confirmed
+        The result: ``.verdict``, ``.reason``, ``.regions``, ``.table()``; true if it passed. A failure is confirmed
         on fresh batches before it is reported.
 
     Raises:
         WorkloadError: A loss that is not differentiable or whose gradients are all zero, batches that cannot be used, or a
             model not in fp32.
-        NonFiniteError: fp32 itself gives gradients that are not finite.
-        PlanError: A plan that does not fit the model, or numbers out of their range.
+        NonFiniteError: Gradients are not finite in fp32 itself.
+        PlanError: A plan that does not fit the model, or numbers out of range.
         DeviceError: The device cannot run the plan.
 
     Source: docs/numerics.md derives the test and shows how its lines were calibrated.
@@ -506,7 +504,7 @@ def _with_updates(result: ParityResult, lost: float | None, passes: int) -> Pari
 
 
 def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
-    """A plan whose dynamic loss scale starts inside the measured range of loss scales; other plans as they are."""
+    """The plan with its dynamic loss scale started inside the measured range; other plans unchanged."""
     scales = seen.scales()
     if plan.loss_scale is None or not plan.loss_scale.dynamic or scales is None:
         return plan
@@ -514,7 +512,7 @@ def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
 
 
 def with_scale(plan: Plan, init: float | None) -> Plan:
-    """A plan whose loss scale starts at a value, as far as its floor and ceiling allow; without one as it is."""
+    """The plan with its loss scale started at a value, within its floor and ceiling; plans without a loss scale unchanged."""
     if plan.loss_scale is None or init is None:
         return plan
     scale = plan.loss_scale
@@ -523,12 +521,12 @@ def with_scale(plan: Plan, init: float | None) -> Plan:
 
 
 def coarsest(formats: Iterable[str]) -> str:
-    """The format with the fewest digits, whose last place dither is made of; bf16, whose dither does no harm, for fp32."""
+    """The format with the fewest digits, which determines the dither; bf16 if there is only fp32, since its dither does no harm."""
     return "fp16" if {name for name in formats if name in LOW} == {"fp16"} else "bf16"
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's parameters are; without any the accelerator at hand, else the CPU."""
+    """The device of a model's parameters; without any, the available accelerator, else the CPU."""
     for parameter in model.parameters():
         return parameter.device
     return torch.device(default_device_type())

@@ -1,9 +1,9 @@
-"""Up to which position a plan was tested: what a format does to positions depends on how large they are.
+"""Determine up to which position a plan was tested, since a format's error in positions grows with their size.
 
-bf16 tells 256 from 257 no more, so positions that are computed with in it go wrong in long sequences alone. What a model
-does with positions is seen in its forward: tables that it takes the first rows of (embeddings, rotary caches, masks), and
-positions that it makes by ``torch.arange`` or is given. A length is one of the sample's own, other than its batch size; what
-is not recognised is not spoken of.
+bf16 does not distinguish 256 from 257, so positions computed in it go wrong only in long sequences. A model's use of
+positions is observed in its forward: tables whose first rows it takes (embeddings, rotary caches, masks), and
+positions made by ``torch.arange`` or given as input. A length is a size of the sample other than its batch size. Unrecognised
+uses are not reported.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from castwise.core.casting.trees import tensors_in
 from castwise.lab.passes.observers import Args, Kwargs, Observer, Run
 
 SHORTEST = 8
-"""Fewer elements than these in a row may be anything."""
+"""Fewer elements than this in a row are not taken for positions."""
 
 
 @dataclass
 class Positions:
-    """What one forward of a model does with positions.
+    """How one forward of a model uses positions.
 
     Attributes:
-        length: Positions that there are in the sample; 0 where none were seen.
-        tables: Of buffers and parameters whose first rows are taken, by name, how many rows they have.
+        length: Number of positions in the sample; 0 if none were seen.
+        tables: Rows of each buffer or parameter whose first rows are taken, by name.
     """
 
     length: int = 0
@@ -36,7 +36,7 @@ class Positions:
 
     @property
     def note(self) -> str:
-        """Up to which position a plan was tested, in a sentence; empty where no later ones are known to come."""
+        """Up to which position a plan was tested, in a sentence; empty if no later positions are known."""
         longer = {name: size for name, size in self.tables.items() if size > self.length}
         if not self.length or (self.tables and not longer):
             return ""
@@ -48,7 +48,7 @@ class Positions:
 
 
 class PositionWatch(Observer):
-    """Finds out what the forward of a model does with positions."""
+    """Observes how a model's forward uses positions."""
 
     def __init__(self, found: Positions, model: nn.Module, batch: Any) -> None:
         self._found = found
@@ -64,11 +64,11 @@ class PositionWatch(Observer):
             self._take(self._row(tensor), 0, "")
 
     def modules(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        """The model itself alone."""
+        """Only the model itself."""
         return (("", model),)
 
     def operator(self, run: Run, op: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator; in a call of the model, see which positions it is about."""
+        """Run an operator; inside a call of the model, record the positions that it uses."""
         out = run(op, args, kwargs)
         if not any(call.path == "" for call in self.running):
             return out
@@ -94,7 +94,7 @@ class PositionWatch(Observer):
         return self._names.get(_place(table), "?")
 
     def _row(self, indices: Tensor) -> int:
-        """How far whole numbers count up from 0 in the last dimension; 0 where they do not."""
+        """How far integers count up from 0 in the last dimension; 0 if they do not."""
         if indices.is_floating_point() or indices.dtype is torch.bool or not indices.dim():
             return 0
         length = indices.shape[-1]
@@ -102,7 +102,7 @@ class PositionWatch(Observer):
         return length if length and bool((indices == row).all()) else 0
 
     def _take(self, length: int, rows: int, name: str) -> None:
-        """Note that positions up to a length were used, in a table of so many rows where it has a name."""
+        """Record that positions up to a length were used, in a table of ``rows`` rows if it has a name."""
         if length in self._lengths and name != "?":
             self._found.length = max(self._found.length, length)
             if name:
@@ -110,5 +110,5 @@ class PositionWatch(Observer):
 
 
 def _place(tensor: Tensor) -> int:
-    """Where the memory of a tensor and of its views begins; 0 for what has none of the usual kind."""
+    """Address of the storage of a tensor and its views; 0 if it has no ordinary storage."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

@@ -1,10 +1,10 @@
 """Probes: forward and backward in fp32 and under a plan, at the same weights, data and random draws.
 
-Every microbatch has dithered weights: each weight is moved by up to half a unit in the last place of the coarsest
-format in question, the same way in every run. The rounding of the weights themselves, which is the same in every batch
-while they stand still and washes out once they move, is so turned from a false bias into noise.
+Every microbatch has dithered weights: each weight is perturbed by up to half a unit in the last place of the coarsest
+format tested, equally in every run. The rounding error of the weights is the same in every batch
+while they are fixed, but averages out in training; dither turns this false bias into noise.
 
-The model that is handed in is copied and never touched.
+The given model is copied and never changed.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from castwise.lab.passes.passes import Original, at_scale, observed_under, run_b
 from castwise.lab.workloads.workload import about_data, users_code
 
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
-"""What gradients are held against: fp32 through and through, TF32 ruled out."""
+"""The reference for gradients: fp32 throughout, without TF32."""
 MOST_ELEMENTS = 1 << 21
-"""This many elements of a larger parameter, drawn at random, represent it."""
+"""A larger parameter is represented by this many of its elements, drawn at random."""
 MOST_IN_ALL = 1 << 24
-"""Where all parameters together have more than this many elements, fewer of the large ones: 64 MiB a microbatch."""
+"""Maximum number of elements of all parameters together, above which large ones are sampled further: 64 MiB per microbatch."""
 LEAST_ELEMENTS = 1 << 15
-"""And of each not fewer than these."""
+"""Minimum number of elements per sampled parameter."""
 RESCALE = 2.0**-6
-"""Where a loss scale makes gradients overflow, the next one tried is this many times as large."""
+"""Factor of the next loss scale tried when gradients overflow."""
 RESCALES = 3
 _CHUNKS = {"cpu": 1 << 14}
-"""Elements of a vector that are multiplied at once: all vectors' together stay in a CPU's caches, and occupy a GPU."""
+"""Elements of a vector multiplied at once: all vectors together fit in a CPU's caches, and occupy a GPU."""
 _EXPONENTS = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}
-"""Where a number keeps its exponent: the integers it can be read as, and the bits."""
+"""Exponent bits of a number: the integer type that it is viewed as, and the mask."""
 _NO_MORE = object()
 
 
@@ -56,9 +56,9 @@ class Micro:
     """A microbatch of the reference.
 
     Attributes:
-        batch: On the device.
-        seed: Of its dither and its random draws.
-        gradients: fp32, one vector per parameter; of a complex one the real and the imaginary parts.
+        batch: The batch, on the device.
+        seed: Of dither and random draws.
+        gradients: fp32, one vector per parameter; complex ones as real and imaginary parts.
     """
 
     batch: Any
@@ -70,14 +70,14 @@ class Micro:
 
 @dataclass
 class Probe:
-    """The gradients of a plan on some microbatches, as errors against the reference.
+    """A plan's gradients on some microbatches, as errors against the reference.
 
     Attributes:
-        scale: The loss scale that gradients were taken with, None without one.
+        scale: Loss scale of the gradients, None without one.
         indices: Positions of the microbatches in the prober's ``micros``.
         errors: Per microbatch and parameter d_k = h_k - g_k, fp32.
-        blame: Names of parameters whose gradients were not finite.
-        strayed: Random draws that could not be replayed.
+        blame: Names of parameters with non-finite gradients.
+        strayed: Random draws that could not be repeated.
     """
 
     plan: Plan
@@ -94,25 +94,25 @@ class Prober:
 
     Args:
         model: In fp32; it is copied.
-        loss: From the model and a batch a scalar.
+        loss: ``loss(model, batch)`` -> scalar.
         batches: On any device.
         device: To run on.
         seed: Of dither and random draws.
         call: The caller, for errors.
-        dither: The coarsest format in question.
-        arrived: Path of a tensor -> low format that it arrived in, of a model that has been widened since; by default the
-            model says so itself.
-        first: How many microbatches other processes see before this one's, where one process would see all.
+        dither: The coarsest format tested.
+        arrived: For a model that was widened, path of a tensor -> the low format it was given in; by default read from the
+            model.
+        first: Number of microbatches assigned to lower ranks, so that ranks together draw what one process would.
 
     Attributes:
-        passes: Forward/backwards so far.
+        passes: Number of forward/backward passes so far.
         micros: The reference's microbatches.
-        names: Of the trained parameters, in the order of gradients.
-        sparse: Whether a gradient came as a sparse tensor.
-        positions: What the first forward did with positions.
-        moving: Names of buffers and of parameters that are not trained which a forward and backward of the reference changed.
-        original: What is copied for each pass.
-        model: The fp32 model in it, to look at.
+        names: Of the trained parameters, in gradient order.
+        sparse: Whether a gradient was sparse.
+        positions: How the first forward used positions.
+        moving: Names of buffers and untrained parameters that a forward and backward of the reference changed.
+        original: The model copied for each pass.
+        model: Its fp32 model, for inspection.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Prober:
         return torch.randint(numel, (most,), generator=generator, device="cpu").sort().values.to(self.device)
 
     def picked(self, name: str, values: Tensor) -> Tensor:
-        """Of a trained parameter's values, such as an optimizer's state, those elements that stand for it, fp32 and flat."""
+        """The elements that represent a trained parameter, taken from values of its shape such as optimizer state; fp32 and flat."""
         flat, pick = as_real(values.detach()).reshape(-1), self._picks[name]
         return (flat if pick is None else flat[pick]).to(self.device, torch.float32)
 
@@ -189,7 +189,7 @@ class Prober:
         """Run the reference on ``count`` more microbatches, with observers.
 
         Raises:
-            WorkloadError: A loss that gradients cannot come from, or batches that run out.
+            WorkloadError: A loss that is not differentiable, or batches that end.
             NonFiniteError: The loss or a gradient is not finite in fp32.
         """
         needed = len(self.micros) + count
@@ -240,15 +240,17 @@ class Prober:
             )
 
     def floor(self, indices: Sequence[int]) -> Probe:
-        """fp32 against itself, rounding differently: the weights moved by up to one unit of fp32's last place.
+        """fp32 against fp32 with different rounding: the weights are perturbed by up to one unit of fp32's last place.
 
-        Repeating a pass on a CPU gives the same bits and says nothing about what rounding does; a permuted batch does,
-        but not every loss may be permuted. A step of 2**-23 in the weights changes every rounding behind them.
+        An identical repetition on a CPU is bit-identical and shows nothing about rounding; a permuted batch does,
+        but not every loss allows a permutation. A perturbation of 2**-23 of the weights changes every later rounding.
         """
-        return self.probe(REFERENCE, indices, jitter=2 * FORMATS["fp32"].eps)  # less would round away
+        return self.probe(
+            REFERENCE, indices, jitter=2 * FORMATS["fp32"].eps
+        )  # a smaller jitter would be rounded away
 
     def repeat(self, index: int = 0) -> Probe:
-        """fp32 against itself, repeated exactly: no error, but for a loss that is not deterministic."""
+        """fp32 against an identical repetition: an error only if the loss is not deterministic."""
         return self.probe(REFERENCE, [index])
 
     def probe(
@@ -257,10 +259,10 @@ class Prober:
         """Run a plan on microbatches of the reference.
 
         Args:
-            plan: What the model runs by. Its loss scale is lowered where gradients overflow, as training would.
+            plan: The plan to run under. Its loss scale is lowered if gradients overflow, as in training.
             indices: Positions in ``micros``.
-            jitter: Relative size of one more dither of this run's weights alone.
-            onto: A probe of the same plan on other microbatches, to go on with.
+            jitter: Relative size of an additional dither for this run's weights only.
+            onto: A probe of the same plan on other microbatches, to extend.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.
@@ -281,7 +283,7 @@ class Prober:
         return probe
 
     def _run(self, plan: Plan, indices: list[int], jitter: float, probe: Probe, last: bool) -> list[int]:
-        """Run until the first overflow that another loss scale might cure; return what is left."""
+        """Run until the first overflow that another loss scale might cure; return the remaining indices."""
         with self._under(plan) as (model, amp):
             for at, index in enumerate(indices):
                 micro = self.micros[index]
@@ -300,7 +302,7 @@ class Prober:
         return []
 
     def observe(self, plan: Plan, indices: Sequence[int], *observers: Observer) -> None:
-        """Run a plan on microbatches of the reference for what observers see; gradients are left to it.
+        """Run a plan on microbatches of the reference for observers; gradients are not collected.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.
@@ -311,15 +313,15 @@ class Prober:
                 self._replay(model, amp, self.micros[index], *observers)
 
     def _replay(self, model: nn.Module, amp: Amp, micro: Micro, *observers: Observer) -> None:
-        """A forward and backward with the random draws of the reference; on a CPU products in fp16 as a GPU has them."""
+        """A forward and backward with the reference's random draws; on a CPU, fp16 products are emulated as on a GPU."""
         with observed_under(amp.plan, model, self.device, *observers, micro.draws):
             self._backward(model, amp, micro)
 
     @contextlib.contextmanager
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
-        """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32.
+        """A copy of the model under a plan, with masters as in training, so that gradients are fp32.
 
-        Not compiled: random draws are replayed, and fp16 products emulated, by means that only eager code allows.
+        It is not compiled, since repeating random draws and emulating fp16 products need eager mode.
         """
         model = self.original.copy()
         with under(dataclasses.replace(plan, compile="as_given"), model, self.device) as amp:
@@ -331,7 +333,7 @@ class Prober:
         return float(run_backward(amp, model, self.loss, micro.batch, self.call, micro.seed))
 
     def _set(self, model: nn.Module, micro: Micro, jitter: float = 0.0) -> None:
-        """Put the dithered weights and the buffers of the start into a copy of the model."""
+        """Load the dithered weights and the initial buffers into a copy of the model."""
         generator = torch.Generator(self.device).manual_seed(micro.seed)
         second = torch.Generator(self.device).manual_seed(micro.seed + 1_000_000_007)
         with torch.no_grad():
@@ -339,7 +341,7 @@ class Prober:
                 weight = self._weights.get(name)
                 if weight is None:
                     continue
-                # a base that arrived low is what it is: no training moves it to where it would have to be rounded
+                # a frozen tensor that was given low is exact in that format: no dither
                 still = name in self.original.arrived and not parameter.requires_grad
                 moved = weight if still else dithered(weight, self._eps, generator)
                 if jitter:
@@ -373,8 +375,8 @@ class Prober:
     def grams(self, probe: Probe, weighting: Sequence[Tensor] | None = None) -> dict[str, Grams]:
         """Inner products per parameter, by name, of a probe's errors and of the reference's gradients.
 
-        Those of a sampled parameter are scaled up to its whole size. ``weighting`` has factors per parameter and
-        element, such as :meth:`preconditioner`'s.
+        Those of a sampled parameter are scaled up to its full size. ``weighting`` has factors per parameter and
+        element, such as those of :meth:`preconditioner`.
         """
         out = {}
         for at, name in enumerate(self.names):
@@ -387,10 +389,10 @@ class Prober:
         return out
 
     def preconditioner(self) -> list[Tensor]:
-        """Per element 1 / (sqrt(mean over microbatches of g**2) + eps), which turns gradients into Adam's steps.
+        """Per element, 1 / (sqrt(mean over microbatches of g**2) + eps), which turns gradients into Adam's steps.
 
-        A hundredth of the tensor's own root mean square is added to Adam's eps, so that an element whose gradient happens
-        to be zero in these batches does not outweigh all others.
+        A hundredth of the tensor's root mean square is added to Adam's eps, so that an element whose gradient happens
+        to be zero in these batches does not dominate.
         """
         out = []
         for at in range(len(self.names)):
@@ -403,7 +405,7 @@ class Prober:
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a model keeps beside its trained weights: dense buffers, and such parameters as are not trained."""
+    """State of a model besides its trained weights: dense buffers and untrained parameters."""
     for name, tensor in (*model.named_buffers(), *model.named_parameters()):
         untrained = not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
         if untrained and tensor.layout is torch.strided:
@@ -411,17 +413,19 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts, in a last dimension of 2; others as they are."""
+    """A complex tensor as real and imaginary parts in a last dimension of 2; others unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
-    """Move a weight uniformly by up to half a unit in the last place of a format with this eps; complex ones in both parts."""
+    """Perturb a weight uniformly by up to half a unit in the last place of a format with this eps; complex ones in both parts."""
     if weight.is_complex():
         return torch.view_as_complex(dithered(as_real(weight), eps, generator))
     wide = weight if weight.dtype in _EXPONENTS else weight.float()
     integers, bits = _EXPONENTS[wide.dtype]
-    power = (wide.view(integers) & bits).view(wide.dtype)  # of two, at most the weight's size; 0 of 0
+    power = (wide.view(integers) & bits).view(
+        wide.dtype
+    )  # the largest power of two not above the weight; 0 for 0
     power.masked_fill_(power.isinf(), 0.0)
     noise = torch.rand(weight.shape, generator=generator, device=weight.device, dtype=torch.float32).sub_(0.5)
     return torch.addcmul(wide, noise.to(wide.dtype), power, value=eps).to(weight.dtype)

@@ -1,16 +1,16 @@
-"""State that stops moving: counters, averages and running statistics that a model keeps beside its trained weights.
+"""Test of model state that stops changing: counters, averages and running statistics beside the trained weights.
 
-Gradients cannot see it. A counter in bf16 stops at 256, since 257 rounds back to it; an average that moves by a thousandth of
-the way never moves at all. So a copy of the model is trained for a few steps in fp32 and under the plan, from one start, on
-one set of batches and random draws, and what moved in fp32 has to have moved alike: by the component of the plan's movement
-along fp32's, which noise on top does not change. Rounding at every step has stopped it where that is far from 1.
+Gradients do not show it. A counter in bf16 stops at 256, since 257 rounds to 256; an average that changes by a thousandth of
+the difference never changes at all. So a copy of the model is trained for a few steps in fp32 and under the plan, from the same
+start, batches and random draws. State that changes in fp32 must change equally under the plan, measured by the component of the
+plan's change along fp32's, which added noise does not affect. If that is far from 1, rounding has stopped the state.
 
-Then both start again, from the state that fp32 came to, numbers that grow being far ahead: what stops later, what moves only
-then and what had jumped at first are seen there.
+Then both run again from fp32's final state, with growing numbers moved far ahead, to detect state that stops later, that starts
+to change only then, or whose change was hidden by a large first one.
 
-What can do this is a plan that stores the state low, and a forward that computes the new value from low activations by
-itself. BatchNorm's statistics are fp32 in both, and stay out unless a region stores them low; so do the vectors of
-spectral_norm, which are computed anew from the weight in every step.
+Such state is stored low by the plan, or computed by a forward from low activations.
+BatchNorm's statistics are fp32 in both cases and are excluded unless a region stores them low; so are the vectors of
+spectral_norm, which are recomputed from the weight in every step.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from castwise.lab.passes.draws import Draws
 from castwise.lab.passes.passes import observed_under, run_backward, still, under
 
 STEPS = 8
-"""Steps that are compared."""
+"""Number of steps compared."""
 ALIKE = 0.5
-"""A plan's movement may be so far from fp32's, as a share of it."""
+"""Maximum difference between a plan's change and fp32's, as a share of fp32's."""
 STEADY = 0.5
-"""A number that grows, and in the second half of the steps by this share of the first half or more, may go on like that."""
+"""A number grows steadily if the second half of the steps adds at least this share of what the first half adds."""
 AHEAD = 1250
-"""Such numbers are looked at again this many times four steps ahead, where fp16 has stopped too."""
+"""Growing numbers are tested again as if after this many times four steps, where fp16 has stopped too."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class _Path:
-    """Where one tensor was at the start, halfway and at the end."""
+    """A tensor's values at the start, halfway and at the end."""
 
     start: Tensor
     middle: Tensor
@@ -53,13 +53,13 @@ class _Path:
         return not (_same(self.start, self.middle) and _same(self.middle, self.end))
 
     def grows(self) -> Tensor:
-        """Which of its numbers go on growing as they began, as counters do; how they come to stand tells what they are."""
+        """Elements that grow steadily, like counters."""
         start, middle, end = (t.double() for t in (self.start, self.middle, self.end))
         first, second = middle - start, end - middle
         return (end.abs() > middle.abs()) & (second * first.sign() >= STEADY * first.abs()) & (first != 0)
 
     def later(self, far: bool) -> Tensor:
-        """Where it is after these steps, or, as far as it grows, would be many steps later."""
+        """The values after these steps or, with growth extrapolated, many steps later."""
         start, end = self.start.double(), self.end.double()
         return torch.where(self.grows(), start + (self.middle.double() - start) * AHEAD, end) if far else end
 
@@ -69,7 +69,7 @@ class _Path:
 
 @dataclass
 class _Runs:
-    """fp32 from one start, and, once it was needed, from there with other rounding."""
+    """fp32 runs from one start, and, if needed, runs from there with different rounding."""
 
     start: Mapping[str, Tensor]
     fp32: dict[str, _Path]
@@ -78,11 +78,11 @@ class _Runs:
 
 @dataclass
 class StateTest:
-    """Compares a model's state after a few steps under plans with fp32's.
+    """Compares a model's state after a few steps under a plan with fp32's.
 
     Attributes:
-        prober: Has the model, and batches of which as many are used.
-        optimizer: Of the model; without one its weights stand still.
+        prober: Provides the model and the batches.
+        optimizer: The model's optimizer; without one, weights are fixed.
     """
 
     prober: Prober
@@ -92,7 +92,7 @@ class StateTest:
     _draws: list[Draws] = field(default_factory=lambda: [Draws() for _ in range(STEPS)])
 
     def stopped(self, plan: Plan) -> dict[str, str]:
-        """Names of the state that does not move under a plan as it does in fp32, each with what it does, in a clause.
+        """Names of the state that does not change under a plan as it does in fp32, with a clause for each.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.
@@ -112,7 +112,7 @@ class StateTest:
         return out
 
     def _later(self, base: dict[str, _Path]) -> _Runs | None:
-        """fp32 from later on: far ahead, if the model's code takes what it counts to be anything."""
+        """fp32 from the later start: far ahead, if the model's code accepts arbitrary counts."""
         for far in (True, False):
             start = {
                 name: path.later(far and not hasattr(self._owner(name), "track_running_stats"))
@@ -123,7 +123,7 @@ class StateTest:
         return None
 
     def _differing(self, plan: Plan, runs: _Runs, ours: dict[str, _Path]) -> dict[str, str]:
-        """What moves otherwise than in fp32, and not because that is rounding alone."""
+        """State that changes otherwise than in fp32, unless rounding alone explains it."""
         out = {}
         for name, fp32 in runs.fp32.items():
             if name not in ours or ours[name].end.shape != fp32.end.shape or not self._may_stop(name, plan):
@@ -144,10 +144,10 @@ class StateTest:
         if "parametrizations" in name.split(".") or hasattr(owner, "weight_orig"):
             return False
         low = any(region.params in LOW for region in plan.regions)
-        return low or not hasattr(owner, "track_running_stats")  # torch's norms
+        return low or not hasattr(owner, "track_running_stats")  # torch's norm layers
 
     def _repeats(self, name: str, runs: _Runs, which: Tensor | None) -> bool:
-        """Whether fp32, rounding differently, moves it as fp32 does; else its movement is rounding alone."""
+        """Whether fp32 with different rounding changes it as fp32 does; otherwise its change is only rounding."""
         if runs.again is None:
             runs.again = self._train(REFERENCE, 2 * FORMATS["fp32"].eps, runs.start)
         return name in runs.again and not _differs(runs.fp32[name], runs.again[name], which)
@@ -155,14 +155,14 @@ class StateTest:
     def _train(
         self, plan: Plan, jitter: float = 0.0, start: Mapping[str, Tensor] = MappingProxyType({})
     ) -> dict[str, _Path]:
-        """The paths of the state, of fp32 as far as it moves."""
+        """The paths of the state; for fp32, only of state that changes."""
         prober = self.prober
         model = prober.original.copy()
         for name, tensor in state_of(model):
             if name in start:
                 as_real(tensor.data).copy_(start[name])
         optimizer = None if self.optimizer is None else self.optimizer(model.parameters())
-        if optimizer is None or isinstance(optimizer, torch.optim.LBFGS):  # whose step takes a closure
+        if optimizer is None or isinstance(optimizer, torch.optim.LBFGS):  # its step needs a closure
             optimizer = still(model)
         micros = prober.micros[:STEPS]
         seen = []
@@ -193,7 +193,7 @@ class StateTest:
 
 
 def _now(model: nn.Module, before: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
-    """State, without another copy of what is as it was before."""
+    """The present state, sharing tensors with ``before`` if they are unchanged."""
     out = {}
     for name, tensor in state_of(model):
         value = as_real(tensor.detach())
@@ -206,7 +206,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _stands(fp32: _Path, ours: _Path) -> str:
-    """Whether most of what moves on in fp32 has come to stand, in a clause; at the first step all may be rounded."""
+    """A clause if most elements that still change in fp32 have stopped under the plan; else empty."""
     moves = fp32.middle != fp32.end
     stands = ours.middle == ours.end
     if 2 * int((moves & stands).sum()) <= int(moves.sum()):
@@ -215,10 +215,10 @@ def _stands(fp32: _Path, ours: _Path) -> str:
 
 
 def _differs(fp32: _Path, ours: _Path, which: Tensor | None = None) -> str:
-    """How state moves otherwise than in fp32, in a clause; empty where it moves alike.
+    """How state changes otherwise than in fp32, in a clause; empty if it changes alike.
 
-    Of a later start, whose growing numbers are looked at by themselves, ``which`` are the rest. There the second half counts
-    too: a first jump, as of an average that begins with the first batch, would outweigh all that follows.
+    For the later start, whose growing numbers are tested separately, ``which`` are the other elements. There the second half is
+    tested too: a large first change, as of an average that starts with the first batch, would dominate the rest.
     """
     if which is not None:
         fp32, ours = fp32.of(which), ours.of(which)

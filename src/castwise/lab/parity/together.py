@@ -1,4 +1,4 @@
-"""A model looked at by one process, or by all that hold it together: DistributedDataParallel's or FSDP2's ranks make one report."""
+"""Examine a model in one process, or in all ranks of DistributedDataParallel or FSDP2 together with one report."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _Given = TypeVar("_Given", bound=tuple[Any, ...])
 
 
 class Looking(Ranks):
-    """The processes that look at a model together.
+    """The processes that examine a model together.
 
     Args:
-        group: That they are; :data:`~castwise.ranks.ALONE` for this one by itself.
-        failed: What is said of a user's own function that fails.
+        group: Their process group; :data:`~castwise.ranks.ALONE` for this process alone.
+        failed: Message prefix if a user's function fails.
 
     Attributes:
-        model: Whole, without a wrapper; not to be changed.
-        compiled: Whether a part of it, or its wrapper, was compiled.
+        model: The whole model without a wrapper; not to be changed.
+        compiled: Whether a part of the model, or its wrapper, was compiled.
     """
 
     model: nn.Module
@@ -42,7 +42,7 @@ class Looking(Ranks):
         self._failed = failed
 
     def every(self, task: Callable[[], _T]) -> list[_T]:
-        """As of :class:`~castwise.ranks.Ranks`, and what a user's own function raises is said in a sentence."""
+        """As :meth:`castwise.ranks.Ranks.every`; an error from a user's function is raised as one sentence."""
 
         def said() -> _T:
             with users_code(self._failed):
@@ -51,15 +51,15 @@ class Looking(Ranks):
         return super().every(said)
 
     def alike(self, call: str, names: Sequence[str], given: Callable[[], _Given]) -> _Given:
-        """Check on all what they were given, and that it is the same: one report cannot be of several plans.
+        """Check on all ranks that their arguments are valid and equal, since one report cannot cover several plans.
 
         Args:
             call: The caller, for errors.
-            names: Of its arguments.
-            given: Checks them, and returns them in that order, and others behind them that may differ.
+            names: Of the arguments.
+            given: Checks and returns the arguments in that order, followed by values that may differ.
 
         Raises:
-            PlanError: Ranks were given different ones; on all alike.
+            PlanError: Ranks got different arguments; raised on all ranks.
         """
         every = self.every(given)
         for at, name in enumerate(names):
@@ -81,16 +81,16 @@ class Looking(Ranks):
 def together(
     model: nn.Module, call: str, *, what: str = "the model or its loss", group: Any = None
 ) -> Iterator[Looking]:
-    """Look at a model, on all ranks of its wrapper together; random numbers, settings and the model are as before at the end.
+    """Examine a model on all ranks of its wrapper together; random numbers, settings and the model are restored at the end.
 
     Args:
         model: In DistributedDataParallel, sharded by FSDP2 or tensor parallelism, or of this process alone.
         call: The caller, for errors.
-        what: Of the user's own may fail.
-        group: In the place of the wrapper's ranks.
+        what: The user's function that may fail.
+        group: Used instead of the wrapper's ranks.
 
     Raises:
-        WorkloadError: No model, there is no room for a whole copy, or the wrapper itself is called meanwhile.
+        WorkloadError: Not a model, not enough memory for a whole copy, or the wrapper itself is called meanwhile.
     """
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"{call}: model is {type(model).__name__}; give the torch.nn.Module itself")
@@ -102,7 +102,7 @@ def together(
         inner = unwrap(model) if cut else inside_ddp(model)
         ranks.model = copied(inner, call) if cut else inner
         ranks.each(lambda: stack.enter_context(unspoilt(inner, call)))
-        if cut or inner is not model:  # whose ranks would wait for one another, with the rest undone
+        if cut or inner is not model:  # its ranks would wait for each other forever
 
             def refuse(*_: Any) -> None:
                 raise not_given(model, call, "the loss calls")
@@ -112,7 +112,7 @@ def together(
 
 
 def _exact(value: object) -> str:
-    """The same for values that are the same."""
+    """A string that is equal for equal values."""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_exact, value))
     return value.digest if isinstance(value, Plan) else repr(value)

@@ -1,6 +1,6 @@
-"""Updates that rounding drops: what stalls a run whose parameters are stored low without masters.
+"""Updates dropped by rounding, which stall a run whose parameters are stored low without masters.
 
-The gradient test cannot see it, since the gradients are good.
+The gradient test cannot detect this, since the gradients are correct.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from castwise.core.plans.plan import Plan
 from castwise.lab.passes.isolation import seed_all
 
 LOST = 0.5
-"""A plan that drops more than this share of the updates stalls."""
+"""A run stalls if the plan drops more than this share of the updates."""
 WARM_STEPS = 4
-"""Steps before the one that is looked at: an optimizer's first step is unlike those that follow."""
+"""Steps before the observed one: an optimizer's first step differs from later ones."""
 
 
 def lost_updates(
@@ -33,7 +33,7 @@ def lost_updates(
     device: torch.device,
     seed: int = 0,
 ) -> float | None:
-    """The share of elements whose update is not zero and is dropped by rounding to the format they are stored in.
+    """The share of elements with a nonzero update that rounding to their storage format drops.
 
     A copy of the model is trained in fp32 for a few steps; the last update is then added to the rounded weights.
     None for plans that do not store parameters low, or that keep masters.
@@ -45,7 +45,7 @@ def lost_updates(
     for _, old, update in one_update(model, loss, batches, optimizer, device, seed):
         changes = update != 0
         moved += int(changes.sum())
-        if old.is_floating_point() and old.dtype is not torch.float64:  # no plan stores others low
+        if old.is_floating_point() and old.dtype is not torch.float64:  # plans store no other tensors low
             lost += int((changes & (stored_change(old, update, dtype) == 0)).sum())
     return lost / moved if moved else 0.0
 
@@ -58,7 +58,7 @@ def one_update(
     device: torch.device,
     seed: int = 0,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Train a copy of the model in fp32 for a few steps; name, weights and update of each parameter in the last of them."""
+    """Train a copy of the model in fp32 for a few steps; return name, weights and last update of each parameter."""
     copied = copy.deepcopy(model).to(device)
     widen_(copied)
     optim = optimizer(copied.parameters())
@@ -75,7 +75,7 @@ def one_update(
 
 
 def stored_change(weights: Tensor, update: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is left of an update of weights that are stored in a format: fp32, 0 where rounding drops it."""
+    """The change of weights stored in a format by an update: fp32, 0 where rounding drops it."""
     stored = weights.to(dtype).float()
     moved = (stored + update).to(dtype).float()
     return torch.where(moved == stored, 0.0, moved - stored)

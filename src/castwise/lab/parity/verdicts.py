@@ -1,10 +1,10 @@
-"""From damage to a verdict, and how many microbatches that takes: pure functions, held to the truth by bench/bench_verdicts.py.
+"""From damage to a verdict, and the number of microbatches needed: pure functions, validated by bench/bench_verdicts.py.
 
-A plan passes where the whole interval of its damage lies below the line, and where enough microbatches were seen: what
-rounding does can be in a few of them alone, and an interval knows nothing of what was not drawn. Of K microbatches, none of
-which shows it, 95 % certainty remains that a kind of microbatch that they lack is rarer than 1 - 0.05^(1/K), about 3/K. Were
-each of that kind as bad as the line above which plans fail, their share would have to be below PASS/FAIL, a tenth, for the
-whole to stay below the line where plans pass: so K is 29 at least. Rarer damage, or rarer and worse, can be missed.
+A plan passes if the whole interval of its damage is below the line, and if enough microbatches were seen: rounding
+may do damage in only a few of them, and an interval does not cover what was not drawn. If none of K microbatches
+is of a damaging kind, that kind is rarer than 1 - 0.05^(1/K), about 3/K, at 95 % confidence. If every
+such microbatch were at the line above which plans fail, their share would have to be below PASS/FAIL, a tenth, to keep
+the total below the line where plans pass: so K is at least 29. Rarer damage, or rarer and worse, can be missed.
 
 Source: the "rule of three" (Hanley and Lippman-Hand 1983, JAMA 249(13)).
 """
@@ -20,7 +20,7 @@ from castwise.lab.parity.damage import ADAM_FAIL, ADAM_PASS, FAIL, LEVEL, PASS, 
 Verdict = Literal["pass", "fail", "undecided"]
 
 LEAST = math.ceil(math.log(1.0 - LEVEL) / math.log1p(-PASS / FAIL))
-"""Microbatches that a plan has to have been seen on before it passes: 29."""
+"""Minimum number of microbatches on which a plan is tested before it passes: 29."""
 
 _Line = tuple[Estimate, float, float, str]
 
@@ -33,33 +33,33 @@ def _lines(damage: Estimate, adam: Estimate | None) -> list[_Line]:
 
 
 def may_pass(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether more microbatches may bring the intervals below the lines: no interval lies above them."""
+    """Whether more microbatches may bring the intervals below the lines: no interval is entirely above its line."""
     return all(e.low < below for e, below, _, _ in _lines(damage, adam))
 
 
 def fails(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether a damage is above the line where plans fail, and its interval above the one where they pass."""
+    """Whether a damage is above the failing line, and its interval above the passing line."""
     return any(e.value > above and e.low > below for e, below, above, _ in _lines(damage, adam))
 
 
 def passes(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether the intervals lie below the lines where plans pass."""
+    """Whether the intervals are below the passing lines."""
     return all(e.high < below for e, below, _, _ in _lines(damage, adam))
 
 
 def compare(
     damage: Estimate, adam: Estimate | None, seen: int, least: int = LEAST
 ) -> tuple[Verdict, str, bool]:
-    """Hold a damage against the lines.
+    """Compare a damage with the lines.
 
     Args:
         damage: Of the gradients.
-        adam: The same in the units of Adam's steps, None where it was not asked for.
-        seen: Microbatches that the plan was seen on.
-        least: How many it takes to pass.
+        adam: The same in units of Adam's steps, None if not computed.
+        seen: Number of microbatches that the plan ran on.
+        least: Minimum number to pass.
 
     Returns:
-        The verdict, why in a sentence, and whether more microbatches may change it.
+        The verdict, its reason in a sentence, and whether more microbatches may change it.
     """
     lines = _lines(damage, adam)
     if passes(damage, adam):
@@ -91,15 +91,15 @@ def compare(
 
 
 def goes_on(verdict: Verdict, may_change: bool, drawn: int, first: int, most: int) -> bool:
-    """Whether more microbatches are to be drawn after so many, of ``first`` at first and ``most`` at most.
+    """Whether to draw more microbatches after ``drawn``, with ``first`` per extension and ``most`` at most.
 
-    A failure is confirmed on as many fresh ones.
+    A failure is confirmed on as many fresh microbatches.
     """
     return may_change and drawn < most and (verdict != "fail" or drawn <= first)
 
 
 def _worst(lines: Sequence[_Line], sizes: Sequence[float]) -> tuple[str, float, float]:
-    """The damage of largest size in words, and its lines."""
+    """The largest damage in words, and its lines."""
     e, below, above, units = max(zip(sizes, lines, strict=True), key=lambda pair: pair[0])[1]
     value = (
         f"damage {e.value:.2g} (the relative error of an update; {LEVEL:.0%} interval {e.low:.2g} to {e.high:.2g}){units}"

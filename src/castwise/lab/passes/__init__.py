@@ -1,6 +1,6 @@
-"""A pass: a copy of a model runs forward and backward under a plan, inside of whatever observes it, and leaves no trace.
+"""A pass: a copy of a model runs forward and backward under a plan, with observers, and without side effects.
 
-``passes``: the copy, the plan on it, the loss and its backward, and the gradients. ``observers``: what sees operators and calls of
-modules. ``isolation``: random numbers, settings of the process and a model that a loss may touch are put back. ``draws``:
-one pass's random numbers in another. ``emulation``: fp16 on a CPU.
+``passes``: the copy, the plan on it, the loss, its backward, and the gradients. ``observers``: observe operators and module
+calls. ``isolation``: restores random numbers, process-wide settings and a model that a loss may change. ``draws``: repeats
+one pass's random draws in another. ``emulation``: fp16 on a CPU.
 """

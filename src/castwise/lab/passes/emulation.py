@@ -1,8 +1,8 @@
-"""fp16 matrix products on a CPU, at a speed that allows experiments.
+"""Emulated fp16 matrix products on a CPU, fast enough for experiments.
 
-CPUs without fp16 arithmetic run fp16 products many times slower than fp32 ones, and what a plan for a GPU does to
-gradients can be learnt without them: a matrix unit takes fp16 operands, sums in fp32 and rounds the result once, which
-an fp32 product of fp16 values, rounded to fp16, equals but for the order of the sum.
+CPUs without fp16 arithmetic run fp16 products many times slower than fp32 ones. The effect of a GPU plan on
+gradients does not need them: a matrix unit takes fp16 operands, sums in fp32 and rounds the result once, which equals
+an fp32 product of fp16 values rounded to fp16, up to the order of the sum.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _PRODUCTS = frozenset({
     "addbmm", "addmm", "addmv", "baddbmm", "bmm", "convolution", "convolution_backward", "mm", "mv",
 })  # fmt: skip
 _KEPT = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
-"""Operators whose further results are statistics in fp32."""
+"""Operators whose other results are statistics in fp32."""
 
 
 class EmulatedProducts(Observer):
-    """Runs fp16 products of the CPU in fp32 and rounds their results."""
+    """Computes fp16 products on the CPU in fp32 and rounds the results."""
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run the operator, in fp32 where it is a product of fp16 tensors."""
+        """Run the operator; a product of fp16 tensors runs in fp32."""
         name = op.overloadpacket.__name__
         if name not in _PRODUCTS or not any(
             isinstance(a, Tensor) and a.dtype is torch.float16 and a.device.type == "cpu" for a in args
         ):
             return run(op, args, kwargs)
-        # an attention mask comes by keyword
+        # an attention mask is passed by keyword
         wide = map_tensors(lambda t: t.float() if t.dtype is torch.float16 else t, (args, kwargs))
         out = run(op, *wide)
         if name in _KEPT:

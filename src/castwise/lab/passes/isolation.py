@@ -1,4 +1,4 @@
-"""Experiments that leave no trace: random numbers, process-wide settings and gradient mode as they were before."""
+"""Experiments without side effects: random numbers, process-wide settings and gradient mode are restored."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from castwise.errors import CastwiseError, WorkloadError
 
 
 def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
-    """A copy of a model to experiment on; of one that is sharded a whole one, see :func:`castwise.parallel.whole.whole_copy`.
+    """A copy of a model for experiments; of a sharded model a whole one, see :func:`castwise.parallel.whole.whole_copy`.
 
     Raises:
-        WorkloadError: The model cannot be copied, or has parameters that are lazy still; it names the caller.
+        WorkloadError: The model cannot be copied, or has uninitialised lazy parameters; the message names the caller.
     """
     _refuse_lazy(model, call)
     _refuse_pieces(model, call)
@@ -75,7 +75,7 @@ def _accelerators() -> list[Any]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Give everything back that an experiment may move: generators, gradient mode, and all of :func:`castwise.core.session.process.settings`."""
+    """Restore what an experiment may change: generators, gradient mode, and all of :func:`castwise.core.session.process.settings`."""
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
@@ -95,20 +95,20 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
-    """Give a model back as it was, should a loss call it in the place of the copy it is given.
+    """Restore a model, in case a loss calls it instead of the copy it is given.
 
-    That is its gradients, what its buffers hold, and every attribute of its modules, the training mode among them. Weights
-    are not kept, which would take a copy of every model: with the name of a ``call`` a backward to them is refused.
+    Its gradients, buffers and all attributes of its modules, such as the training mode, are restored. Weights
+    are not saved, which would take a copy of every model: with the name of a ``call``, a backward to them raises.
 
     Raises:
-        WorkloadError: In that backward, and for a model with parameters that are lazy still.
+        WorkloadError: In that backward, and for a model with uninitialised lazy parameters.
     """
     _refuse_lazy(model, call)
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     managed = (
         {id(vars(m)["_parameters"]) for m in model.modules()} if is_cut(model) else set()
-    )  # FSDP2 swaps them as it gathers
+    )  # FSDP2 replaces them when it gathers
     kept = [
         (d, d.copy())
         for m in model.modules()
@@ -141,7 +141,7 @@ def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
 
 
 def not_given(model: torch.nn.Module, call: str, what: str) -> WorkloadError:
-    """The error of a loss that takes the model itself in the place of the copy that it is given."""
+    """The error for a loss that uses the original model instead of the given copy."""
     return WorkloadError(
         f"{call}: {what} the original {type(model).__name__}, but experiments run on copies; the loss must call the model "
         f"that it is "
@@ -153,7 +153,7 @@ _DICTS = (dict, collections.OrderedDict)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal; torch compares dense ones alone, and DTensors on all ranks together."""
+    """Whether two tensors are equal; torch compares only dense ones, and DTensors collectively."""
     if is_dtensor(one):
         one, other = _torch.distributed.local_tensor(one), _torch.distributed.local_tensor(other)
     if one.layout is other.layout:

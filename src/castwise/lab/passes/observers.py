@@ -1,8 +1,8 @@
-"""Observers of a pass: each sees the operators that run and the modules that are called, and may run something else instead.
+"""Observers of a pass: each observes operators and module calls, and may replace their execution.
 
-All observers of a pass share one mode and one set of hooks. Operators are seen below autograd and autocast, those of backward
-too; an operator that an observer runs on its own account is seen by none. Functions of torch are seen by
-``torch.overrides.TorchFunctionMode`` alone, which an observer that needs them enters in :meth:`Observer.around`.
+All observers of a pass share one mode and one set of hooks. Operators are observed below autograd and autocast, in backward
+too; operators that an observer runs itself are not observed. Functions of torch are visible only to
+``torch.overrides.TorchFunctionMode``, which an observer that needs it enters in :meth:`Observer.around`.
 """
 
 from __future__ import annotations
@@ -20,59 +20,59 @@ from castwise.core import _torch
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Run = Callable[[_torch.operators.OpOverload, Args, Kwargs], Any]
-"""Runs an operator, through the observers that have not seen it yet."""
+"""Runs an operator through the remaining observers."""
 
 
 class Call(NamedTuple):
-    """A call of a module: its path (empty for the whole model) and which call it is, from 0."""
+    """A call of a module: its path (empty for the whole model) and the number of the call, from 0."""
 
     path: str
     number: int
 
 
 class Observer:
-    """Does nothing; a subclass defines what it needs.
+    """Base class whose methods do nothing; a subclass overrides what it needs.
 
     Attributes:
-        running: Calls that are running, the innermost last, of modules that some observer of the pass sees.
+        running: Calls in progress of the modules observed in this pass, the innermost last.
     """
 
     running: Sequence[Call] = ()
 
     def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
-        """What the pass runs inside of."""
+        """A context manager in which the pass runs."""
         return contextlib.nullcontext()
 
     def modules(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        """Modules to see, by path; by default none, since hooks keep torch from some of its fused code."""
+        """Modules to observe, by path; by default none, since hooks disable some of torch's fused code."""
         return ()
 
     def enter(self, call: Call, args: Args, kwargs: Kwargs) -> None:
-        """Hear that ``forward`` is about to run, after the hooks that were there before."""
+        """Called before ``forward``, after the hooks that existed before."""
 
     def leave(self, call: Call, output: Any) -> None:
-        """Hear that ``forward`` has run, after the hooks that were there before; ``output`` is None after an exception."""
+        """Called after ``forward`` and the hooks that existed before; ``output`` is None after an exception."""
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator, or something in its place."""
+        """Run an operator or a replacement."""
         return run(op, args, kwargs)
 
 
 class Operators(Observer):
-    """Notes the operators that run, in their order."""
+    """Records the operators that run, in order."""
 
     def __init__(self) -> None:
         self.ran: list[_torch.operators.OpOverload] = []
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Note an operator and run it."""
+        """Record an operator and run it."""
         self.ran.append(op)
         return run(op, args, kwargs)
 
 
 @contextlib.contextmanager
 def observed(model: nn.Module, *observers: Observer) -> Iterator[None]:
-    """Show observers what runs inside; the last of them sees an operator first."""
+    """Observe the code inside; the last observer gets an operator first."""
     running: list[Call] = []
     numbers: Counter[str] = Counter()
     modules: dict[str, nn.Module] = {}
@@ -92,7 +92,7 @@ def observed(model: nn.Module, *observers: Observer) -> Iterator[None]:
             running.append(call)
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            while running and running[-1].path != path:  # an exception skipped the hook of these
+            while running and running[-1].path != path:  # calls whose hook was skipped by an exception
                 running.pop()
             if running:
                 for observer in observers:

@@ -1,4 +1,4 @@
-"""The parts of a pass: a copy of a model, a plan on it, the loss and its backward, the gradients."""
+"""The parts of a pass: a copy of a model, a plan on it, the loss, its backward, and the gradients."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from castwise.lab.workloads.workload import check_loss, check_no_backward
 
 
 class Original:
-    """A model that is copied for each pass. It is a copy itself, in fp32 where the given one is stored in bf16 or fp16.
+    """The model that is copied for each pass: itself a copy, in fp32 if the given one is stored in bf16 or fp16.
 
     Args:
-        model: As the user has it.
+        model: The user's model.
         call: The caller, for errors.
         device: To run on.
-        arrived: Of a model that was stored low and is not any more, the dtypes that its tensors had, by path.
+        arrived: For a model that was stored low and was widened, the original dtypes of its tensors, by path.
 
     Attributes:
         model: The fp32 model.
-        arrived: The dtypes of tensors that arrived low, by path.
+        arrived: Dtypes of the tensors that were given low, by path.
 
     Raises:
         WorkloadError: It cannot be copied.
@@ -52,7 +52,7 @@ class Original:
         self.arrived = arrived or widen_(self.model)
 
     def copy(self) -> nn.Module:
-        """A copy, stored as the given model is."""
+        """A copy with the given model's storage formats."""
         model = copy.deepcopy(self.model)
         store_(model, self.arrived)
         return model
@@ -62,9 +62,9 @@ class Original:
 def under(
     plan: Plan, model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[Amp]:
-    """Have a model run by a plan, in this process alone.
+    """Run a model under a plan, in this process alone.
 
-    Without an optimizer masters belong to one that moves nothing, so that gradients are fp32 as in training.
+    Without an optimizer, masters belong to an optimizer that changes nothing, so that gradients are fp32 as in training.
 
     Raises:
         CastwiseError: The plan does not fit the model or the device.
@@ -78,12 +78,12 @@ def under(
 
 
 def still(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of a model's trained parameters that moves nothing."""
+    """An optimizer of a model's trained parameters that changes nothing."""
     return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
 
 
 def at_scale(plan: Plan, scale: float | None) -> Plan:
-    """A plan whose loss scale begins at a value, whatever its floor and ceiling; without a loss scale as it is."""
+    """The plan with its loss scale started at a value, ignoring floor and ceiling; unchanged without a loss scale."""
     if scale is None or plan.loss_scale is None:
         return plan
     policy = dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None)
@@ -93,7 +93,7 @@ def at_scale(plan: Plan, scale: float | None) -> Plan:
 def observed_under(
     plan: Plan, model: nn.Module, device: torch.device, *observers: Observer
 ) -> AbstractContextManager[None]:
-    """Show observers a pass under a plan, whose fp16 products are emulated on a CPU unless the model is compiled."""
+    """Observe a pass under a plan; on a CPU its fp16 products are emulated unless the model is compiled."""
     emulates = device.type == "cpu" and "fp16" in plan.formats and plan.compile == "as_given"
     return observed(model, *((EmulatedProducts(),) if emulates else ()), *observers)
 
@@ -106,21 +106,21 @@ def run_backward(
     call: str,
     seed: int | None,
 ) -> Tensor:
-    """The loss of a batch, and its backward where the loss has one.
+    """Compute the loss of a batch, and its backward if the loss has a graph.
 
     Args:
-        amp: That the model runs by.
-        model: It gets the gradients, which hold the loss scale.
-        loss: From the model and the batch a scalar.
+        amp: The session of the plan.
+        model: Receives the gradients, which are multiplied by the loss scale.
+        loss: ``loss(model, batch)`` -> scalar.
         batch: On the model's device.
         call: The caller, for errors.
-        seed: Of random draws; None leaves the generators as they are.
+        seed: Of random draws; None leaves the generators unchanged.
 
     Returns:
         The loss, detached.
 
     Raises:
-        WorkloadError: The loss is no scalar, or ran the backward itself.
+        WorkloadError: The loss is not a scalar, or ran the backward itself.
     """
     if seed is not None:
         seed_all(seed % 2**32)
@@ -133,7 +133,7 @@ def run_backward(
 
 
 def gradients_of(model: nn.Module, scale: float) -> dict[str, Tensor]:
-    """Copies of the gradients that a model has, by parameter: dense, in fp32 or wider, without the loss scale."""
+    """Copies of a model's gradients, by parameter: dense, in fp32 or wider, unscaled."""
     out = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

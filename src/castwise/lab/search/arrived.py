@@ -33,4 +33,4 @@ def arrival_notes(search: Search) -> Iterator[str]:
     frozen = any(not p.requires_grad for name, p in model.named_parameters() if name in low)
     widen = widen_for(search.choice.plan, model)
     said = f", widen={(widen if frozen else True)!r}" if widen else ""
-    yield f"Apply the plan {in_words(search.choice.plan)} by amp.prepare(model, optimizer{said})."
+    yield f"Apply the plan {in_words(search.choice.plan)} with amp.prepare(model, optimizer{said})."

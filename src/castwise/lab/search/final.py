@@ -126,8 +126,8 @@ class Final:
             return None
         twin = self._twin(plan) if self.choice and plan not in self.choice else None
         if twin is not None and round(ratio.low, 2) <= 1.0:  # as it is printed
-            apart = f"only shown: what sets {in_words(twin)} apart was measured by itself"
-            return Fate("spared", apart, "final") if plan == FP32 else ran_as(twin)
+            alone = f"only shown: the part in which it differs from {in_words(twin)} was timed alone"
+            return Fate("spared", alone, "final") if plan == FP32 else ran_as(twin)
         return Fate("worse", self._no_better(plan, chosen, ratio), "final")
 
     def _no_better(self, plan: Plan, chosen: Plan, ratio: stats.Ratio) -> str:

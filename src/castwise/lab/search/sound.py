@@ -126,7 +126,9 @@ def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> 
     for plans in each.values():
         rival = contest.order([*sound, *out])[0]
         if not contest.times_as_fast(plans[0], over=rival) > MARGIN:
-            more = f"; training runs were not spent on it, since in the race it was not 3 % faster than {in_words(rival)}"
+            more = (
+                f"; it got no training runs, since it was not 3 % faster in the race than {in_words(rival)}"
+            )
         elif (found := training_runs(search, plans[0], after_s)) is None:
             more = ""
         elif found.verdict == "not worse":

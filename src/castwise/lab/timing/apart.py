@@ -1,8 +1,8 @@
-"""Trainings, or inference, raced in processes of their own, of which one runs while the others wait.
+"""Time training or inference of several plans, each in its own process, of which one runs while the others wait.
 
-A plan that is timed beside others in one process shares their allocator, caches and threads, and a process is lucky or
-unlucky for its whole life: where its memory lies can move the time of a step by more than many rounds can tell. So what
-decides is measured as it will be run: each plan trains in a process that holds nothing else and is started anew several
+Plans timed in one process share its allocator, caches and threads, and a process can be consistently fast or
+slow: the location of its memory can change the step time by more than many rounds can resolve. So decisive
+measurements run as in use: each plan trains in its own process, which is started several
 times, and the spread between starts is part of the interval (:func:`castwise.lab.timing.stats.restarts`).
 """
 
@@ -25,31 +25,31 @@ from castwise.lab.timing.served import belong_to, libraries, page_faults
 from castwise.lab.timing.timing import WARMUP, block_s, race
 
 BLOCK_S = 0.12
-"""A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
+"""Minimum duration of a block of steps, so that timer resolution and scheduling are negligible."""
 LEAST_ROUNDS = 3
 REST_S = 0.01
-"""Pause before a block: threads of the one before spin on for some milliseconds (bench/results/rest-cpu.json)."""
+"""Pause before a block: threads of the previous block spin for some milliseconds (bench/results/rest-cpu.json)."""
 COMPILING = 2
-"""First steps beside the usual ones, of all, where a plan compiles: the first may be followed by another compilation."""
+"""Total first steps beyond the usual ones if a plan compiles: the first may be followed by another compilation."""
 
 Kind = type[TrainingRun] | type[InferenceRun]
 
 
 class SeparateRun:
-    """A :class:`TrainingRun`, or inference, in a process of its own, which waits while it is not told to run.
+    """A :class:`TrainingRun`, or inference, in its own process, which waits until it is told to run.
 
     Args:
-        home: Where it starts.
-        workload: As :func:`castwise.lab.timing.processes.portable` returns it.
-        plan: What training runs by.
-        device: Device that it runs on.
+        home: Where the process is started.
+        workload: From :func:`castwise.lab.timing.processes.portable`.
+        plan: The plan to run under.
+        device: The device to run on.
         seed: Of the weights and of the data.
-        kind: What is run.
+        kind: Training or inference.
 
     Attributes:
-        losses: Of the steps it has taken, once it is closed; none of inference.
-        compile_s: Seconds of them that compiling took, once it is closed.
-        faults: Page faults per step after the first steps, once it is closed.
+        losses: Of its steps, available after it is closed; none for inference.
+        compile_s: Seconds spent compiling, available after it is closed.
+        faults: Page faults per step after the first steps, available after it is closed.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class SeparateRun:
         self._process = home.start(_run, workload, plan.to_json(), str(device), seed, kind)
 
     def warm_up(self, steps: int = WARMUP) -> float:
-        """Wait until the model is built, and take the first steps, which build kernels and optimizer state, and compile.
+        """Wait until the model is built, and run the first steps, which build kernels and optimizer state, and compile.
 
         Returns:
-            Seconds of the last of them.
+            Seconds of the last first step.
 
         Raises:
-            Exception: What was raised there; CastwiseError where the process died or hangs.
+            Exception: Raised in the process; CastwiseError if the process died or hangs.
         """
         self.wait()
         return [self.steps(1) for _ in range(steps)][-1]
@@ -82,28 +82,28 @@ class SeparateRun:
         """Wait until the model is built.
 
         Raises:
-            Exception: What was raised there; CastwiseError where the process died or hangs.
+            Exception: Raised in the process; CastwiseError if the process died or hangs.
         """
         if not self._built:
             self._process.answer()
             self._built = True
 
     def steps(self, count: int) -> float:
-        """Run some steps; seconds per step, by its own clock, waiting for the device included.
+        """Run some steps; return seconds per step by the process's clock, including the wait for the device.
 
         Raises:
-            Exception: What a step raised there; CastwiseError where the process died or hangs.
+            Exception: Raised by a step in the process; CastwiseError if the process died or hangs.
         """
         self._process.send(count)
         return float(self._process.answer())
 
     def close(self) -> None:
-        """End the process, at once where it is at work: where it hangs, or an interrupt found it so."""
+        """End the process; kill it if it is running, because it hangs or after an interrupt."""
         if not self._process.at_work:
-            with contextlib.suppress(Exception):  # one that failed has no losses to tell
+            with contextlib.suppress(Exception):  # a failed process returns no losses
                 self._process.send(0)
                 self.losses, self.compile_s, self.faults, imported = self._process.answer()
-                if self._device.type == "cpu":  # what only asks for an accelerator makes it unusable in forks
+                if self._device.type == "cpu":  # even a query of an accelerator makes it unusable in forks
                     self._home.import_once(imported)
         self._process.close()
 
@@ -133,14 +133,14 @@ def _run(
 
 @dataclass
 class Timed:
-    """What one start of one plan gave.
+    """Measurements of one start of one plan.
 
     Attributes:
         times_s: Seconds per step, by round.
-        losses: Of its steps, of which each plan of a start has as many as any other, but for one that failed.
-        compile_s: Seconds that compiling took, before the first round and in none.
-        faults: Page faults per step: how often memory was given back and asked for anew.
-        error: What ended it, if something did.
+        losses: Of its steps; all plans of a start run equally many steps, unless one fails.
+        compile_s: Seconds spent compiling, before the first round and outside all rounds.
+        faults: Page faults per step: how often memory was returned to the system and requested again.
+        error: The error that ended it, if any.
     """
 
     times_s: list[float] = field(default_factory=list)
@@ -165,24 +165,24 @@ def race_apart(
     on_round: Callable[[int], None] = lambda _done: None,
     ranks: Lockstep = BY_ITSELF,
 ) -> list[Timed]:
-    """Start a training of each plan, or its inference, in a process of its own, and time them in turns.
+    """Start training or inference of each plan in its own process, and time them in turns.
 
     Args:
-        home: Where they start.
-        workload: As :func:`castwise.lab.timing.processes.portable` returns it.
-        plans: What they train by; the same plan may come more than once.
-        device: Device that all run on.
-        rounds: In each of which every one runs a block of steps of some 0.12 s, in an order of the round's own.
-        first: Rounds that there were before, in earlier starts; the order goes on from there.
-        steps: At most so many, the same number for all, if one a round is not more: a workload may have no further batches.
+        home: Where the processes are started.
+        workload: From :func:`castwise.lab.timing.processes.portable`.
+        plans: The plans to run under; a plan may appear more than once.
+        device: The device for all.
+        rounds: Number of rounds; in each, every plan runs a block of steps of about 0.12 s, in an order that changes per round.
+        first: Number of rounds in earlier starts; the order continues from there.
+        steps: Maximum number of steps, equal for all, but at least one per round: a workload may have finitely many batches.
         seed: Of weights and data.
-        until: Clock time (``ranks.now()``) after which no further round begins, once there are three.
-        kind: What is run.
-        on_round: Called with the number of rounds that are done.
-        ranks: Who do so together: times are the slowest rank's, and a plan that fails on one fails on all.
+        until: Clock time (``ranks.now()``) after which no further round starts, once there are three.
+        kind: Training or inference.
+        on_round: Called with the number of completed rounds.
+        ranks: The ranks that measure together: times are the slowest rank's, and a plan that fails on one rank fails on all.
 
     Returns:
-        By plan what it gave.
+        The measurements by plan.
     """
     warmup = WARMUP + COMPILING * any(plan.compile != "as_given" for plan in plans)
 
@@ -225,22 +225,22 @@ def start_apart(
     kind: Kind = TrainingRun,
     on_round: Callable[[int], None] = lambda _done: None,
 ) -> list[list[Timed]]:
-    """Race plans several times, each time started anew; one that has failed is not started again.
+    """Race plans several times in new processes; a plan that failed is not started again.
 
     Args:
-        home: Where they start.
-        workload: As :func:`castwise.lab.timing.processes.portable` returns it.
-        plans: What they train by.
-        device: Device that all run on.
-        starts: How often.
-        rounds: In each start.
-        steps: As of :func:`race_apart`, in each start.
+        home: Where the processes are started.
+        workload: From :func:`castwise.lab.timing.processes.portable`.
+        plans: The plans to run under.
+        device: The device for all.
+        starts: Number of starts.
+        rounds: Per start.
+        steps: As for :func:`race_apart`, per start.
         seed: Of weights and data.
-        kind: What is run.
-        on_round: Called with the number of rounds that are done, of all starts.
+        kind: Training or inference.
+        on_round: Called with the number of completed rounds of all starts.
 
     Returns:
-        By plan what each start gave, of which the last may have failed.
+        By plan, the measurements of each start; the last one may have failed.
     """
     out: list[list[Timed]] = [[] for _ in plans]
     for start in range(starts):

@@ -1,6 +1,6 @@
-"""What a result was measured on: attached to every result file.
+"""The environment of a measurement, attached to every result file.
 
-Nothing in it names the machine's owner: no host name, no user, no path.
+It does not identify the machine's owner: no host name, no user, no path.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 
 @dataclass(frozen=True)
 class Environment:
-    """Where, when, by which versions and by which command, paths cut down to their last part, something was measured.
+    """Device, time, versions and command line of a measurement; paths in the latter are reduced to their last part.
 
     Attributes:
-        device: As its maker calls it.
-        cores: That this process may use.
-        threads: That torch uses for one operator.
+        device: Name given by its vendor.
+        cores: Number available to this process.
+        threads: Number that torch uses for one operator.
         capability: The CPU's vector instructions or the GPU's compute capability.
-        commit: Of castwise's own checkout, with ``+`` if files in it were changed, results apart; None when installed.
+        commit: Of castwise's own checkout, with ``+`` if files other than results were changed in it; None when installed.
     """
 
     device: str
@@ -45,7 +45,7 @@ class Environment:
 
 
 def environment(device: torch.device | str = "cpu") -> Environment:
-    """What this process measures on, and its command line."""
+    """The environment of this process, with its command line."""
     device = torch.device(device)
     return Environment(
         device=_device_name(device),
@@ -75,7 +75,7 @@ def command_line(argv: list[str]) -> str:
 
 
 def cpuinfo() -> str:
-    """What Linux says of its processors; empty where nothing does."""
+    """The text of Linux's ``/proc/cpuinfo``; empty elsewhere."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -96,13 +96,13 @@ def _capability(device: torch.device) -> str:
         return f"{major}.{minor}"
     if device.type != "cpu":
         return ""
-    # AMX goes beside AVX-512 and decides whether low formats are fast; torch names only the vector units
+    # torch names only the vector units; AMX is added, since it determines whether low formats are fast
     vectors = torch.backends.cpu.get_cpu_capability()
     return f"{vectors} and AMX" if re.search(r"\bamx_tile\b", cpuinfo()) else vectors
 
 
 def _version() -> str:
-    # by name: the package's front door stands above this room in the order of imports
+    # by name, since this module must not import the package's top level
     return str(importlib.import_module("castwise").__version__)
 
 
@@ -113,7 +113,7 @@ def _cores() -> int:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that this very file belongs to; not of a project that merely contains an installation."""
+    """Commit of the checkout that contains this file; not of a project that merely contains an installation."""
     package = Path(__file__).resolve().parents[2]
     root = package.parent.parent
     if package != root / "src" / "castwise" or not (root / ".git").exists():

@@ -1,7 +1,7 @@
-"""Which errors say that a plan cannot run, and why, in a clause.
+"""Recognise errors that mean a plan cannot run, and give the reason in a clause.
 
-Errors about dtypes, missing kernels and memory do. They are recognised by torch's words for them, since torch raises the same
-few types for everything; the tests have each of them from torch itself, or from where it was reported.
+These are errors about dtypes, missing kernels and memory. They are recognised by torch's messages, since torch raises the same
+few types for everything; the tests have each message, from torch itself or from where it was reported.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ _DTYPE = re.compile(
     r"|(?i:bfloat16|float16|float8|\b(?:bf|fp)16\b)|'Half'|Half(?:Type|Tensor)|::Half|type:? Half"
     r"|\bHalf\b.*\b(?:Float|Double)\b|\b(?:Float|Double)\b.*\bHalf\b"
 )
-"""An operator that lacks a dtype, two dtypes that meet, a number that one of them does not hold."""
+"""Messages of an operator without a dtype, of two mixed dtypes, or of a number that a dtype cannot hold."""
 _KERNEL = re.compile(
     r"Could not run '\w+::|not currently implemented for the MPS device|could not create a primitive|[Nn]o available kernel"
     r"|no kernel image is available|invalid device function|STATUS_(?:NOT_SUPPORTED|ARCH_MISMATCH)"
     r"|[Uu]nable to find (?:an engine|a valid cuDNN)|no valid convolution algorithms|compute capability"
     r"|_fused_\w+` does not support"
 )
-"""An operator without a kernel for this device: torch's dispatcher, oneDNN, attention, CUDA, cuBLAS, cuDNN."""
+"""Messages of an operator without a kernel on a device: torch's dispatcher, oneDNN, attention, CUDA, cuBLAS, cuDNN."""
 _MEMORY = re.compile(
     r"out of memory|can't allocate memory|not enough memory|STATUS_ALLOC_FAILED", re.IGNORECASE
 )
-"""What is no ``torch.OutOfMemoryError``: the CPU's allocator, MPS, CUDA itself and its libraries."""
+"""Out-of-memory messages other than ``torch.OutOfMemoryError``: the CPU's allocator, MPS, CUDA itself and its libraries."""
 _OF_PYTHON = re.compile(
     r"Got unsupported ScalarType|(?:BFloat16|Half|Float8\w*) is not supported on MPS|support for that dtype"
     r"|Cannot convert a MPS Tensor|^RNN input dtype \("
 )
-"""Complaints about dtypes that come as TypeError or ValueError, as faults of a user's own code do."""
+"""Messages about dtypes in a TypeError or ValueError, types that a user's own faulty code raises too."""
 
 
 def cannot_run(error: BaseException) -> bool:
-    """Whether an error says that a plan cannot run.
+    """Whether an error means that a plan cannot run.
 
-    That is a format that an operator or the device lacks, no memory, or what castwise refuses of a plan. Any other error
-    is a fault of the code that ran, the workload's own checks of its numbers among them, and no plan is to blame for it.
+    It does if an operator or the device lacks a format, memory is exhausted, or castwise refuses the plan. Any other error
+    is a fault of the code that ran, including the workload's own checks of its numbers, and not of the plan.
     """
     if isinstance(error, RankError):
         return error.cannot_run
@@ -67,7 +67,7 @@ def _is_lacking(error: BaseException) -> bool:
 
 
 def unfit(error: BaseException) -> str:
-    """Why a plan could not be tried, as a reason in a table."""
+    """Why a plan could not be run, as a reason in a table."""
     if isinstance(error, RankError):
         return error.reason
     if isinstance(error, CastwiseError):

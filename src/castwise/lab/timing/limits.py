@@ -1,4 +1,4 @@
-"""Where a training step's time goes: data, operators by class, matrix sizes, and the launching of operators."""
+"""Breakdown of a training step's time: data, operators by class, matrix sizes, and operator launches."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from castwise.lab.workloads.workload import (
 STEPS = 20
 PROFILED = 5
 BUDGET_S = 4.0
-"""Steps are timed until there are STEPS of them or this much time has gone, but three at least."""
+"""Steps are timed until there are STEPS of them or this time has passed, but at least three."""
 
 MATRIX = frozenset(operator.__name__ for operator in flop_registry) | {
     "addbmm", "mkldnn_linear", "mkldnn_linear_backward", "mkldnn_convolution", "cudnn_convolution_transpose",
     "miopen_convolution", "_slow_conv2d_backward", "thnn_conv2d", "slow_conv3d_forward", "mkldnn_rnn_layer",
     "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward",
 }  # fmt: skip
-"""Operators whose work is matrix products, without the namespace: those whose flops torch counts, and others of their kind.
+"""Operators that compute matrix products, without namespace: those whose flops torch counts, and similar ones.
 Attention is recognised by its name."""
 _ATTENTION = ("_attention_", "_dot_product_")
 _VIEWS = frozenset({
@@ -48,15 +48,15 @@ _VIEWS = frozenset({
     "is_nonzero", "item", "lift_fresh", "permute", "reshape", "resolve_conj", "resolve_neg", "result_type", "select",
     "slice", "squeeze", "t", "to", "transpose", "unsqueeze", "view",
 })  # fmt: skip
-"""Operators that compute nothing; they cost less than one that does, so they are not counted as launches."""
+"""Operators that compute nothing; they cost less than others, so they are not counted as launches."""
 
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """The calls per step of one operator on one set of shapes, and their share of the time of all operators.
+    """Calls per step of one operator on one set of shapes, and their share of the time of all operators.
 
     Attributes:
-        product: For matrix operators what they multiply, as :func:`product_of` says.
+        product: For matrix operators, the kind of product, from :func:`product_of`.
         kind: ``matrix``, ``depthwise``, ``optimizer`` or ``other``.
     """
 
@@ -69,16 +69,16 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Where the time of a training step goes.
+    """Breakdown of the time of a training step.
 
     Attributes:
         step_s: Forward, backward and optimizer, without the profiler.
-        data_s: ``next(batches)``, before the batch goes to the device.
-        data_share: Median over steps of the data's part in data plus step.
-        operators: By shapes, those that take longest first.
-        launches: Operators per step that compute something and call no other.
-        launch_s: Least time of one operator call, forward or backward, on this machine.
-        busy_share: How much of a step an accelerator computes; None on a CPU.
+        data_s: Time of ``next(batches)``, without the transfer to the device.
+        data_share: Median over steps of data time / (data time + step time).
+        operators: By shapes, the slowest first.
+        launches: Number of operators per step that compute something and call no other operator.
+        launch_s: Minimum time of one operator call, forward or backward, on this machine.
+        busy_share: Share of a step during which an accelerator computes; None on a CPU.
     """
 
     step_s: stats.Summary
@@ -91,12 +91,12 @@ class StepProfile:
 
     @property
     def outside_share(self) -> float:
-        """Share of operator time outside of what matrix units can do."""
+        """Share of operator time that matrix units cannot speed up."""
         return sum(operator.share for operator in self.operators if operator.kind != "matrix")
 
     @property
     def launch_share(self) -> float:
-        """Share of a step that launching operators takes on the host, an estimate from their number."""
+        """Share of a step spent launching operators on the host, estimated from their number."""
         return min(1.0, self.launches * self.launch_s / self.step_s.median_s)
 
 
@@ -105,8 +105,8 @@ def profile_steps(
 ) -> StepProfile:
     """Train a fresh copy of a workload's model in fp32 for a few steps, timed and then profiled.
 
-    Random numbers are drawn from the seed and torch's own generators are given back as they were. At most ``steps``
-    steps are timed, and only three once ``budget_s`` seconds have gone.
+    Random numbers depend on the seed only, and torch's generators are restored. At most ``steps``
+    steps are timed, and only three after ``budget_s`` seconds.
 
     Raises:
         WorkloadError: The batches end, or the loss is not a scalar.
@@ -190,7 +190,7 @@ def _profiled(device: torch.device) -> Iterator[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing on standard error: torch 2.13's profiler writes a line there when it starts and when it stops."""
+    """Suppress standard error: torch 2.13's profiler writes a line there when it starts and when it stops."""
     try:
         sys.stderr.flush()
         kept = os.dup(2)
@@ -208,7 +208,7 @@ def _quiet() -> Iterator[None]:
 
 
 def operator_class(name: str, shapes: Sequence[Sequence[int]]) -> str:
-    """What kind of work an operator does, by the profiler's name of it and the shapes of its operands.
+    """The kind of work of an operator, by the profiler's name for it and the shapes of its operands.
 
     Returns:
         ``matrix``, ``depthwise`` (a convolution that matrix units cannot speed up), ``optimizer`` or ``other``.
@@ -222,19 +222,19 @@ def operator_class(name: str, shapes: Sequence[Sequence[int]]) -> str:
 
 
 def product_of(name: str, shapes: Sequence[Sequence[int]]) -> str:
-    """What an operator multiplies: ``matmul``, ``convolution`` or ``depthwise``; empty where nothing, or the shapes do not tell.
+    """What an operator multiplies: ``matmul``, ``convolution`` or ``depthwise``; empty if nothing, or if the shapes do not show it.
 
     An argument that is not a tensor has an empty shape.
     """
     base = name.rpartition("::")[2]
     operands = [tuple(shape) for shape in shapes if len(shape) >= 2]
     if base in ("mm", "bmm", "addmm", "baddbmm", "addbmm"):
-        # the operand to be added comes first and may be one-dimensional
+        # the addend is the first operand and may be one-dimensional
         left_right = operands[-2:]
         return "matmul" if len(left_right) == 2 and left_right[0][-1] == left_right[1][-2] else ""
     images = [shape for shape in operands if len(shape) >= 3] if "conv" in base else []
     if base.startswith(("convolution_backward", "_slow_conv2d_backward")):
-        images = images[1:]  # the gradient of the output comes first
+        images = images[1:]  # the gradient of the output is the first operand
     if len(images) < 2:
         return ""
     image, weight = images[:2]
@@ -242,19 +242,19 @@ def product_of(name: str, shapes: Sequence[Sequence[int]]) -> str:
 
 
 def _operators(profiler: Any, device: torch.device) -> tuple[tuple[OperatorTime, ...], float]:
-    """Own times of operators by shapes, and their sum in seconds: of the device where the profiler knows them."""
+    """Self times of operators by shapes, and their sum in seconds: device times if the profiler has them."""
     taken: dict[tuple[str, tuple[tuple[int, ...], ...]], list[float]] = defaultdict(list)
     on_device = _has_device_times(device)
     for event in profiler.events():
         if not _is_operator(event.name):
             continue
         if on_device and str(event.device_type) != "DeviceType.CPU":
-            continue  # the kernel itself, which is counted with the operator that launched it
+            continue  # the kernel itself is counted with the operator that launched it
         shapes = tuple(tuple(s) for s in event.input_shapes or () if _is_shape(s))
         taken[event.name, shapes].append(
             event.self_device_time_total if on_device else event.self_cpu_time_total
         )
-    # a median, as a busy neighbour stretches a call now and then to many times its length
+    # a median, since other processes sometimes make a call many times longer
     own = {key: statistics.median(spent) * len(spent) / PROFILED for key, spent in taken.items()}
     total = sum(own.values())
     found = []
@@ -269,12 +269,12 @@ def _is_shape(value: Any) -> bool:
 
 
 def _is_operator(name: str) -> bool:
-    """Whether an event is an operator: what nodes of autograd and ranges compute, operators inside them do."""
+    """Whether an event is an operator; for autograd nodes and ranges, the operators inside them are counted."""
     return "::" in name and not name.startswith("autograd::")
 
 
 def _launches(profiler: Any) -> int:
-    """Calls of operators that compute something and call no other that does."""
+    """Number of operators that compute something and call no such operator."""
 
     def computes(name: str) -> bool:
         return _is_operator(name) and name.rpartition("::")[2] not in _VIEWS
@@ -286,7 +286,7 @@ def _launches(profiler: Any) -> int:
 
 
 def _launch_s() -> float:
-    """Time of an operator on four elements on the CPU: on any device, a call costs the host at least this."""
+    """Time of an operator on four elements on the CPU: a lower bound of the host's time per call on any device."""
     return (
         min(
             timeit.repeat(

@@ -1,4 +1,4 @@
-"""Which units of a device multiply matrices, and the sizes that they like."""
+"""The matrix units of a device, and the sizes that suit them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from castwise.lab.timing.environment import cpuinfo
 
 @dataclass(frozen=True)
 class MatrixUnits:
-    """What multiplies matrices on a device.
+    """The matrix units of a device.
 
     Attributes:
         name: ``AMX``, ``Tensor Cores``, ``Matrix Cores``, ``XMX``, ``SME``, ``none`` or ``unknown``.
-        formats: Formats that the matrix units take.
-        vector_formats: Formats below fp32 that vector instructions take: faster at best by the lanes they save.
-        sentence: All of it in words.
+        formats: Formats that the matrix units support.
+        vector_formats: Formats below fp32 that vector instructions support: their speedup is at most the gain in lanes.
+        sentence: A summary in words.
     """
 
     name: str
@@ -29,12 +29,12 @@ class MatrixUnits:
 
     @property
     def present(self) -> bool:
-        """Whether there are matrix units at all."""
+        """Whether there are matrix units."""
         return self.name not in ("none", "unknown")
 
 
 def matrix_units(device: torch.device) -> MatrixUnits:
-    """What is known of the matrix units of a device of this machine."""
+    """The matrix units of a device of this machine, as far as known."""
     if device.type == "cpu":
         return cpu_units(cpu_flags(cpuinfo()))
     if device.type == "cuda":
@@ -57,7 +57,7 @@ def matrix_units(device: torch.device) -> MatrixUnits:
 def cpu_flags(cpuinfo: str) -> frozenset[str]:
     """Instruction sets of the first processor in the text of ``/proc/cpuinfo``, as the kernel spells them.
 
-    x86 calls the line ``flags``, Arm calls it ``Features``; without one there are none.
+    The line is ``flags`` on x86 and ``Features`` on Arm; without it the result is empty.
     """
     match = re.search(r"^(?:flags|Features)[ \t]*:[ \t]*(.*)$", cpuinfo, re.MULTILINE)
     return frozenset(match.group(1).split()) if match else frozenset()
@@ -66,7 +66,7 @@ def cpu_flags(cpuinfo: str) -> frozenset[str]:
 def cpu_units(flags: frozenset[str]) -> MatrixUnits:
     """The matrix units of a CPU with these instruction sets: AMX or SME.
 
-    AVX-512 BF16 and FP16 are vector instructions and named as such.
+    AVX-512 BF16 and FP16 are reported as vector instructions.
 
     Source:
         Intel Architecture Instruction Set Extensions Programming Reference, chapter 3: a tile has 16 rows of 64
@@ -114,7 +114,7 @@ _TENSOR_CORES: tuple[tuple[int, str, tuple[str, ...]], ...] = (
     (75, "second generation", ("fp16",)),
     (70, "first generation", ("fp16",)),
 )
-"""From capability (major * 10 + minor) on: generation and formats."""
+"""By minimum capability (major * 10 + minor): generation and formats."""
 
 
 def cuda_units(capability: tuple[int, int], name: str = "") -> MatrixUnits:
@@ -122,7 +122,7 @@ def cuda_units(capability: tuple[int, int], name: str = "") -> MatrixUnits:
 
     Args:
         capability: Compute capability, major and minor.
-        name: Of the GPU: the GTX 16 series shares its capability with the RTX 20 series but has no Tensor Cores.
+        name: Of the GPU, since the GTX 16 series has the capability of the RTX 20 series but no Tensor Cores.
 
     Source:
         NVIDIA, the table of compute capabilities in the CUDA C++ Programming Guide.

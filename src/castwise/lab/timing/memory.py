@@ -1,8 +1,8 @@
-"""Peak memory of a training step and of inference, each plan in a process of its own.
+"""Peak memory of a training step and of inference, each plan in its own process.
 
-On a CPU the bytes that torch's allocator holds are counted, from torch's profiler: the same run gives the same
-number to the byte, where the resident size of a process (``VmHWM`` of ``/proc/self/status``) moves between runs
-that differ by nothing. What libraries allocate behind torch's back is not in it. On an accelerator it is ``max_memory_allocated`` with its peak reset.
+On a CPU, the bytes held by torch's allocator are counted with torch's profiler: equal runs give equal
+numbers to the byte, whereas the resident size of a process (``VmHWM`` of ``/proc/self/status``) varies between equal
+runs. Memory that libraries allocate outside torch is not included. On an accelerator it is ``max_memory_allocated`` after a reset of its peak.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from castwise.lab.workloads.workload import Workload
 
 _MARK = "castwise::peak"
 _WARMUP = 2
-"""Steps before the one that is measured: optimizer state exists after the first, casts are cached after it."""
+"""Steps before the measured one: optimizer state exists after the first, casts are cached after it."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Memory:
     """Memory of a workload under a plan, all in bytes.
 
     Attributes:
-        training_peak_bytes: Most that was allocated at once during one training step: weights, masters,
+        training_peak_bytes: Maximum allocated during one training step: weights, masters,
             gradients, optimizer state, activations and the batch.
-        inference_peak_bytes: The same during one inference call, without anything training needs.
+        inference_peak_bytes: Maximum allocated during one inference call, without anything that only training needs.
         saved_bytes: Storages kept for the backward pass that are neither parameters nor buffers.
-        method: How the peaks were found.
+        method: The method of measurement.
     """
 
     training_peak_bytes: int | None
@@ -60,18 +60,18 @@ def measure_memory(
     inference: bool = True,
     home: Home | None = None,
 ) -> Memory:
-    """Measure a plan's memory in a new process, for which its home's patience is waited.
+    """Measure a plan's memory in a new process; its home's patience limits the wait.
 
-    A workload that cannot be sent to it (it holds a lock, an open file, a module that is nowhere else) is measured in a copy of
-    this process, where the operating system and the device allow it.
+    A workload that cannot be sent to it (it holds a lock, an open file, a module that only this process has) is measured in a fork of
+    this process, if the operating system and the device allow it.
 
     Args:
-        workload: A workload, or how :func:`castwise.lab.workloads.workload.find_workload` finds it there.
-        plan: What it runs by.
-        device: Where.
+        workload: A workload, or a name that :func:`castwise.lab.workloads.workload.find_workload` finds in the new process.
+        plan: The plan to run under.
+        device: The device to run on.
         seed: Of weights and data.
         inference: Whether to measure inference too.
-        home: Where the process starts; one of its own, by default.
+        home: Where the process is started; by default a new home.
 
     Raises:
         CastwiseError: The workload cannot be sent, or the process failed; the message says why.
@@ -127,9 +127,9 @@ def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int
 
 
 def peak_bytes(build: Callable[[], TrainingRun | InferenceRun], device: torch.device) -> int | None:
-    """Most bytes allocated at once during one step, after others that warm it up; None where the device does not tell.
+    """Maximum allocated bytes during one step, after warm-up steps; None if the device does not report it.
 
-    What the runner that ``build`` makes allocates and keeps is counted.
+    It includes what the runner made by ``build`` allocates and keeps.
     """
     gc.collect()
     if device.type == "cpu":
@@ -137,7 +137,7 @@ def peak_bytes(build: Callable[[], TrainingRun | InferenceRun], device: torch.de
     try:
         torch.accelerator.empty_cache()
         before = torch.accelerator.memory_allocated(device)
-    except (RuntimeError, NotImplementedError):  # MPS keeps no such statistics
+    except (RuntimeError, NotImplementedError):  # MPS has no such statistics
         return None
     with contextlib.closing(build()) as run:
         run.block(_WARMUP)
@@ -162,7 +162,7 @@ def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
                 run.run(1)
         finally:
             run.after()
-        # freed while the profiler looks on: its count of what is held outlives it
+        # freed while the profiler runs, since its count of allocated bytes persists
         run.close()
         del run
         gc.collect()
@@ -175,9 +175,9 @@ def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
 
 
 def _peak_of_marked_step(events: list[dict[str, Any]]) -> int:
-    """The largest total of the allocator's events inside the marked step of a trace.
+    """The maximum of the allocator's total inside the marked step of a trace.
 
-    Blocks from before the step are part of the total, since the trace saw them too; what the count began with,
+    Blocks allocated earlier in the trace are part of the total; the initial count,
     left over from an earlier trace in this process, is not.
     """
     step = next(e for e in events if e.get("name") == _MARK and e.get("ph") == "X")
@@ -202,11 +202,11 @@ class _Saved:
 
 @contextlib.contextmanager
 def count_saved_bytes(model: nn.Module) -> Iterator[_Saved]:
-    """Count what autograd keeps for the backward pass of the code inside, as ``total_bytes`` of what is yielded.
+    """Count what autograd saves for the backward of the code inside, as ``total_bytes`` of the yielded object.
 
-    A storage that several operators save is counted once, and those of the model's parameters and buffers not at
-    all. Casts of weights to a lower format are counted: they are memory that training needs. The storages stay
-    alive until the block ends, so peaks should be measured elsewhere.
+    A storage saved by several operators is counted once; those of the model's parameters and buffers are not
+    counted. Casts of weights to a lower format are counted: training needs that memory. The storages stay
+    allocated until the block ends, so peaks should be measured elsewhere.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved = _Saved()

@@ -1,10 +1,10 @@
-"""Processes that measure: each holds nothing but what it measures, under the settings of the process that asks for it.
+"""Processes for measurements: each holds only what it measures, under the settings of the requesting process.
 
-Starting one is cheap where the system forks safely: one process imports castwise, touches no device and starts no thread, and
-is forked for each that is asked for. Elsewhere each is an interpreter of its own. Commands and answers go over a
-pipe. A process that is no longer waited for is ended, with all that it started but what left its process group: none outlives the one
-that asked, and none that hangs holds it up for longer than its patience. The libraries that the first of them imported for a workload are imported once
-for all that follow (:meth:`Home.import_once`).
+On systems with safe forks, starting one is cheap: one process imports castwise, touches no device and starts no thread, and
+is forked for each request. Elsewhere each is a new interpreter. Commands and answers go over a
+pipe. A process that is no longer needed is killed with its process group, so none outlives the requesting
+process, and one that hangs delays it for at most its patience. The libraries that the first process imported for a workload are
+imported once for all later ones (:meth:`Home.import_once`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from castwise.lab.timing.served import FORK, IMPORT, tried
 from castwise.lab.workloads.workload import Workload, find_workload
 
 FORKS = sys.platform.startswith("linux")
-"""Whether the system forks safely."""
+"""Whether forks are safe on this system."""
 _RECEIVED_S = 60.0
-"""Seconds after which a workload that has not arrived in a process is given up."""
+"""Seconds after which a workload that has not been received by a process is given up."""
 PATIENCE_S = 600.0
-"""Seconds of silence after which a process counts as hanging, unless a caller knows how long its work takes."""
+"""Seconds without an answer after which a process counts as hanging, unless a caller sets another limit."""
 HURRY = 0.1
-"""Share of its patience that is left after one that hangs."""
+"""Factor of the patience after one process has hung."""
 _STARTS_S = 60.0
 """Seconds after which a forked process that has not started is given up."""
 _ENDS_S = 5.0
-"""Seconds that a process has to end, or to say who it is, once it was told to."""
+"""Seconds for a process to end, or to report its id, after it was told to."""
 _ENTRY = """
 import ast, sys
 sys.path[:] = ast.literal_eval(sys.argv[3])
@@ -55,29 +55,29 @@ serve(sys.argv[1], int(sys.argv[2]))
 _LAUNCHED = re.compile(
     r"(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE)$|(LOCAL|GROUP)_(RANK|WORLD_SIZE)$|TORCHELASTIC_"
 )
-"""What torchrun says to its processes: one that measures is none of the ranks."""
+"""torchrun's environment variables, which are removed: a measuring process is not one of the ranks."""
 
 _IMPORT_S = 10.0
-"""What takes longer to import is left to each process."""
+"""Seconds; imports that take longer are left to each process."""
 
 
 class SilentError(CastwiseError):
-    """A process that has not answered in time: it hangs, or is far slower than its time allows."""
+    """A process has not answered in time: it hangs, or is far slower than expected."""
 
 
 class NotThereError(WorkloadError):
-    """A workload that cannot leave this process, or does not run in another."""
+    """A workload cannot leave this process, or does not run in another."""
 
 
 def portable(workload: Workload | str) -> bytes:
-    """A workload, or how to find it, as bytes for another process; functions of scripts and lambdas too, by cloudpickle.
+    """A workload, or its name, as bytes for another process; cloudpickle handles lambdas and functions of scripts.
 
     Raises:
-        NotThereError: It holds what cannot leave this process, such as a lock or a generator.
+        NotThereError: It holds something that cannot leave this process, such as a lock or a generator.
     """
     try:
         return _dumps(workload)
-    except Exception as error:  # pickling runs code of whatever is pickled
+    except Exception as error:  # pickling runs code of the pickled objects
         name = workload if isinstance(workload, str) else workload.name
         raise NotThereError(
             f"workload {name!r} cannot be sent to another process ({sentence(error, whole=False)}); put it into a "
@@ -89,29 +89,29 @@ def _dumps(workload: Workload | str) -> bytes:
     try:
         import cloudpickle  # type: ignore[import-untyped]
     except ImportError:
-        return pickle.dumps(workload)  # what a script defines can then not leave it
+        return pickle.dumps(workload)  # without cloudpickle, definitions of a script cannot be sent
     return bytes(cloudpickle.dumps(workload))
 
 
 def _or_install() -> str:
-    """What else sends to another process what cannot be named there."""
+    """Advice for objects that another process cannot import by name."""
     if importlib.util.find_spec("cloudpickle") is not None:
         return ""
     return f", or let cloudpickle send it: {install('cloudpickle')}"
 
 
 def received(workload: bytes) -> Workload:
-    """What :func:`portable` sent, in the other process."""
+    """Unpack the bytes of :func:`portable` in the other process."""
     found = pickle.loads(workload)
     return find_workload(found) if isinstance(found, str) else found
 
 
 def delivered(home: Home, workload: Workload | str) -> bytes:
-    """What :func:`portable` sends, of which a process of a home has made the workload again.
+    """The bytes of :func:`portable`, after a process of the home has unpacked them successfully.
 
     Raises:
-        NotThereError: It cannot leave this process, or cannot be made again in another: it needs a module that only this one
-            has, or what was set here after the start.
+        NotThereError: It cannot leave this process, or cannot be unpacked in another: it needs a module that only this process
+            has, or a value set here after the start.
     """
     sent = portable(workload)
     mark = hashlib.sha256(sent).digest()
@@ -119,7 +119,7 @@ def delivered(home: Home, workload: Workload | str) -> bytes:
         try:
             with contextlib.closing(home.start(_receive, sent)) as process:
                 process.answer(_RECEIVED_S)
-        except Exception as error:  # receiving runs code of the user's
+        except Exception as error:  # unpacking runs the user's code
             raise not_there(workload, error) from error
         home.delivered.add(mark)
     return sent
@@ -133,7 +133,7 @@ def _receive(_pipe: Connection, sent: bytes) -> None:
 
 
 def not_there(workload: Workload | str, error: Exception) -> NotThereError:
-    """What to say of a workload that does not run in another process."""
+    """The error for a workload that does not run in another process."""
     name = workload if isinstance(workload, str) else workload.name
     if isinstance(error, SilentError):
         return NotThereError(f"workload {name!r} hangs in another process: {error}")
@@ -144,15 +144,15 @@ def not_there(workload: Workload | str, error: Exception) -> NotThereError:
 
 
 class Process:
-    """One process, as the one that asked for it sees it.
+    """A process, seen from the requesting process.
 
     Args:
-        pipe: To it. Where it leads a group of its own, the first that comes over it is the group's id.
+        pipe: Connection to it. If it leads a process group, its first message is the group's id.
         home: Where it was started.
-        leads: Whether it leads a group.
+        leads: Whether it leads a process group.
 
     Attributes:
-        at_work: Whether it owes an answer.
+        at_work: Whether an answer is pending.
     """
 
     def __init__(self, pipe: Connection, home: Home, leads: bool = True) -> None:
@@ -162,18 +162,18 @@ class Process:
         self.at_work = True
 
     def send(self, message: object) -> None:
-        """Tell it something, which it owes an answer to; to one that has ended, nothing: the answer says so."""
+        """Send a message that needs an answer; if the process has ended, do nothing, since :meth:`answer` raises then."""
         self._asked, self.at_work = time.monotonic(), True
         with contextlib.suppress(BrokenPipeError):
             self._pipe.send(message)
 
     def answer(self, timeout_s: float | None = None) -> Any:
-        """Wait for what it returns; for ``timeout_s`` seconds after it was asked, or as long as its home has patience.
+        """Wait for its result, at most ``timeout_s`` seconds after the request, by default its home's patience.
 
         Raises:
-            Exception: What was raised there, in words where that exception cannot travel; :func:`castwise.errors.place` says
-                where in the user's code.
-            CastwiseError: It ended without a word, or said nothing in time; the latter is ended when it is closed.
+            Exception: Raised in the process, or described in words if it cannot be pickled; :func:`castwise.errors.place` gives
+                the location in the user's code.
+            CastwiseError: It ended without an answer, or did not answer in time; then :meth:`close` kills it.
         """
         try:
             if self._leads and not self._group:
@@ -197,7 +197,7 @@ class Process:
         return self._pipe.recv()
 
     def close(self, gone_s: float = 0.0) -> None:
-        """Let go of it, and end what is left of it and of what it started; waits at most so long until they have. Once."""
+        """Close the pipe, kill the rest of its process group, and wait at most ``gone_s`` seconds for that. Works once."""
         with contextlib.suppress(EOFError, ConnectionError):
             if self._leads and not self._group and self._pipe.poll(_ENDS_S):
                 self._group = self._pipe.recv()
@@ -213,12 +213,12 @@ class Process:
 
 
 class Home:
-    """Where processes start that have imported castwise and done nothing else; a context manager, left empty at its end.
+    """Starts processes that have imported castwise and done nothing else; a context manager that ends them all.
 
     Attributes:
-        delivered: Digests of workloads that a process from here has made again.
-        patience_s: How long an answer of its processes may take, in seconds from when it was asked for; after one that hangs
-            it is a tenth of that, since the others mostly hang for the same reason.
+        delivered: Digests of workloads that a process from here has unpacked.
+        patience_s: Maximum seconds from a request to its answer; after one process has hung
+            it is a tenth of that, since others usually hang for the same reason.
     """
 
     def __init__(self) -> None:
@@ -232,18 +232,18 @@ class Home:
         self._line: socket.socket | None = None
 
     def __enter__(self) -> Self:
-        """The process that is forked starts when the first is asked for."""
+        """Starts nothing: the process to fork from starts with the first request."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End it, and wait for what it was asked for; pipes are closed by then, or close with this process."""
+        """End the process to fork from and wait for pending requests; pipes are closed already, or close with this process."""
         self._take_imported(0.0)
         if self._line is not None:
             _end(self._line)
             self._line = None
         while self._interpreters:
             process = self._interpreters.pop()
-            if not self._asked:  # it may still be about to begin
+            if not self._asked:  # it may still be starting
                 process.kill()
             try:
                 process.wait(timeout=_ENDS_S)
@@ -252,11 +252,11 @@ class Home:
                 process.wait()
         while self._copies:
             pid = self._copies.pop()
-            os.kill(pid, signal.SIGKILL)  # it has answered, or nobody waits for its answer
+            os.kill(pid, signal.SIGKILL)  # it has answered, or its answer is no longer needed
             os.waitpid(pid, 0)
 
     def start(self, work: Callable[..., Any], *args: Any) -> Process:
-        """Start ``work(pipe, *args)``, a function of a module, in a process; what it returns or raises is its last answer.
+        """Start ``work(pipe, *args)``, a module-level function, in a process; its result or exception is its last answer.
 
         Raises:
             CastwiseError: No process can be started.
@@ -279,19 +279,19 @@ class Home:
         return process
 
     def has_seen_silence(self) -> None:
-        """Have less patience from now on."""
+        """Reduce the patience from now on."""
         if not self._silent:
             self._silent = True
             self.patience_s *= HURRY
 
     def begin(self) -> None:
-        """Have the process that is forked start while this one goes on; where it cannot, :meth:`start` says so."""
+        """Start the process to fork from in the background; if that fails, :meth:`start` raises."""
         if FORKS and self._line is None:
             with contextlib.suppress(Exception):
                 self._line = self.line()
 
     def import_soon(self, modules: Sequence[str]) -> None:
-        """:meth:`import_once`, which :meth:`start` waits for."""
+        """Run :meth:`import_once` in the background; :meth:`start` waits for it."""
         self._take_imported()
         if self._line is None or self._imported is None or self._imported.issuperset(modules):
             return
@@ -305,23 +305,23 @@ class Home:
             here.send((os.getcwd(), _path(), _environment(), settings(), list(modules)))
 
     def ready(self, patience_s: float = _STARTS_S) -> None:
-        """Wait for what :meth:`begin` began, which would disturb what is timed here; for so long at most."""
+        """Wait at most ``patience_s`` seconds for :meth:`begin`, which would disturb measurements."""
         if self._line is not None:
             with contextlib.suppress(Exception), contextlib.closing(self.start(_nothing)) as process:
                 process.answer(min(patience_s, _STARTS_S))
 
     def import_once(self, modules: Sequence[str]) -> None:
-        """Have processes that start from now on begin with modules of libraries.
+        """Import modules of libraries for all processes started from now on.
 
-        They are imported in a fork, from which all others are forked then: what they draw at random as they are imported is one
-        draw for all. Where a fork would not be safe with them (one has started a thread), or an import fails, ends the process
-        or takes too long, all start as before, and no other call changes that.
+        They are imported in a fork, from which all later processes are forked: random numbers drawn during the import are
+        the same for all. If a fork would be unsafe with them (one started a thread), or an import fails, ends the process
+        or takes too long, processes start as before, and later calls do not retry.
         """
         self.import_soon(modules)
         self._take_imported()
 
     def _take_imported(self, patience_s: float = _IMPORT_S) -> None:
-        """Where modules are being imported, wait for that, and fork from there from now on if all went well in time."""
+        """Wait for a background import, and fork from its process from now on if it succeeded in time."""
         if self._importing is None:
             return
         (line, here), self._importing = self._importing, None
@@ -333,7 +333,7 @@ class Home:
                     pid = here.recv()
                     if here.poll(patience_s):
                         safe, pid = here.recv(), 0
-        finally:  # an interrupt leaves nothing behind either
+        finally:  # also after an interrupt
             if safe and self._line is not None:
                 _end(self._line)
                 self._line = line
@@ -345,16 +345,16 @@ class Home:
                         os.kill(pid, signal.SIGKILL)
 
     def line(self) -> socket.socket:
-        """A line to a new process that forks one for each pipe that is sent there."""
+        """A socket to a new process that forks once for each pipe sent to it."""
         line, there = socket.socketpair()
         with there:
             self._interpreter("fork", there.fileno())
         return line
 
     def fork(self, work: Callable[..., Any], *args: Any) -> Process:
-        """Start ``work(*args)`` in a copy of this process, for what cannot be sent to another.
+        """Start ``work(*args)`` in a fork of this process, for workloads that cannot be sent to another process.
 
-        It has one thread, as torch's own do not survive a fork, no accelerator, and is none of torchrun's ranks.
+        The fork has one thread, since torch's threads do not survive a fork, no accelerator, and is none of torchrun's ranks.
         """
         here, there = Pipe()
         pid = os.fork()
@@ -364,12 +364,12 @@ class Home:
             return Process(here, self, leads=False)
         try:
             here.close()
-            gc.freeze()  # a process group among what the parent left would wait for threads that stayed there
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's profiler talks there
+            gc.freeze()  # destroying the parent's process groups would wait for threads that the fork lacks
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's profiler writes there
             for name in filter(_LAUNCHED.match, list(os.environ)):
                 del os.environ[name]
             torch.set_num_threads(1)
-            with contextlib.suppress(ConnectionError):  # whoever asked has gone
+            with contextlib.suppress(ConnectionError):  # the requesting process has ended
                 there.send(tried(work, *args))
         finally:
             os._exit(0)
@@ -385,17 +385,17 @@ class Home:
 
 
 def _end(line: socket.socket) -> None:
-    """Close a line for all that hold it: a process that was forked here in between, as to load data, has a copy."""
+    """Shut a socket down in all processes: one forked here in between, such as a data loader's, has a copy."""
     with contextlib.suppress(OSError):
         line.shutdown(socket.SHUT_RDWR)
     line.close()
 
 
 def _environment() -> dict[str, str]:
-    """The environment without what torchrun says to its processes."""
+    """The environment without torchrun's variables."""
     return {name: value for name, value in os.environ.items() if not _LAUNCHED.match(name)}
 
 
 def _path() -> list[str]:
-    """Where modules are looked for; import passes over entries that are no strings."""
+    """The module search path; entries that are not strings are ignored by import and left out."""
     return [entry for entry in sys.path if isinstance(entry, str)]

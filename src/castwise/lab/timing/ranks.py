@@ -1,13 +1,13 @@
-"""Ranks that measure together: the one place where the ranks of a search come to agree.
+"""Ranks that measure together: the only code by which the ranks of a search agree on values.
 
-Every rank runs the same code. What can differ between them (a time, a clock, what a pass gave, whether it failed) goes
-through a :class:`Lockstep`, so that all go on with the same numbers and take the same decisions. With one process nothing
-is exchanged and each method hands back what this process has.
+Every rank runs the same code. Values that can differ between ranks (a time, a clock, a pass's result, whether it failed) go
+through a :class:`Lockstep`, so that all ranks continue with the same numbers and make the same decisions. With one process nothing
+is exchanged and each method returns this process's value.
 
-There is one kind of exchange, so ranks cannot wait for each other in different ones: each sends what it has and where it
-stands, and hears all others. It runs in a gloo group of its own on the CPU, whatever the backend of the default group:
-nothing of it lies on the device that is measured, and it does not get between the collectives of a user's loss. A rank
-that leaves early writes why into the group's store and closes its connections; the others find them closed and read it.
+There is only one kind of exchange, so ranks cannot wait for each other in different ones: each sends its value and the name of
+its exchange, and receives those of all others. It uses its own gloo group on the CPU, whatever the backend of the default group:
+it needs no memory of the measured device, and does not mix with the collectives of a user's loss. A rank
+that leaves early writes the reason into the group's store and closes its connections; the others notice that and read it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _CURE = "give every rank the same model, batches and arguments"
 
 
 class _Gone(BaseException):
-    """Another rank has left. No ``Exception``: no rank may take it for the failure of a candidate and go on alone."""
+    """Another rank has left. Not an ``Exception``, so that no rank mistakes it for a candidate's failure and continues alone."""
 
 
 class Lockstep(Ranks):
-    """All ranks, in a group of their own; without a caller this process alone.
+    """All ranks, in their own group; without ``call`` this process alone.
 
     Args:
         call: The caller, for errors.
 
     Raises:
-        StateError: Another rank never came.
+        StateError: Another rank did not join.
     """
 
     def __init__(self, call: str | None = None) -> None:
         try:
             super().__init__(ALONE if call is None else dist.new_group(backend="gloo"))
-            if call is not None:  # one that refuses at once would end before the others have met it
+            if call is not None:  # a rank that raised at once would end before the others have joined
                 dist.barrier(self.group)
         except RuntimeError as error:
             raise StateError(
@@ -56,13 +56,13 @@ class Lockstep(Ranks):
         self._exchange = ""
 
     def at(self, name: str) -> Self:
-        """The same ranks for one exchange, whose name has to be the same on all."""
+        """The same ranks for one exchange, whose name must be equal on all."""
         other = copy.copy(self)
         other._exchange = name
         return other
 
     def gather(self, value: T) -> list[T]:
-        """What each of them gives, by rank; it is pickled."""
+        """The values of all ranks, by rank; they are pickled."""
         try:
             heard = super().gather((self._exchange, value))
         except RuntimeError as error:
@@ -74,30 +74,30 @@ class Lockstep(Ranks):
         return [sent for _, sent in heard]
 
     def slowest(self, seconds: Callable[[], Sequence[float]]) -> list[float]:
-        """Take times on all ranks at once; each as the slowest rank had it.
+        """Take times on all ranks at once; each result is the slowest rank's.
 
-        All ranks begin when the last is ready, if they come here straight from another exchange.
+        All ranks start when the last one is ready, if they come here directly from another exchange.
         """
         return [max(times) for times in zip(*self.every(seconds), strict=True)]
 
     def worst(self, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
-        """Run something on every rank and go on with the result of most weight, the lowest rank's of equals."""
+        """Run ``work`` on every rank and return the result with the largest weight; ties go to the lowest rank."""
         return max(self.every(work), key=weight)
 
     def same(self, value: T) -> T:
-        """Rank 0's value on every rank."""
+        """Rank 0's value."""
         sent: list[Any] = self.gather(value if self.rank == 0 else None)
         return sent[0]  # type: ignore[no-any-return]
 
     def now(self) -> float:
-        """Seconds of ``time.monotonic``, of rank 0's clock on every rank."""
+        """Seconds of ``time.monotonic`` of rank 0's clock."""
         return self.at("the clock").same(time.monotonic())
 
     def alike(self, call: str, **values: object) -> None:
-        """Refuse to go on where ranks differ in values, given by name.
+        """Raise if ranks differ in values, given by name.
 
         Raises:
-            StateError: On every rank, naming who has what.
+            StateError: On every rank; the message lists the ranks by value.
         """
         heard = self.at(f"what {call} compares").every(lambda: values)
         for name, value in heard[0].items():
@@ -112,7 +112,7 @@ class Lockstep(Ranks):
         return cannot_run(failure)
 
     def _absence(self, error: RuntimeError) -> BaseException:
-        """Why ranks are missing, as they said themselves."""
+        """The reason why ranks are missing, as they left it in the store."""
         try:
             store = self.group.get_group_store()
             for at in range(self.size):
@@ -121,12 +121,12 @@ class Lockstep(Ranks):
                     if said["interrupted"]:
                         return KeyboardInterrupt(f"rank {at} was interrupted")
                     return _Gone(f"rank {at} ended it: {said['words']}")
-        except RuntimeError:  # the store has gone with the rank that kept it
+        except RuntimeError:  # the store ended with the rank that hosted it
             pass
         return _Gone(f"another rank ended without an error ({first_line(error)})")
 
     def leave(self, error: BaseException) -> None:
-        """Say why this rank leaves before the end."""
+        """Store the reason why this rank leaves early."""
         said = {
             "interrupted": isinstance(error, KeyboardInterrupt),
             "words": f"{type(error).__name__}: {first_line(error)}",
@@ -135,23 +135,23 @@ class Lockstep(Ranks):
             self.group.get_group_store().set(f"left/{self.rank}", json.dumps(said))
 
     def close(self) -> None:
-        """Let go of the connections, which wakes whoever waits for this rank."""
+        """Close the connections, which wakes ranks that wait for this one."""
         dist.destroy_process_group(self.group)
-        self.group = None  # a search that has failed may outlive this, and its ranks with it
+        self.group = None  # a failed search may keep this object alive
 
 
 BY_ITSELF = Lockstep()
-"""This process alone, whatever groups it is in."""
+"""This process alone, regardless of its process groups."""
 
 
 @contextlib.contextmanager
 def lockstep(call: str) -> Iterator[Lockstep]:
-    """The ranks of the process group, to agree on what is done inside; collective.
+    """The ranks of the process group, for agreement inside the block; collective.
 
-    They are this process alone without torch.distributed, or with one process.
+    Without torch.distributed, or with one process, it is this process alone.
 
     Raises:
-        StateError: Another rank has left, or never came.
+        StateError: Another rank has left, or did not join.
         KeyboardInterrupt: Another rank was interrupted.
     """
     if not running() or dist.get_world_size() == 1:
@@ -160,7 +160,7 @@ def lockstep(call: str) -> Iterator[Lockstep]:
     ranks = Lockstep(call)
     try:
         yield ranks
-        ranks.at("the end").gather(None)  # nobody closes while another still asks
+        ranks.at("the end").gather(None)  # no rank closes while another still exchanges
     except _Gone as gone:
         raise StateError(f"{call}: {gone}") from None
     except BaseException as error:

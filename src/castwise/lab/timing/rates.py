@@ -1,8 +1,8 @@
-"""How fast a device multiplies matrices and convolves in each format, and how fast it moves memory.
+"""Speed of a device: matrix products and convolutions in each format, and memory bandwidth.
 
 Formats take turns on the same operator, and each is graded by the interval of its ratio to fp32. A small probe goes
-first: some formats are emulated (fp16 on most CPUs is a hundred times slower than fp32), and at full size one call
-of theirs would take seconds.
+first: some formats are emulated (fp16 on most CPUs is a hundred times slower than fp32), and a call at full size
+would take seconds.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Grade = Literal["fast", "no gain", "avoid"]
 HOPELESS = 8.0
 """A format this many times slower than fp32 in the probe is not measured at full size."""
 CALL_S = 0.25
-"""A format at less than half of fp32's rate that would take longer than this per call is not measured at full size either."""
+"""A format below half of fp32's rate that would take longer than this per call is not measured at full size either."""
 ROUNDS = 9
 BLOCK_S = 0.01
-"""Aimed length of a block of calls, in fp32: far above the clock's resolution."""
+"""Target duration of a block of calls, in fp32: far above the clock's resolution."""
 
 
 # --- what is measured ---------------------------------------------------------------------------------------
@@ -40,12 +40,12 @@ BLOCK_S = 0.01
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to compute: a format, and what fp32 operators may use inside.
+    """A way to compute: a format, and what fp32 operators may use internally.
 
     Attributes:
         name: ``fp32``, ``fp32 (tf32 inside)``, ``fp32 (bf16 inside)``, ``bf16`` or ``fp16``.
-        inside: For fp32 the value of a plan's ``fp32_matmul`` and ``fp32_conv``; fp32 itself is ``ieee``, so that
-            the baseline is fp32 where torch defaults to TF32 too.
+        inside: For fp32, the value of a plan's ``fp32_matmul`` and ``fp32_conv``; fp32 itself is ``ieee``, so that
+            the baseline is true fp32 even if torch defaults to TF32.
     """
 
     name: str
@@ -70,7 +70,7 @@ VARIANTS = (
 
 
 def variants(device_type: str) -> tuple[tuple[Variant, ...], tuple[tuple[Variant, str], ...]]:
-    """The variants that a device can run, fp32 first, and the others with the reason."""
+    """The variants that a device can run, fp32 first, and the other variants with reasons."""
     can: list[Variant] = []
     cannot: list[tuple[Variant, str]] = []
     for variant in VARIANTS:
@@ -78,7 +78,7 @@ def variants(device_type: str) -> tuple[tuple[Variant, ...], tuple[tuple[Variant
             cannot.append((variant, f"torch has no such setting on {device_type}"))
             continue
         try:
-            # without bf16 instructions a CPU still computes in bf16, and the measurement tells how slowly
+            # a CPU without bf16 instructions still computes in bf16; the measurement shows how slowly
             if not (device_type == "cpu" and variant.dtype.itemsize == 2):
                 check_device(variant.plan, device_type)
         except DeviceError as error:
@@ -90,12 +90,12 @@ def variants(device_type: str) -> tuple[tuple[Variant, ...], tuple[tuple[Variant
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operator on one size.
+    """One operator at one size.
 
     Attributes:
         name: ``matmul``, ``conv3x3``, ``conv1x1`` or ``depthwise``.
-        flops: Floating-point operations of one call, a multiplication and an addition counted as two.
-        inputs: Shapes of its two operands.
+        flops: Floating-point operations per call; a multiplication and an addition count as two.
+        inputs: Shapes of the two operands.
     """
 
     name: str
@@ -105,11 +105,11 @@ class Kernel:
     call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """The call on random operands; images are ``channels_last``, the layout that matrix units read."""
+        """The call on random operands; images are ``channels_last``, the layout that matrix units use."""
         generator = torch.Generator().manual_seed(0)
         tensors = []
         for shape in self.inputs:
-            # near 1 / sqrt(terms), so that no format overflows and none meets subnormal numbers
+            # about 1 / sqrt(terms), so that no format overflows or gets subnormal numbers
             scale = 1.0 / math.sqrt(math.prod(shape[1:]))
             tensor = (torch.randn(shape, generator=generator, device="cpu") * scale).to(
                 device=device, dtype=dtype
@@ -122,9 +122,9 @@ class Kernel:
 
 
 def kernels(device_type: str, *, small: bool = False) -> tuple[Kernel, ...]:
-    """The operators that stand for a device's rates: matrix product, 3x3, 1x1 and depthwise 3x3 convolution.
+    """The operators that represent a device's rates: matrix product, 3x3, 1x1 and depthwise 3x3 convolution.
 
-    A CPU gets sizes that take it some 10 ms in fp32, a GPU sizes that fill it; ``small`` ones are for a probe.
+    Sizes take a CPU about 10 ms in fp32, and fill a GPU; ``small`` ones are for a probe.
     """
     cpu = device_type == "cpu"
     side = (256 if cpu else 512) if small else (1024 if cpu else 4096)
@@ -167,14 +167,14 @@ def _kernel(
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast one operator is in one format.
+    """Speed of one operator in one format.
 
     Attributes:
-        gflops: Median rate over rounds, in 1e9 operations per second, with its quartiles; None where it could not run.
-        speedup: Ratio to fp32; None for fp32 itself and where the times do not give one.
-        grade: None for fp32.
-        probe: Whether it comes from the small probe, since full size would take too long.
-        error: Why it could not run; else empty.
+        gflops: Median rate over rounds, in 1e9 operations per second, with its quartiles; None if it could not run.
+        speedup: Ratio to fp32; None for fp32 itself and if the times do not give one.
+        grade: Of the speedup; None for fp32.
+        probe: Whether it comes from the small probe because full size would take too long.
+        error: Why it could not run; otherwise empty.
     """
 
     kernel: str
@@ -191,12 +191,12 @@ class Rate:
 
 @dataclass(frozen=True)
 class FormatGrade:
-    """What to do with a format on this device.
+    """A recommendation about a format on this device.
 
     Attributes:
-        grade: ``fast`` if an operator gains and, outside those in ``avoid_in``, none loses.
+        grade: ``fast`` if an operator gains and none loses except those in ``avoid_in``.
         reason: The measured ratios, or why it cannot run.
-        avoid_in: Operators in which an otherwise fast format loses.
+        avoid_in: Operators that lose in an otherwise fast format.
     """
 
     format: str
@@ -206,20 +206,20 @@ class FormatGrade:
 
 
 LOSS = 0.9
-"""A format is to be avoided if it is known to run below this part of fp32's speed; a smaller loss neither helps nor harms."""
+"""A format is to be avoided if its speed is certainly below this share of fp32's; a smaller loss is neutral."""
 
 
 def grade_of(speedup: stats.Ratio) -> Grade:
-    """What a ratio to fp32 says of a format, by its interval: all of it above 1, all of it below ``LOSS``, or neither."""
+    """The grade of a ratio to fp32, by its interval: ``fast`` above 1, ``avoid`` below ``LOSS``, else ``no gain``."""
     if speedup.low > 1.0:
         return "fast"
     return "avoid" if speedup.high < LOSS else "no gain"
 
 
 def grade_format(name: str, rates: Sequence[Rate]) -> FormatGrade:
-    """One grade of the variant of this name, from its rates among those of all.
+    """The grade of a variant, from its rates among those of all variants.
 
-    Depthwise convolutions are reported but do not count: they move memory rather than multiply matrices.
+    Depthwise convolutions are reported but do not count: memory bandwidth limits them, not matrix multiplication.
     """
     mine = [rate for rate in rates if rate.format == name]
     counted = [rate for rate in mine if rate.kernel != "depthwise"]
@@ -254,18 +254,18 @@ class Loop:
         self._claim = Claim(replace(variant.plan, compute="fp32"), device.type)
 
     def before(self, steps: int) -> None:
-        """Put the variant's settings in force."""
+        """Apply the variant's settings."""
         self._claim.take()
 
     def run(self, steps: int) -> None:
-        """Call it."""
+        """Call the kernel."""
         call = self._call
         with torch.inference_mode():
             for _ in range(steps):
                 call()
 
     def after(self) -> None:
-        """Give the process back as it was."""
+        """Restore the process-wide settings."""
         self._claim.close()
 
 
@@ -276,10 +276,10 @@ def measure_rates(
     small: bool = False,
     on_kernel: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Rate, ...]:
-    """Measure every operator in every variant that the device can run, fp32 first, while nothing else runs on it.
+    """Measure every operator in every variant that the device can run, fp32 first; nothing else should run on the device.
 
-    With fewer than six interleaved rounds intervals are wide; ``small`` measures the probe's sizes alone, quick and rough;
-    ``on_kernel`` is called with an operator's name, how many are done and how many there are.
+    With fewer than six interleaved rounds intervals are wide; ``small`` measures only the probe's sizes, quickly and roughly;
+    ``on_kernel`` is called with an operator's name, the number done and the total.
     """
     can, _ = variants(device.type)
     probes = kernels(device.type, small=True)
@@ -301,7 +301,7 @@ def measure_rates(
 
 
 def _probe(probe: Kernel, kernel: Kernel, can: Sequence[Variant], device: torch.device) -> list[Rate]:
-    """Rates of the variants that full size would be a waste for: they fail, are hopeless, or slower and too long."""
+    """Rates of the variants that are not worth measuring at full size: they fail, are hopeless, or slower and too long."""
     out: list[Rate] = []
     least: dict[str, float] = {}
     for variant in can:
@@ -324,7 +324,7 @@ def _rates(kernel: Kernel, run: Sequence[Variant], device: torch.device, rounds:
     runners = [(variant.name, Loop(kernel, variant, device)) for variant in run]
     try:
         steps = max(1, min(200, math.ceil(BLOCK_S / _least_s(runners[0][1], device))))
-    except RuntimeError:  # the race will tell
+    except RuntimeError:  # the race will report it
         steps = 1
     laps = race(runners, rounds=rounds, steps=steps, device=device, hopeless=HOPELESS, sure_s=0.25)
     baseline = laps[runners[0][0]]
@@ -332,7 +332,7 @@ def _rates(kernel: Kernel, run: Sequence[Variant], device: torch.device, rounds:
 
 
 def _least_s(loop: Loop, device: torch.device) -> float:
-    """The least of six single calls, after one that builds the kernel: a busy neighbour only ever makes one longer."""
+    """Minimum of six single calls after one that builds the kernel: other processes only ever make a call longer."""
     return min(race([("", loop)], rounds=6, steps=1, device=device, warmup=1)[""].checked())
 
 
@@ -356,7 +356,7 @@ def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
 
 
 def _single(value: float) -> stats.Ratio:
-    """A ratio of one comparison, of which no interval can be given."""
+    """A ratio from one comparison, without an interval."""
     return stats.Ratio(value, value, value, 0.0, 1)
 
 
@@ -366,11 +366,11 @@ def _failed(kernel: Kernel, name: str, error: Exception, *, probe: bool = False)
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """How fast a device moves memory.
+    """Memory bandwidth of a device.
 
     Attributes:
         gb_per_s: Median rate of a copy, in 1e9 bytes per second, bytes read plus bytes written, with its quartiles.
-        copied_bytes: Size of what was copied: beyond most caches.
+        copied_bytes: Size of the copied tensor: larger than most caches.
     """
 
     gb_per_s: float
@@ -382,12 +382,12 @@ class Bandwidth:
 def measure_bandwidth(
     device: torch.device, *, copied_bytes: int = 256 * 2**20, repetitions: int = 7
 ) -> Bandwidth:
-    """Time copies of a tensor of so many bytes, a multiple of 4; it is held twice."""
+    """Time copies of a tensor of this many bytes, a multiple of 4; it is allocated twice."""
     source = torch.ones(copied_bytes // 4, device=device)
     target = torch.empty_like(source)
     copies = Calls(lambda: target.copy_(source))
     calls = 1 if device.type == "cpu" else 10
     lap = race([("", copies)], rounds=repetitions, steps=calls, device=device, warmup=1)[""]
-    taken = lap.checked()  # without the first, which touches the target's pages
+    taken = lap.checked()  # without the first, which maps the target's pages
     middle, low, high = (2 * copied_bytes / stats.quantile(taken, q) / 1e9 for q in (0.5, 0.75, 0.25))
     return Bandwidth(middle, low, high, copied_bytes)

@@ -1,4 +1,4 @@
-"""A workload's training step and its inference call under a plan, as runners of a race."""
+"""A workload's training step and inference call under a plan, as runners of a race."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from castwise.lab.workloads.workload import (
 def build_model(
     workload: Workload, device: torch.device, seed: int, state: Mapping[str, torch.Tensor] | None = None
 ) -> nn.Module:
-    """A fresh copy of a workload's model, with weights drawn from the seed or given as a state dict.
+    """Build a workload's model, with weights drawn from the seed or given as a state dict.
 
-    It is in training mode; modules that are in evaluation mode inside a training model (frozen BatchNorm) stay so.
+    It is in training mode; modules that ``workload.model()`` left in evaluation mode (frozen BatchNorm) stay so.
 
     Raises:
         WorkloadError: ``workload.model()`` returned something else.
@@ -58,12 +58,12 @@ def build_model(
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """A block in which compiled models run as they are: to evaluate once takes less time than to compile for it."""
+    """A block in which compiled models run uncompiled: a single evaluation takes less time than compiling for it."""
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 class _RandomState:
-    """Torch's random numbers as one candidate sees them: dropout draws the same whatever runs in between."""
+    """A candidate's own state of torch's generators, so that dropout draws the same whatever runs in between."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._modules: list[tuple[Any, tuple[torch.device, ...]]] = [(torch, ())]
@@ -101,14 +101,14 @@ class _RandomState:
 
 
 class _Run:
-    """A model under a plan, for a race: process-wide settings and random numbers are its own while its block runs alone.
+    """A model under a plan, for a race; its process-wide settings and random states apply only while its block runs.
 
-    Plans that disagree on process-wide settings can so be timed in turns.
+    So plans with conflicting process-wide settings can be timed in turns.
 
     Attributes:
-        compilations: How often something was compiled in its blocks, under a plan that compiles.
-        compile_s: Seconds of its blocks that this took.
-        losses: Of the steps that it trained.
+        compilations: Number of compilations in its blocks, if its plan compiles.
+        compile_s: Seconds that these took.
+        losses: Of its training steps.
     """
 
     model: nn.Module
@@ -127,7 +127,7 @@ class _Run:
         self._without_settings = replace(plan, fp32_matmul="as_is", fp32_conv="as_is", host_memory="as_given")
 
     def before(self, steps: int) -> None:
-        """Fetch what a block needs, and put the plan's process-wide settings in force."""
+        """Fetch a block's data and apply the plan's process-wide settings."""
         if self._compiles:
             self._compiled = _torch.dynamo.compilations()
         self._random.enter()
@@ -142,7 +142,7 @@ class _Run:
         raise NotImplementedError
 
     def after(self) -> None:
-        """Give the process back as it was."""
+        """Restore the process-wide settings and random states."""
         self._claim.close()
         self._random.leave()
         if self._compiles:
@@ -160,26 +160,26 @@ class _Run:
             self.after()
 
     def close(self) -> None:
-        """Take the plan off the model and let go of it."""
+        """Remove the plan from the model and release the model."""
         self.amp.close()
         del self.model
 
 
 class TrainingRun(_Run):
-    """A model in training under a plan, with the losses it went through.
+    """Training of a model under a plan, with its losses.
 
     Every run with the same seed starts from the same weights and sees the same batches and random draws.
 
     Args:
-        workload: Makes the model, the optimizer and the batches.
-        plan: What training runs by.
+        workload: Provides the model, the optimizer and the batches.
+        plan: The plan to train under.
         device: For model and batches.
         seed: Of weights and data.
         state: Initial weights, where they must equal another run's.
 
     Attributes:
-        skipped_steps: How many the scaler skipped.
-        updates_s: Seconds that the host was in the optimizer's part, by step.
+        skipped_steps: Number of steps skipped by the scaler.
+        updates_s: Seconds of host time in the optimizer's part, by step.
 
     Raises:
         DeviceError: The device cannot run the plan.
@@ -214,7 +214,7 @@ class TrainingRun(_Run):
         self._block = [to_device(batch, self._device) for batch in batches]
 
     def run(self, steps: int) -> None:
-        """Train on the block that was fetched; never waits for the device, except where the scaler has to."""
+        """Train on the fetched block; waits for the device only if the scaler has to."""
         workload, model, optimizer, amp = self._workload, self.model, self.optimizer, self.amp
         for batch in self._block[:steps]:
             loss = workload.loss(model, batch)
@@ -230,7 +230,7 @@ class TrainingRun(_Run):
             self._results.append(result)
 
     def after(self) -> None:
-        """Read the block's losses and give the process back as it was."""
+        """Read the block's losses and restore the process-wide settings and random states."""
         super().after()
         self._block = []
         self.losses += [float(loss) for loss in self._losses]
@@ -238,7 +238,7 @@ class TrainingRun(_Run):
         self._losses, self._results = [], []
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of the weights as they are now, in fp32 under the model's own keys, on the CPU."""
+        """Copies of the present weights, in fp32 under the model's own keys, on the CPU."""
         return {
             key: value.detach().to("cpu", copy=True)
             for key, value in self.amp.model_state_dict(self.model).items()
@@ -246,7 +246,7 @@ class TrainingRun(_Run):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode, without gradients and uncompiled, by the whole plan; in training mode after it."""
+        """The model in evaluation mode, without gradients and uncompiled, under the whole plan; restored to training mode after."""
         try:
             self.before(0)
             with torch.inference_mode(), uncompiled():
@@ -256,16 +256,16 @@ class TrainingRun(_Run):
             self.after()
 
     def close(self) -> None:
-        """Take the plan off the model and let go of both."""
+        """Remove the plan from the model and release both."""
         super().close()
         del self.optimizer
 
 
 class InferenceRun(_Run):
-    """The model's own forward under a plan, with weights cast once, under ``torch.inference_mode``.
+    """The model's forward under a plan, with weights cast once, under ``torch.inference_mode``.
 
-    What is called is the model with the arguments that ``workload.loss`` gives it, without the loss around it;
-    where the loss calls the model more than once, or not at all, the whole loss.
+    It calls the model with the arguments that ``workload.loss`` gives it, without the loss itself;
+    if the loss calls the model more than once, or not at all, it calls the whole loss.
 
     Raises:
         DeviceError: The device cannot run the plan.
@@ -307,6 +307,6 @@ class InferenceRun(_Run):
                 self._call()
 
     def close(self) -> None:
-        """Take the plan off the model and let go of it."""
+        """Remove the plan from the model and release it."""
         super().close()
         del self._call

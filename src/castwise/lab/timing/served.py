@@ -1,6 +1,7 @@
-"""What a process that measures does: it waits for what is asked, does it in the surroundings of the one that asked, and answers.
+"""Code of a measuring process: it waits for a request, runs it in the requesting process's environment, and answers.
 
-One kind does one thing; another, which has imported castwise, touched no device and started no thread, forks a process for each.
+A process of one kind runs one request; the other kind, which has imported castwise, touched no device and started no thread, forks
+for each request.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from castwise.core.session.process import put_settings
 from castwise.errors import WorkloadError, place, told
 
 FORK, IMPORT = b".", b"i"
-"""What the process that is forked is asked for."""
+"""Requests to the process that is forked."""
 _NEEDED = ("castwise.lab.timing.apart", "castwise.lab.timing.memory", "torch._dynamo", "torch.profiler")
-"""What is forked has imported this: an optimizer's first step imports Dynamo, which takes seconds."""
+"""Modules imported before forking: an optimizer's first step imports Dynamo, which takes seconds."""
 _LONGEST_S = 60
-"""What imports for longer is ended."""
+"""Seconds after which an import is killed."""
 _BLOCKS, _LEAST_BLOCK, _LARGEST_BLOCK = 300, 64, 1500
-"""How many blocks lie on a heap at random, the bytes of the least, and how many times as large the largest is."""
+"""Number of random blocks on a heap, bytes of the smallest, and the ratio of the largest to it."""
 _scattered: list[torch.Tensor] = []
 
 COMPILED = "CASTWISE_COMPILED"
-"""Names, to processes that measure, the folder where the compiled code of each plan is kept apart."""
+"""Environment variable that tells measuring processes the folder of each plan's compiled code."""
 
 
 def belong_to(plan: Plan) -> None:
-    """Make this process a plan's own: it keeps memory for good if the plan does, and what it compiles where no other looks.
+    """Configure this process for one plan: it keeps freed memory if the plan says so, and compiles into the plan's own cache.
 
-    The latter if a search says so, in whose folder also lies what the compiler leaves behind when it is killed.
+    The latter only if a search sets the folder, which then also holds what a killed compiler leaves behind.
     """
     if plan.host_memory == "keep" and can_keep():
         HEAP.host_memory = "keep"
@@ -57,7 +58,7 @@ def belong_to(plan: Plan) -> None:
 
 
 def page_faults() -> int:
-    """How many pages of memory the system has given this process so far; 0 where it does not tell."""
+    """Number of page faults of this process so far; 0 if the system does not report it."""
     if sys.platform == "win32":
         return 0
     import resource
@@ -66,9 +67,9 @@ def page_faults() -> int:
 
 
 def libraries(names: Iterable[str]) -> list[str]:
-    """Of some names of modules that are imported those of installed libraries.
+    """Those names of imported modules that belong to installed libraries.
 
-    None of torch, which starts no faster for it, and none of the user's own, which may hold what each process has to make anew.
+    Without torch, which would not start faster, and without the user's own, which may hold state that each process must create.
     """
     installed = tuple(os.path.join(sysconfig.get_path(where), "") for where in ("purelib", "platlib"))
     return [
@@ -80,21 +81,23 @@ def libraries(names: Iterable[str]) -> list[str]:
 
 
 def serve(what: str, fd: int) -> None:
-    """What a started interpreter does: ``run`` one thing, or ``fork`` for each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked is interrupted, and closes the pipe
+    """Main function of a started interpreter: ``run`` one request, or ``fork`` for each."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the requesting process handles the interrupt and closes the pipe
     if what == "run":
         _run(fd)
         return
     for module in _NEEDED:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # a fork then copies none of it where its collector looks
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system takes away what has ended
+    gc.freeze()  # so that a fork's garbage collection copies none of these pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps ended children
     _fork_each(fd)
 
 
 def _fork_each(fd: int) -> None:
-    """Fork a process for each pipe that comes over a line, or one to fork the next from, until it closes."""
+    """Fork once for each pipe received over a socket, or for the next process to fork from, until it closes."""
     with socket.socket(fileno=fd) as line:
         while True:
             message, fds, _, _ = socket.recv_fds(line, 1, 2)
@@ -116,7 +119,7 @@ def _fork_each(fd: int) -> None:
 
 
 def _import(fd: int, line: int) -> None:
-    """Import what is asked for as a process that needs it would, then fork what comes over a line, if that is as safe as it was."""
+    """Import the requested modules as a process would, then serve forks over the socket, if forking is as safe as before."""
     safe = False
     with Connection(fd) as pipe:
         pipe.send(os.getpid())
@@ -125,8 +128,8 @@ def _import(fd: int, line: int) -> None:
         before = _strange_threads()
         with contextlib.suppress(
             BaseException
-        ):  # half an import is worse than none; each process meets it for itself
-            signal.alarm(_LONGEST_S)  # whoever asked may have gone
+        ):  # a partial import is worse than none; each process imports itself
+            signal.alarm(_LONGEST_S)  # the requesting process may have ended
             for module in modules:
                 importlib.import_module(module)
             signal.alarm(0)
@@ -140,7 +143,7 @@ def _import(fd: int, line: int) -> None:
 
 
 def _strange_threads() -> tuple[int, int]:
-    """Threads that a fork may not survive: Python's, and all but those of copies of OpenBLAS, which look after it themselves."""
+    """Numbers of threads that a fork may not survive: Python's, and native ones except OpenBLAS's, which handles forks itself."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         pools = {line.split()[-1] for line in lines if "openblas" in line}
     limits = (os.environ.get(f"{name}_NUM_THREADS", "") for name in ("OPENBLAS", "OMP"))
@@ -149,11 +152,11 @@ def _strange_threads() -> tuple[int, int]:
 
 
 def scatter() -> None:
-    """Leave blocks of random sizes on the heap, as many as are freed again.
+    """Leave blocks of random sizes on the heap, between as many freed ones.
 
-    Where a process's heap has holes decides how much of it goes back to the system after each step, and comes again as page
-    faults: none to thousands per step of one training. Forks inherit the holes, so that without this all starts of one home
-    would be one draw.
+    The holes in a process's heap determine how much of it returns to the system after each step and is requested again with page
+    faults: from none to thousands per step of one training. Forks inherit the holes, so without this all starts of one home
+    would be a single sample.
     """
     draw = random.Random()
     blocks = [
@@ -164,8 +167,11 @@ def scatter() -> None:
 
 
 def _run(fd: int) -> None:
-    os.setpgid(0, 0)  # what it starts, as to load data or to compile, goes with it
-    with Connection(fd) as pipe, contextlib.suppress(EOFError, ConnectionError):  # whoever asked has gone
+    os.setpgid(0, 0)  # its children, such as data loaders and compilers, end with it
+    with (
+        Connection(fd) as pipe,
+        contextlib.suppress(EOFError, ConnectionError),
+    ):  # the requesting process has ended
         pipe.send(os.getpid())
         pipe.send(tried(_as_asked, pipe, *pipe.recv()))
 
@@ -174,7 +180,7 @@ def _as_asked(
     pipe: Connection, folder: str, path: list[str], environment: Mapping[str, str], values: Mapping[str, Any],
     work: Callable[..., Any], args: Sequence[Any],
 ) -> Any:  # fmt: skip
-    """What was asked for, in the surroundings of the process that asked."""
+    """Run the request in the requesting process's environment."""
     _go_to(folder, path, environment, values)
     return work(pipe, *args)
 
@@ -188,7 +194,7 @@ def _go_to(folder: str, path: list[str], environment: Mapping[str, str], values:
 
 
 def tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
-    """Whether it failed, and what it returned or raised."""
+    """Whether the call failed, and its result or exception."""
     try:
         return False, work(*args)
     except (Exception, SystemExit) as error:
@@ -196,12 +202,10 @@ def tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """An exception as bytes that become one again; in words where it would not."""
-    if not isinstance(error, SystemExit):  # which would end who asked
-        with contextlib.suppress(
-            Exception
-        ):  # one with arguments of its own pickles, and fails when it is made again
+    """A pickled exception that can be unpickled; otherwise its description."""
+    if not isinstance(error, SystemExit):  # it would end the requesting process
+        with contextlib.suppress(Exception):  # one with its own arguments pickles, but fails to unpickle
             data = pickle.dumps(error)
             if isinstance(pickle.loads(data), Exception):
                 return data
-    return pickle.dumps(WorkloadError(told(error)))  # torch's own travel
+    return pickle.dumps(WorkloadError(told(error)))  # torch's own exceptions pickle

@@ -1,4 +1,4 @@
-"""Statistics of repeated times: pure functions of numbers, free of torch.
+"""Statistics of repeated times: pure functions of numbers, without torch.
 
 Times on a shared machine have a long right tail and drift slowly. So the centre is a median, the spread an
 interquartile range, and two candidates are compared by the ratios of times taken next to each other, where the
@@ -31,7 +31,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio, the median of ``n`` pairs' ratios, with the interval that covers the truth with probability ``level``."""
+    """A ratio: the median of ``n`` pairs' ratios, with an interval of coverage ``level``."""
 
     value: float
     low: float
@@ -41,7 +41,7 @@ class Ratio:
 
     @property
     def is_tie(self) -> bool:
-        """Whether the interval contains 1: the measurement does not tell which of the two is faster."""
+        """Whether the interval contains 1: the measurement does not show which of the two is faster."""
         return self.low <= 1.0 <= self.high
 
 
@@ -77,9 +77,9 @@ def paired_speedup(
     the percentile bootstrap over rounds, and the interval between order statistics that covers a median whatever
     the distribution. With a dozen rounds the bootstrap alone covers too little.
 
-    The same times, in seconds, and seed give the same interval. With fewer than six pairs none that holds whatever the
-    distribution reaches 95 %: it is Student's, of the logarithms of the ratios, and not within their range. One pair says
-    nothing: its interval is from 0 to infinity.
+    The same times, in seconds, and the same seed give the same interval. With fewer than six pairs no distribution-free interval
+    reaches 95 %: then it is Student's t interval of the log ratios, which may extend beyond their range. With one pair the
+    interval is from 0 to infinity.
 
     Raises:
         ValueError: No pairs, lists of different lengths, or times that are not positive and finite.
@@ -138,42 +138,42 @@ _T = {
         2.878, 2.861, 2.845,
     ),
 }  # fmt: skip
-"""Two-sided points of Student's t for 1, 2, ... degrees of freedom; beyond the last the last, which is a little wider."""
+"""Two-sided quantiles of Student's t for 1, 2, ... degrees of freedom; for more, the last is used, which is slightly too large."""
 LUCK = 0.02
-"""Standard deviation of the logarithm of a start's time that is expected before any is known."""
+"""Prior standard deviation of the logarithm of a start's time."""
 _SHARED = 4
-"""Degrees of freedom that the spread of all pairs together counts for, in the spread of each."""
+"""Degrees of freedom of the pooled variance of all pairs, when it is combined with each pair's own."""
 QUIET = 0.5
-"""Share of a start's rounds, the fastest, that its time is the mean of: what disturbs a round makes it longer, never shorter."""
+"""Share of a start's rounds, the fastest, whose mean is its time: disturbances only make a round longer."""
 
 ELSEWHEN = 0.05
-"""Standard deviation from one time of day to another of the logarithm of a ratio, as a share of it: what other users of a machine
-take of its memory and clock rate costs one format more than another, and no start of one search shows it.
+"""Standard deviation, between times of day, of the log of a ratio, as a share of that log: other users' load on a machine's
+memory and clock rate affects formats differently, and the starts of one search do not show it.
 
 Source: searches of one job that chose one plan, and a race made afterwards, in bench/results: 0.042 in tune-cpu-no-amx.json and
-0.050 in that of the day before, 0.024 in tune-cpu.json. Where two plans are about as fast it adds nothing.
+    0.050 in that of the day before, 0.024 in tune-cpu.json. For plans of about equal speed it adds nothing.
 """
 
 
 def restarts(
     times_s: Sequence[Sequence[Sequence[float]]], level: float = LEVEL, expected: bool = False
 ) -> dict[tuple[int, int], Ratio]:
-    """How many times as long each of several programs takes as each other, from times of several starts of all.
+    """Pairwise time ratios of several programs, from the times of several starts of all.
 
-    A program's time in a start is the mean of the faster half of its rounds; over starts, the mean of the logarithms
-    of two programs' ratios has Student's interval. The variance of a pair is drawn towards the mean variance of all pairs, as
-    if that were known with four degrees of freedom: with three starts a pair of its own has two, and its interval would be half
-    as long again for nothing. Where nothing was started twice, what ``LUCK`` says of starts in general, and what a pair's
-    rounds differ by, stand in for it. What another time of day would add (``ELSEWHEN``) is part of each interval.
+    A program's time in a start is the mean of the faster half of its rounds; over starts, the mean of the log ratio
+    of two programs has Student's t interval. The variance of a pair is shrunk towards the mean variance of all pairs, with the weight
+    of four degrees of freedom: with three starts a pair alone has two, and its interval would be half as long again
+    for nothing. If nothing was started twice, the prior ``LUCK`` of starts and the spread of a pair's
+    rounds replace it. The variation between times of day (``ELSEWHEN``) is part of each interval.
 
     Args:
-        times_s: Per program, per start, per round seconds > 0; no rounds in a start that it was not in.
+        times_s: Per program, per start, per round, seconds > 0; an empty start means that it did not take part.
         level: Coverage, 0.95, 0.97 or 0.99.
-        expected: Of two programs alone too the spread is drawn to what stands in for it where nothing was started twice; else their
-            own starts say all of it, which takes more of them, and holds where luck is greater than expected.
+        expected: For only two programs too, shrink the variance towards the prior that is used when nothing was started twice; otherwise
+            only their own starts count, which needs more starts but also holds if starts vary more than the prior expects.
 
     Returns:
-        By index of the one and the other; without a start of both from 0 to infinity.
+        By the indices of both programs; without a common start, from 0 to infinity.
 
     Raises:
         KeyError: Another level.
@@ -210,14 +210,14 @@ def _exp(value: float) -> float:
 
 
 def _quiet(rounds_s: Sequence[float]) -> float:
-    """The time of a start, by those of its rounds: the mean of the faster half."""
+    """The time of a start: the mean of the faster half of its rounds."""
     return statistics.fmean(sorted(rounds_s)[: max(1, round(QUIET * len(rounds_s)))])
 
 
 def _within(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
-    """How far the ratio of two programs may be off in a start, by what its rounds differ by: one says nothing.
+    """Variance of the log ratio of two programs in a start, from the spread of its rounds: infinite for one round.
 
-    It is the variance of the median of so many logarithms, which is at least that of the mean of the faster half.
+    It is the variance of the median of these logarithms, an upper bound of that of the mean of the faster half.
     """
     found = []
     for mine, others in zip(one, other, strict=False):

@@ -1,9 +1,9 @@
-"""Interleaved rounds of steps.
+"""Interleaved timing rounds of steps.
 
-Every candidate runs a block of steps in every round, so that a slow spell of the machine falls on all of them,
-and ratios are formed within rounds (see :mod:`castwise.lab.timing.stats`). Each round has an order of its own
-(:func:`turn`): a block begins with the caches that the one before it left. Candidates run in this process
-(:class:`Runner`) or each in one of its own (:class:`SeparateRunner`).
+Every candidate runs a block of steps in every round, so that a slow phase of the machine affects all of them,
+and ratios are formed within rounds (see :mod:`castwise.lab.timing.stats`). The order changes per round
+(:func:`turn`), since a block starts with the caches that the previous one left. Candidates run in this process
+(:class:`Runner`) or each in its own (:class:`SeparateRunner`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from castwise.lab.timing import stats
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 
 HOPELESS = 10.0
-"""A candidate whose first steps take this many times the baseline's is stopped."""
+"""A candidate is stopped if its first steps take this many times the baseline's."""
 PATIENCE_S = 30.0
-"""A first step is not held against a candidate (kernels are built in it) unless it takes longer than this."""
+"""A first step counts against a candidate (it builds kernels) only if it takes longer than this."""
 SURE_S = 1.0
-"""A shorter step can look hopeless by a neighbour's doing, so two rounds beside the baseline must agree."""
+"""A shorter step can look hopeless because of other processes, so two rounds beside the baseline must agree."""
 WARMUP = 2
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 def turn(count: int, number: int) -> list[int]:
-    """The order of one round of ``count`` candidates: over 2 * ``count`` rounds each follows each other as often.
+    """The order of one round of ``count`` candidates: over 2 * ``count`` rounds each follows every other equally often.
 
     Source: E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949.
     """
@@ -42,37 +42,37 @@ def turn(count: int, number: int) -> list[int]:
 
 
 class Runner(Protocol):
-    """One candidate. ``run`` alone is timed; ``before`` and ``after`` frame each block of steps."""
+    """A candidate. Only ``run`` is timed; ``before`` and ``after`` enclose each block of steps."""
 
     def before(self, steps: int) -> None:
-        """Get ready for a block: fetch its data, set the process up."""
+        """Prepare a block: fetch its data, apply its settings."""
 
     def run(self, steps: int) -> None:
-        """Run the block; it may leave work in the device's queue."""
+        """Run the block; work may remain in the device's queue."""
 
     def after(self) -> None:
-        """Clean up after a block, a failed one too."""
+        """Clean up after a block, also a failed one."""
 
 
 @runtime_checkable
 class SeparateRunner(Protocol):
-    """One candidate in a process of its own, which times its blocks itself."""
+    """A candidate in its own process, which times its blocks itself."""
 
     def wait(self) -> None:
-        """Wait until it can take steps: no candidate takes one before all can."""
+        """Wait until it can run steps: no candidate starts before all can."""
 
     def steps(self, count: int) -> float:
-        """Run a block of steps; seconds per step."""
+        """Run a block of steps; return seconds per step."""
 
 
 @dataclass(frozen=True)
 class Calls:
-    """A function as a candidate: a step is a call of it."""
+    """A function as a candidate: a step is one call."""
 
     call: Callable[[], object]
 
     def before(self, steps: int) -> None:
-        """Nothing to get ready."""
+        """Does nothing."""
 
     def run(self, steps: int) -> None:
         """Call it."""
@@ -80,17 +80,17 @@ class Calls:
             self.call()
 
     def after(self) -> None:
-        """Nothing to clean up."""
+        """Does nothing."""
 
 
 @dataclass
 class Lap:
-    """What a race says about one candidate.
+    """Result of a race for one candidate.
 
     Attributes:
         times_s: Seconds per step in each round, None in rounds it did not run.
-        slowdown: How many times as slow as the baseline its first steps were, where that stopped it.
-        error: The exception that ended it, if one did.
+        slowdown: Ratio of its first steps' time to the baseline's, if that stopped it.
+        error: The exception that ended it, if any.
     """
 
     times_s: list[float | None] = field(default_factory=list)
@@ -99,19 +99,19 @@ class Lap:
 
     @property
     def seconds(self) -> list[float]:
-        """Its times, of the rounds that it ran."""
+        """Its times, without rounds that it did not run."""
         return [t for t in self.times_s if t is not None]
 
     @property
     def done(self) -> bool:
-        """Whether the candidate has left the race early."""
+        """Whether the candidate left the race early."""
         return self.slowdown is not None or self.error is not None
 
     def checked(self) -> list[float]:
-        """Its times, of the rounds that it ran.
+        """Its times, without rounds that it did not run.
 
         Raises:
-            Exception: What ended it.
+            Exception: The one that ended it.
         """
         if self.error is not None:
             raise self.error
@@ -119,7 +119,7 @@ class Lap:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it; nothing to wait for on a CPU."""
+    """Wait until the device has finished its queued work; does nothing on a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -127,16 +127,16 @@ def synchronize(device: torch.device) -> None:
 def block_s(
     runner: Runner, steps: int, device: torch.device, ranks: Lockstep = BY_ITSELF, rest_s: float = 0.0
 ) -> float:
-    """Run a block, after so many seconds of rest; seconds per step.
+    """Run a block after ``rest_s`` seconds of rest; return seconds per step.
 
     Raises:
-        Exception: What the candidate raised; it has been cleaned up after.
+        Exception: Raised by the candidate, after its cleanup.
     """
 
     def get_ready() -> None:
         runner.before(steps)
         synchronize(device)
-        if rest_s:  # even a sleep of nothing gives the processor away
+        if rest_s:  # even a sleep of 0 s yields the processor
             time.sleep(rest_s)
 
     def timed() -> list[float]:
@@ -171,32 +171,32 @@ def race(
     is_over: Callable[[int], bool] = lambda _done: False,
     ranks: Lockstep = BY_ITSELF,
 ) -> dict[Name, Lap]:
-    """Time candidates against each other.
+    """Time candidates in interleaved rounds.
 
     Args:
-        runners: Names and candidates; the first is the baseline, unless there is ``against_s``.
+        runners: Names and candidates; the first is the baseline, unless ``against_s`` is given.
         rounds: Rounds in which every candidate runs one block.
-        steps: Steps per block, or what says so by name from the seconds of each candidate's last step before the first round.
-        device: Waited for at both ends of each block.
-        warmup: Single steps before the first round, not counted.
+        steps: Steps per block, or a function that gives them by name from the seconds of each candidate's last warm-up step.
+        device: Synchronized at both ends of each block.
+        warmup: Number of single steps before the first round, not counted.
         hopeless: A candidate that takes more than this many times the baseline's time is stopped: after its first step if
-            that took longer than ``PATIENCE_S``, after two if they are long (``sure_s``), else when two rounds say so and
-            the median of all so far does. What compiling took of the first steps (``compile_s``, where a candidate has it)
+            that took longer than ``PATIENCE_S``, after two if they are long (``sure_s``), else if two rounds and
+            the median of all rounds so far exceed it. Compile time in the first steps (``compile_s``, if a candidate has it)
             does not count.
         sure_s: Length of a step, in seconds, that cannot be the machine's noise.
-        against_s: Seconds of a baseline's steps, where that has run before and is none of the runners.
-        first: Rounds of these candidates that there were before; the order goes on from there.
-        on_block: Called with a name and the steps just run, after each block.
-        is_over: Called with the number of rounds that are done, after each: whether to stop there.
-        ranks: Run each block at once: times are the slowest rank's, and a candidate that fails on one fails on all.
+        against_s: Seconds of a baseline's steps, if it ran before and is not among the runners.
+        first: Number of earlier rounds of these candidates; the order continues from there.
+        on_block: Called with a name and the number of steps after each block.
+        is_over: Called with the number of completed rounds after each round; true stops the race.
+        ranks: The ranks that run each block at once: times are the slowest rank's, and a candidate that fails on one fails on all.
 
     Returns:
-        Per name what was measured. An exception ends its candidate alone and is kept in ``error``.
+        Measurements by name. An exception ends only its own candidate and is kept in ``error``.
     """
     laps = {name: Lap() for name, _ in runners}
 
     def taken_s(name: Name, runner: Runner | SeparateRunner, count: int) -> float | None:
-        """Seconds per step of a block; None where an exception has ended the candidate, which is no end of the others."""
+        """Seconds per step of a block; None if an exception has ended the candidate, while the others continue."""
         found = None
         try:
             if isinstance(runner, SeparateRunner):
@@ -258,7 +258,7 @@ def _hopeless_rounds(baseline: Lap, lap: Lap, factor: float) -> float | None:
 
 
 def _hopeless(taken: list[float], reference: list[float], factor: float, sure_s: float) -> float | None:
-    """The slowdown that ends a candidate after the first steps ``taken``, or None to go on."""
+    """The slowdown that stops a candidate after the first steps ``taken``, or None to continue."""
     if len(taken) == 1:
         slowdown = taken[0] / reference[0]
         return slowdown if slowdown > factor and taken[0] > PATIENCE_S else None
@@ -277,6 +277,6 @@ def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
 
 
 def speedup(baseline: Lap, candidate: Lap) -> stats.Ratio | None:
-    """How many times as fast as the baseline a candidate is, by the rounds that both ran; None without any."""
+    """Ratio of the baseline's time to a candidate's, over the rounds that both ran; None without any."""
     before, after = paired(baseline, candidate)
     return stats.paired_speedup(before, after) if before else None

@@ -1,4 +1,4 @@
-"""What watches a running training: sampled statistics, alarms, and audits of the plan against fp32."""
+"""Monitoring of a running training: sampled statistics, alarms, audits of the plan against fp32, records and recovery."""
 
 from __future__ import annotations
 

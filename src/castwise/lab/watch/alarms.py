@@ -1,6 +1,6 @@
-"""Lines with hysteresis: an alarm is raised once when a line is crossed, and again only after it was cleared.
+"""Thresholds with hysteresis: an alarm is raised once when a value crosses its line, and again only after it was cleared.
 
-Per kind one alarm is open at a time: where many regions cross a line it names the worst.
+Per kind one alarm is open at a time: if several regions cross a line, it names the worst.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from castwise.lab.watch.records import Alarm
 
 @dataclass(frozen=True)
 class Line:
-    """Where an alarm is raised, and where it ends; in between it stays what it is.
+    """The value at which an alarm is raised, and the value at which it is cleared; in between it keeps its state.
 
     Attributes:
         raise_at: Values beyond it are bad.
-        clear_at: Values on the other side of it are good; the good side is that on which it lies.
+        clear_at: Values beyond it, on the side away from ``raise_at``, are good.
         patience: Bad values in a row before the alarm is raised.
 
     Raises:
-        PlanError: The two are equal or no numbers, or ``patience`` is no whole number from 1 on.
+        PlanError: The two are equal or not numbers, or ``patience`` is not an integer of at least 1.
     """
 
     raise_at: float
@@ -34,7 +34,7 @@ class Line:
     patience: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what is no line."""
+        """Validate the fields."""
         numbers = (self.raise_at, self.clear_at)
         if not all(
             isinstance(n, (int, float)) and not isinstance(n, bool) and math.isfinite(n) for n in numbers
@@ -48,13 +48,13 @@ class Line:
             raise PlanError(f"{self!r}: patience must be a whole number >= 1")
 
     def is_bad(self, value: float) -> bool:
-        """Whether a value is beyond the line; one that is not a number is."""
+        """Whether a value is beyond the line; NaN is."""
         if math.isnan(value):
             return True
         return value > self.raise_at if self.raise_at > self.clear_at else value < self.raise_at
 
     def is_good(self, value: float) -> bool:
-        """Whether a value ends an alarm."""
+        """Whether a value clears an alarm."""
         return value < self.clear_at if self.raise_at > self.clear_at else value > self.clear_at
 
 
@@ -70,18 +70,18 @@ LINES: Mapping[str, Line] = MappingProxyType({
     "lost_updates": Line(0.5, 0.4),
     "audit": Line(0.5, 0.25),
 })
-"""The kinds of alarms, and their lines by default.
+"""The kinds of alarms, and their default lines.
 
-- ``skipped_in_a_row``: skipped steps; before the first step that is made, while the scale is sought, 16 are allowed.
-- ``skipped_share``: of the last 64 steps.
-- ``loss_scale``: a dynamic one, at each sample and each skipped step.
-- ``nonfinite``: 1 where a gradient of a step that was made, or an output, is not finite.
-- ``near_overflow``: a region's largest output in fp16 over 65504.
-- ``underflow``: a region's, as in :class:`RegionSample`; 0.01 is the damage below which nothing shows in training.
-- ``update_ratio``: a region's.
-- ``grad_norm``: over the median of the last 32 samples, from the ninth sample on.
-- ``lost_updates``: over all regions; above a half a run stalls.
-- ``audit``: 1 where an audit failed, 0 where it passed.
+- ``skipped_in_a_row``: skipped steps; until the first step is made, while the loss scale is searched, 16 are allowed.
+- ``skipped_share``: share of skipped steps among the last 64.
+- ``loss_scale``: a dynamic loss scale, at each sample and each skipped step.
+- ``nonfinite``: 1 if a gradient of a step that was not skipped, or an output, is not finite.
+- ``near_overflow``: a region's largest fp16 output divided by 65504.
+- ``underflow``: a region's value, as in :class:`RegionSample`; damage below 0.01 does not show in training.
+- ``update_ratio``: a region's value.
+- ``grad_norm``: divided by the median of the last 32 samples, from the ninth sample on.
+- ``lost_updates``: over all regions; above one half a run stalls.
+- ``audit``: 1 if an audit failed, 0 if it passed.
 """
 
 _SAYS = {
@@ -118,11 +118,11 @@ _SAYS = {
 
 
 def lines_of(given: Mapping[str, Line | None] | None) -> dict[str, Line]:
-    """The lines by default, with others in their place.
+    """The default lines, with the given ones replaced.
 
     Raises:
         UnknownNameError: A kind that does not exist.
-        PlanError: Something that is no line.
+        PlanError: A value that is not a line.
     """
     out = dict(LINES)
     if given is not None and not isinstance(given, Mapping):
@@ -143,7 +143,7 @@ def lines_of(given: Mapping[str, Line | None] | None) -> dict[str, Line]:
 
 @dataclass
 class Alarms:
-    """Which alarms are open.
+    """The open alarms and their lines.
 
     Attributes:
         lines: By kind.
@@ -162,10 +162,10 @@ class Alarms:
         optimizer: int = 0,
         detail: Callable[[], str] = str,
     ) -> Alarm | None:
-        """Take note of values by region; ``detail`` says more, should an alarm be raised.
+        """Check values by region against the line of their kind; ``detail`` extends the message of an alarm.
 
         Returns:
-            The alarm that is raised by them, or the one that they end, with ``cleared`` set.
+            The alarm raised or cleared by the values, the latter with ``cleared`` set; None if there is none.
         """
         line = self.lines.get(kind)
         if line is None or not values:
@@ -194,11 +194,11 @@ class Alarms:
         return alarm
 
     def state(self) -> list[dict[str, Any]]:
-        """The open ones as plain values."""
+        """The open alarms as plain values."""
         return [dataclasses.asdict(alarm) for alarm in self.open.values()]
 
     def load(self, state: list[dict[str, Any]]) -> None:
-        """Go on with open ones."""
+        """Restore open alarms."""
         alarms = [Alarm(**values) for values in state]
         self.open = {(alarm.kind, alarm.optimizer): alarm for alarm in alarms}
         self._bad = {}

@@ -1,7 +1,7 @@
-"""Audits: while a model trains, its plan's gradients are held against fp32's at the weights of that moment.
+"""Audits: during training, the plan's gradients are compared with fp32's at the present weights.
 
-At most times two microbatches tell enough: damage far below the line where plans fail. Where they do not, and at the first audit, the
-gradient parity test of :mod:`castwise.lab.parity.parity` is made on more of them. Everything runs on copies.
+Usually two microbatches are enough: they show damage far below the line at which plans fail. Otherwise, and at the first audit, the
+gradient parity test of :mod:`castwise.lab.parity.parity` runs on more microbatches. Everything runs on copies.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from castwise.lab.passes.isolation import copied
 from castwise.lab.watch.records import Audit
 
 SCREEN = 2
-"""Microbatches that are looked at first: with fewer bias and noise cannot be told apart."""
+"""Microbatches of the first look: fewer cannot separate bias from noise."""
 SUSPECT = 0.3
-"""From this part of the line at which plans fail on, the whole test is made."""
+"""The whole test runs if the damage reaches this share of the line at which plans fail."""
 WHOLE = 8
-"""Microbatches of the whole test at first."""
+"""Initial number of microbatches of the whole test."""
 MOST = 32
-"""Microbatches of the whole test, at most."""
+"""Maximum number of microbatches of the whole test."""
 _CALL = "Monitor.audit"
 
 
@@ -48,7 +48,7 @@ class Auditor:
 
     Args:
         loss: As for :func:`castwise.parity`.
-        batches: As there.
+        batches: As for :func:`castwise.parity`.
         accumulate: Microbatches that one update averages.
     """
 
@@ -68,14 +68,14 @@ class Auditor:
     def audit(
         self, plan: Plan, scale: float, model: nn.Module, arrived: Any, optimizer: Optimizer | None
     ) -> Audit:
-        """Hold a plan against fp32 at a model's weights; waits for the device.
+        """Compare a plan's gradients with fp32's at a model's weights; waits for the device.
 
         Args:
-            plan: What the model runs by.
-            scale: The loss scale of the moment.
-            model: As prepared; it is copied.
-            arrived: Its tensors that arrived low, with their dtypes.
-            optimizer: That updates it: where it is of Adam's kind its own second moments weigh gradients.
+            plan: The plan that the model runs under.
+            scale: The current loss scale.
+            model: The prepared model; it is copied.
+            arrived: Tensors of the model that were given in a low format, with their dtypes.
+            optimizer: The model's optimizer; if it is of Adam's kind, its second moments weight the gradients.
 
         Raises:
             CastwiseError: The model, the loss or the batches cannot be used.
@@ -86,7 +86,7 @@ class Auditor:
         with claims_aside(), together(model, _CALL) as ranks:
             whole, low = _widened(model, ranks.model, arrived)
             prober = ranks.each(functools.partial(self._prober, whole, low, plan))
-            ranks.model = whole = prober.model  # the other copy goes
+            ranks.model = whole = prober.model  # frees the other copy
             steps = None if adam is None else _steps(prober, model, adam)
             found = ranks.each(lambda: self._judged(prober, running, adam is not None, steps))
         return dataclasses.replace(found, time_s=time.perf_counter() - begun)
@@ -117,7 +117,7 @@ class Auditor:
         )  # fmt: skip
 
     def _screen(self, test: ParityTest, plan: Plan, weights: list[Tensor] | None) -> Audit | None:
-        """A finding from few microbatches, or None where they leave a doubt."""
+        """The audit from few microbatches, or None if they do not decide."""
         prober = test.prober
         prober.extend(SCREEN)
         probe = prober.probe(plan, range(SCREEN))
@@ -129,7 +129,7 @@ class Auditor:
         if weights is not None:
             live = [g for name, g in prober.grams(probe, weights).items() if name not in test.dead]
             adam = self._damage("adam", live) if live else None
-        if not max(damage / FAIL, 0.0 if adam is None else adam / ADAM_FAIL) < SUSPECT:  # NaN is a doubt
+        if not max(damage / FAIL, 0.0 if adam is None else adam / ADAM_FAIL) < SUSPECT:  # NaN does not decide
             return None
         sums = {name.rpartition(".")[0]: 0.0 for name in grams}
         for name, g in grams.items():
@@ -142,7 +142,7 @@ class Auditor:
         )  # fmt: skip
 
     def _damage(self, units: str, grams: Iterable[Grams]) -> float:
-        """Of few microbatches, over an update whose expected square the last audits tell together."""
+        """The damage from few microbatches, relative to an update's expected square as averaged over the last audits."""
         found = estimate(Grams.total(grams), self._accumulate)
         wholes = self._wholes[units]
         wholes.append(found.denominator)
@@ -151,9 +151,9 @@ class Auditor:
 
 
 def _widened(model: nn.Module, whole: nn.Module, arrived: Any) -> tuple[nn.Module, dict[str, torch.dtype]]:
-    """A copy of a prepared model without its plan, in fp32; and which of its tensors arrived low and have stayed so.
+    """An fp32 copy of a prepared model without its plan, and which tensors were given low and still are.
 
-    Of a sharded model the whole copy itself; collective then.
+    For a sharded model the whole copy is widened itself; then this is a collective.
     """
     copy = copied(model, _CALL) if whole is model else whole
     strip(copy, lambda _: None)
@@ -172,9 +172,9 @@ def _widened(model: nn.Module, whole: nn.Module, arrived: Any) -> tuple[nn.Modul
 
 
 def _steps(prober: Prober, model: nn.Module, optimizer: Optimizer) -> list[Tensor] | None:
-    """Factors that turn gradients into the optimizer's own steps, by its second moments; None before it has any.
+    """Factors that turn gradients into the optimizer's steps, from its second moments; None before it has any.
 
-    Collective where these are sharded.
+    A collective if these are sharded.
     """
     named = held(model)
     factors = []
@@ -191,10 +191,10 @@ def _steps(prober: Prober, model: nn.Module, optimizer: Optimizer) -> list[Tenso
 
 
 def failed(error: Exception) -> Audit:
-    """The finding of an audit that could not be made."""
+    """The audit to report when an audit raised an error."""
     return Audit(0, "undecided", f"the audit could not be made: {sentence(error)}")
 
 
 def badness(audit: Audit) -> tuple[int, float]:
-    """By which findings are ordered, the worst last."""
+    """Sort key of audits, the worst last."""
     return ("sound", "pass", "undecided", "fail").index(audit.verdict), audit.damage or 0.0

@@ -1,4 +1,4 @@
-"""What of a training's samples and steps raises an alarm."""
+"""Checks samples and steps of a training against the alarm lines."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from castwise.lab.watch.records import Alarm, Sample
 from castwise.lab.watch.turns import RECENT, Turn
 
 SEEKS = 16
-"""Steps in a row that may be skipped while the loss scale is sought, before the first that is made."""
+"""Skipped steps in a row allowed while the loss scale is searched, before the first step that is made."""
 
 
 class Detector:
-    """Holds what is seen against the lines.
+    """Checks values against the alarm lines.
 
     Args:
         amp: The session.
-        crossed: The lines, and the alarms that are open.
+        crossed: The lines and the open alarms.
 
     Attributes:
-        news: Alarms that were raised or cleared since they were last read.
+        news: Alarms raised or cleared since this list was last emptied.
     """
 
     def __init__(self, amp: Amp, crossed: Alarms) -> None:
@@ -34,7 +34,7 @@ class Detector:
         self._amp, self._session, self._crossed = amp, SessionView(amp), crossed
 
     def check(self, turn: Turn, sample: Sample) -> None:
-        """Hold a sample against them."""
+        """Check a sample against the lines."""
         regions = sample.regions
 
         def by_region(name: str) -> dict[str, float]:
@@ -64,7 +64,7 @@ class Detector:
         self._see_share(turn)
 
     def note_skip(self, optimizer: Optimizer, turn: Turn) -> None:
-        """Hold a step against them that was skipped."""
+        """Check a skipped step against the lines."""
         if turn.made or turn.streak > SEEKS:
             self.see("skipped_in_a_row", {"": float(turn.streak)}, turn, lambda: self._blame(optimizer))
         if self._session.window.scales:
@@ -80,7 +80,7 @@ class Detector:
             self.see("skipped_share", {"": sum(turn.recent) / RECENT}, turn, detail)
 
     def _blame(self, optimizer: Optimizer) -> str:
-        """Where gradients are not finite, in words."""
+        """Names the modules whose gradients are not finite."""
         paths = dict.fromkeys(
             name.rpartition(".")[0] or "the model" for name in self._amp.scaler.non_finite_params(optimizer)
         )
@@ -89,7 +89,7 @@ class Detector:
     def see(
         self, kind: str, values: Mapping[str, float], turn: Turn, detail: Callable[[], str] = str
     ) -> None:
-        """Hold values by region against the line of a kind; ``detail`` is asked where one crosses it."""
+        """Check values by region against the line of a kind; ``detail`` is called if an alarm is raised."""
         alarm = self._crossed.see(kind, values, turn.steps, turn.number, detail)
         if alarm is not None:
             self.news.append(alarm)

@@ -1,8 +1,8 @@
-"""Whose fault is it that a step diverged: the batch's, the format's, or gone? Each answer is tried.
+"""Find out why a step diverged: its batch, the format, or damaged weights. Each hypothesis is tested by a run.
 
-The step runs on a copy of the model, from good weights: under the plan, and in fp32. What is wrong in fp32 too is the batch;
-what is wrong under the plan alone is the format, and :func:`castwise.first_nonfinite` says which region; what is right
-under the plan was an accident of the weights, which are good again.
+The step runs on a copy of the model, from good weights: under the plan, and in fp32. If fp32 diverges too, the batch is the cause;
+if only the plan diverges, the format is, and :func:`castwise.first_nonfinite` names the region; if the plan does not diverge,
+the cause was transient: the weights were damaged and are good again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Diagnosis:
 
     Attributes:
         cause: ``batch``, ``format``, ``loss scale`` or ``transient``.
-        evidence: What was tried and seen, in clauses.
-        plan: For ``format`` and ``loss scale``, one under which the step is sound, as has been tried.
+        evidence: What was run and its results, in clauses.
+        plan: For ``format`` and ``loss scale``, a plan under which the step was run and did not diverge.
     """
 
     cause: str
@@ -48,17 +48,17 @@ class Diagnosis:
 def diagnose(
     amp: Amp, model: nn.Module, loss: Loss, moments: Sequence[Moment], limit: float, ranks: Ranks
 ) -> list[Diagnosis]:
-    """Find out why a step diverges, or that it does not from these weights. Nothing of the training notices.
+    """Find out why a step diverges, or that it does not from these weights. The training state is unchanged.
 
     A collective: each rank tries its own microbatches, on a whole copy of the model.
 
     Args:
         amp: The session.
-        model: The module that it has prepared, with good weights.
-        loss: From the model and a batch.
+        model: The module that the session prepared, with good weights.
+        loss: ``loss(model, batch)``.
         moments: The step's microbatches.
-        limit: The largest loss of a step, as :func:`castwise.lab.watch.passes.mean_loss` has it, that training brings.
-        ranks: That train together.
+        limit: The largest loss of a step that is normal in this training; see :func:`castwise.lab.watch.passes.mean_loss`.
+        ranks: The ranks that train together.
 
     Returns:
         The diagnosis of each rank.
@@ -98,7 +98,7 @@ class _Reruns:
         self._device = next((p.device for p in model.parameters()), torch.device(amp.device_type))
         self._weights = weights
         scale = self._plan.loss_scale
-        # a dynamic scale is sought anew by skipping: what counts is whether any would do
+        # a dynamic scale adapts by skipping: what matters is whether any scale works
         self._scale = None if scale is None else 1.0 if scale.dynamic else scale.init
 
     def diagnosis(self) -> Diagnosis:
@@ -119,7 +119,7 @@ class _Reruns:
         return Diagnosis("batch", f"{told}, and no plan that was tried cures it")
 
     def _cures(self) -> Iterator[tuple[str, str, Plan]]:
-        """Plans that may cure it, from the one that changes least: cause, what points to it, and the plan."""
+        """Plans that may cure it, from the smallest change on: cause, evidence for it, and the plan."""
         scale = self._plan.loss_scale
         for moment in self._moments:
             set_generators(moment.random)
@@ -149,7 +149,7 @@ class _Reruns:
         yield "format", "no single region could be identified", whole
 
     def _try(self, plan: Plan) -> tuple[Ran | None, str]:
-        """A run of the step, and what became of it in a clause."""
+        """Run the step under a plan; return the run, if it succeeded, and its result in a clause."""
         scales = (
             {} if self._scale is None or plan.loss_scale != self._plan.loss_scale else {"loss": self._scale}
         )
@@ -169,7 +169,7 @@ class _Reruns:
 
 
 def _fp32_of(model: nn.Module, weights: Mapping[str, Any]) -> nn.Module:
-    """A copy of a prepared model as the fp32 model that it stands for."""
+    """An fp32 copy of a prepared model."""
     copy = copied(model, "Recovery")
     widen_(copy)
     _load(copy, weights)

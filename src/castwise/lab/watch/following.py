@@ -1,4 +1,4 @@
-"""Steps of a session's optimizers, whoever makes them: ``amp.step``, or a plain ``optimizer.step()``."""
+"""Subscribe to steps of a session's optimizers, whether by ``amp.step`` or a plain ``optimizer.step()``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def follow(
     steps: Callable[[Sequence[Optimizer], StepResult], object],
     begin: Callable[[], object] | None = None,
 ) -> Callable[[], None]:
-    """As :meth:`castwise.Amp.listen`, and with steps that do not come from :meth:`castwise.Amp.step` too.
+    """As :meth:`castwise.Amp.listen`, but also for steps that do not go through :meth:`castwise.Amp.step`.
 
-    The host waits at such a step for whether it was skipped. Holds only weak references.
+    For such a step the host waits to learn whether it was skipped. Holds only weak references.
 
     Args:
         amp: The session.
-        losses: A method; gets each loss and its name.
-        steps: A method; gets the optimizers, and what became of their step.
-        begin: A method; called before an optimizer of the session steps, whoever has it step.
+        losses: A method; called with each loss and its name.
+        steps: A method; called with the optimizers and the result of their step.
+        begin: A method; called before each step of an optimizer of the session.
 
     Returns:
-        What ends it.
+        A function that ends the subscription.
     """
     session = weakref.ref(amp)
     heard, told = weakref.WeakMethod(losses), weakref.WeakMethod(steps)

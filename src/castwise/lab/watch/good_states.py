@@ -1,4 +1,4 @@
-"""States of a training that can be gone back to: the last few checkpoints, and what goes back beside the session."""
+"""Saved states to which a training can return: the last few checkpoints, with state outside the session."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from castwise.errors import CheckpointError, PlanError, sentence
 from castwise.lab.watch.moments import generators, set_generators
 
 KEPT = 2
-"""How many there are: the last may hold what diverges later."""
+"""How many are kept: the last may already contain the cause of a later divergence."""
 
 
 @dataclass(frozen=True)
 class Good:
-    """A good state: its checkpoint, the step that comes next, and where in the data that begins.
+    """A good state: its checkpoint, the number of the next step, and the position in the data at which that step starts.
 
-    ``own`` is what each rank has to itself, in its memory: Python's and NumPy's generators, and buffers.
+    ``own`` is the state that each rank keeps in its own memory: Python's and NumPy's generators, and buffers.
     """
 
     path: Path
@@ -43,17 +43,17 @@ class GoodStates:
 
     Args:
         amp: The session.
-        model: As the loop runs it.
-        inner: The module that the session has prepared.
-        optimizers: Those that update it.
-        also: Objects with ``state_dict`` and ``load_state_dict``, by name.
-        folder: Where they are written.
+        model: The model that the loop calls.
+        inner: The module that the session prepared.
+        optimizers: The model's optimizers.
+        also: Further objects with ``state_dict`` and ``load_state_dict``, by name.
+        folder: The folder of the checkpoints.
 
     Attributes:
-        all: They themselves.
+        all: The good states.
 
     Raises:
-        PlanError: One of ``also`` lacks these.
+        PlanError: An object in ``also`` lacks one of these methods.
     """
 
     all: list[Good]
@@ -80,10 +80,10 @@ class GoodStates:
         self.all = []
 
     def add(self, step: int, cursor: int) -> None:
-        """Save the state that it is now. All ranks call it together.
+        """Save the present state. A collective of all ranks.
 
         Raises:
-            CheckpointError: It could not be written; those before are as they were.
+            CheckpointError: It could not be written; earlier states are unchanged.
         """
         own = {
             "generators": {name: state for name, state in generators(self._amp).items() if name != "torch"},
@@ -107,9 +107,9 @@ class GoodStates:
         self.all = self.all[-KEPT:]
 
     def before(self, step: int, earlier: int) -> Good:
-        """The newest whose next step is before this one, so that it was seen to be good, or the start.
+        """The newest state whose next step is before ``step``, so that later steps have confirmed it, or the start.
 
-        ``earlier``: so many further back, where there are.
+        ``earlier``: go back so many states further, if they exist.
 
         Raises:
             CheckpointError: There is none.
@@ -120,10 +120,10 @@ class GoodStates:
         return goods[max(0, len(goods) - 1 - earlier)]
 
     def load(self, good: Good) -> None:
-        """Have everything as it was then, without gradients, or, where that fails or is interrupted, as it is now.
+        """Restore everything to a good state, without gradients; if that fails or is interrupted, everything is unchanged.
 
         Raises:
-            CheckpointError: It is not there any more, or does not fit.
+            CheckpointError: It no longer exists, or does not fit.
         """
         for optimizer in self._optimizers:
             optimizer.zero_grad()
@@ -153,20 +153,20 @@ class GoodStates:
         set_generators({**generators(self._amp), **good.own["generators"]})
 
     def forget_after(self, good: Good) -> None:
-        """Delete the states that came after one."""
+        """Delete the states after one."""
         for other in self.all:
             if other.step > good.step:
                 self._remove(other)
         self.all = [other for other in self.all if other.step <= good.step]
 
     def forget_before(self, good: Good) -> None:
-        """Delete the states that came before one."""
+        """Delete the states before one."""
         for other in self.all[: self.all.index(good)]:
             self._remove(other)
         self.all = self.all[self.all.index(good) :]
 
     def _remove(self, good: Good) -> None:
-        """Delete a state, by a rename first, so that nothing that has a checkpoint's name is half of one."""
+        """Delete a state; it is renamed first, so that no partial folder has a checkpoint's name."""
         if self._ranks.rank == 0:
             doomed = good.path.with_name(f".{good.path.name}.deleted")
             with contextlib.suppress(OSError):
@@ -175,7 +175,7 @@ class GoodStates:
 
 
 def _as_held(saved: Any, held: Any) -> Any:
-    """What was saved, tensors of the whole, cut as what is held now is."""
+    """Shard saved whole tensors like the present ones."""
     if isinstance(held, Tensor) and isinstance(saved, Tensor) and is_dtensor(held):
         from torch.distributed.tensor import distribute_tensor
 

@@ -1,4 +1,4 @@
-"""When is a loss no longer what training brings? The line that tells, from the losses so far."""
+"""Detect losses that are abnormally high for a training, by a line computed from its earlier losses."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import statistics
 from collections import deque
 
 KEPT = 64
-"""Losses that the line is drawn from."""
+"""Number of losses that the line is computed from."""
 LEAST = 16
-"""Losses without which there is no line: only what is not finite stands out then."""
+"""Minimum number of losses for a line; with fewer, only non-finite losses are abnormal."""
 SPREADS = 6.0
-"""A loss this many spreads above the median is suspect. The spread is that of a normal distribution with the same median
-absolute deviation."""
+"""A loss this many spreads above the median is suspect. The spread is the standard deviation of a normal distribution
+with the same median absolute deviation."""
 FAR = 12.0
 """A loss this many spreads above the median, and above all first losses of the run, has diverged at once."""
 PERSISTENT = 5
-"""So many suspects in a row have diverged."""
+"""This many suspect losses in a row mean divergence."""
 FLOOR = 0.02
-"""The spread is at least this share of the median: losses on one batch again and again hardly vary."""
+"""The spread is at least this share of the median: losses on one repeated batch hardly vary."""
 
 
 class LossLine:
     """Compares each loss of a run with those before it.
 
     Attributes:
-        suspects: The suspects in a row just now, each with its step.
+        suspects: The current run of suspect losses, each with its step.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class LossLine:
         self.suspects: list[tuple[int, float]] = []
 
     def _line(self) -> tuple[float, float]:
-        """Median and spread of the losses so far."""
+        """Median and spread of the recent losses."""
         values = [value for _, value in self._recent]
         median = statistics.median(values)
         deviation = statistics.median(abs(value - median) for value in values)
@@ -43,21 +43,21 @@ class LossLine:
 
     @property
     def limit(self) -> float:
-        """The largest loss that is no suspect; infinity where there is no line yet."""
+        """The largest loss that is not suspect; infinity while there is no line."""
         if len(self._recent) < LEAST:
             return math.inf
         median, spread = self._line()
         return median + SPREADS * spread
 
     def check(self, step: int, loss: float) -> str:
-        """Take note of a finite loss; what is wrong with it, in a clause, where it has diverged, else empty."""
+        """Record a finite loss; return a clause that says why it has diverged, or an empty string if it has not."""
         if len(self._recent) < LEAST:
             self._take(step, loss)
             return ""
         median, spread = self._line()
         if loss <= median + SPREADS * spread:
             for one in (*self.suspects, (step, loss)):
-                self._take(*one)  # those before were harmless
+                self._take(*one)  # the suspects before it were harmless
             self.suspects = []
             return ""
         self.suspects.append((step, loss))
@@ -75,7 +75,7 @@ class LossLine:
             self._start = max(self._start, loss)
 
     def back_to(self, step: int) -> None:
-        """Forget the losses from a step on."""
+        """Discard the losses from a step on."""
         self.suspects = []
         kept = [one for one in self._recent if one[0] < step]
         self._seen -= len(self._recent) - len(kept)

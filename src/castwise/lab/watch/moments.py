@@ -1,4 +1,4 @@
-"""What a step of a training began with: its batch, and where the random generators stood."""
+"""The inputs of a training step: its batch, and the states of the random generators."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from castwise.core.session import Amp
 
 @dataclass(frozen=True)
 class Moment:
-    """A batch as a loader handed it out, and the random states of that moment.
+    """A batch from a loader, and the random states at that time.
 
     Attributes:
-        batch: By reference.
+        batch: A reference, not a copy.
         random: As :func:`generators` returns them.
-        versions: How often each of the batch's tensors had been written to.
+        versions: Version counter of each of the batch's tensors.
     """
 
     batch: Any
@@ -32,17 +32,17 @@ class Moment:
 
     @classmethod
     def of(cls, batch: Any, amp: Amp) -> Moment:
-        """The moment that it is now."""
+        """The moment of this call."""
         return cls(batch, generators(amp), _versions(batch))
 
     @property
     def changed(self) -> bool:
-        """Whether the batch was written to since, as far as autograd counts."""
+        """Whether the batch was written to since, by autograd's version counters."""
         return _versions(self.batch) != self.versions
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the batch's tensors."""
+        """Total bytes of the batch's tensors."""
         return sum(tensor.nbytes for tensor in tensors_in(self.batch))
 
 
@@ -51,7 +51,7 @@ def _versions(batch: Any) -> tuple[int, ...]:
 
 
 def generators(amp: Amp) -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, of values that a checkpoint can hold."""
+    """The states of Python's, NumPy's and torch's generators, as values that a checkpoint can hold."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -61,10 +61,10 @@ def generators(amp: Amp) -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Undo :func:`generators`, of the device types that are there.
+    """Restore the states from :func:`generators`, for the device types that are present.
 
     Raises:
-        ValueError: Something that no generator takes; others may have been set.
+        ValueError: An invalid state; other generators may already have been set.
     """
     try:
         random.setstate(states["python"])

@@ -1,4 +1,4 @@
-"""``Monitor``: numerics of a running training, sampled, with alarms and audits."""
+"""``Monitor``: sampled numerics of a running training, with alarms and audits."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 EVERY = 128
-"""Steps between two samples by default: bench/bench_monitor.py has what that costs."""
+"""Default number of steps between two samples; bench/bench_monitor.py measures the cost."""
 AUDIT_EVERY = 5000
-"""Steps between two audits by default: they then cost less than 1 % of the training's time."""
+"""Default number of steps between two audits: they then cost less than 1 % of the training's time."""
 
 
 KEPT = 512
-"""Samples, alarms and audits that are kept."""
+"""Number of samples, alarms and audits kept."""
 
 
 class Monitor(OfThisProcess):
-    """Watches the trainings of a session: cheap enough to be always on, and nothing of the training notices.
+    """Watches the trainings of a session, cheaply enough to be always on, without changing their results.
 
     ::
 
@@ -51,40 +51,40 @@ class Monitor(OfThisProcess):
             ...  # the loop as it is
         rich.print(monitor.table())
 
-    Steps count themselves, whoever makes them: ``amp.step``, ``optimizer.step()``, Lightning, the Trainer of transformers. The monitor may be
-    made before ``prepare`` or after it. At every ``every``-th step of an optimizer it looks at gradients, weights, the update and
-    the outputs of modules that have parameters of their own; skipped steps and the loss scale it follows at every step.
+    Steps are counted by hooks, whoever makes them: ``amp.step``, ``optimizer.step()``, Lightning, the Trainer of transformers. The monitor may be
+    made before or after ``prepare``. At every ``every``-th step of an optimizer it samples gradients, weights, the update and
+    the outputs of modules that have parameters of their own; it records skipped steps and the loss scale at every step.
     Weights, gradients, random numbers and modes are bit for bit those of a run without it.
 
     Args:
         amp: The session.
-        every: Steps between two samples, by each optimizer's own count.
-        jsonl: A file to which each sample, alarm and audit is appended as a line of JSON.
+        every: Steps between two samples, counted per optimizer.
+        jsonl: A file; each sample, alarm and audit is appended as a line of JSON.
         tensorboard: A folder for event files, or a ``SummaryWriter``.
-        log: ``log(values, step)``, called with every sample's numbers by name: ``wandb.log``, ``logger.log_metrics``. What it raises is
-            a warning, once, and the training goes on.
-        live: Show the last sample and the open alarms in the terminal, where there is one.
-        on_alarm: ``on_alarm(alarm)``, called with each :class:`castwise.monitor.Alarm` when it is raised, behind the step that raised it, on
-            every rank with the same. What it raises goes through that step, which has been made or skipped whole: a way to end a run.
-        lines: By kind of alarm another :class:`~castwise.lab.watch.alarms.Line`, or None to leave it out; see
+        log: ``log(values, step)``, called with every sample's numbers by name: ``wandb.log``, ``logger.log_metrics``. If it raises, a
+            warning is given once and training continues.
+        live: Show the last sample and the open alarms, if standard output is a terminal.
+        on_alarm: ``on_alarm(alarm)``, called on every rank with each :class:`castwise.monitor.Alarm` when it is raised, after the step that
+            raised it. An exception from it propagates out of that step, which is complete: a way to end a run.
+        lines: Per kind of alarm, a :class:`~castwise.lab.watch.alarms.Line` that replaces the default, or None to disable it; see
             ``castwise.lab.watch.LINES``.
-        loss: ``loss(model, batch)`` -> scalar tensor; with ``batches`` the plan is audited: held against fp32 as in :func:`castwise.parity`, on
-            copies of the model as trained so far, which for that time take about five times the memory of fp32 weights; where it is
-            sharded, of all weights on every rank.
-        batches: For audits: a sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator.
-        audit_every: Steps between two audits; the first is made behind the first step that this monitor sees.
-        accumulate: Microbatches that one update of the training averages, on all ranks together.
+        loss: ``loss(model, batch)`` -> scalar tensor; with ``batches`` the plan is audited: compared with fp32 as in :func:`castwise.parity`, on
+            copies of the current model, which take about five times the memory of fp32 weights during the audit; for a sharded model,
+            of all weights on every rank.
+        batches: For audits: a sequence, a re-iterable, or ``batches(seed)`` -> iterator.
+        audit_every: Steps between two audits; the first follows the first step that this monitor sees.
+        accumulate: Microbatches averaged per update of the training, on all ranks together.
 
-    Where torch.distributed is in use, every rank makes the same monitor; samples are joined over the session's ranks, and the
+    With torch.distributed every rank makes the same monitor; samples are combined over the session's ranks, and the
     first of them writes.
 
     Attributes:
-        samples: The last ones, 512 at most.
-        alarms: All that were raised.
-        audits: All that were made.
+        samples: The last 512 at most.
+        alarms: All alarms raised.
+        audits: All audits made.
 
     Raises:
-        PlanError: A number, line or kind that cannot be; it names the argument.
+        PlanError: An invalid number, line or kind; the message names the argument.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Monitor(OfThisProcess):
             if self._session.ranks.rank == 0
             else []
         )
-        # the hooks of all optimizers do not hold the monitor; the session does, so that it lives as long
+        # the global optimizer hooks hold only a weak reference; the session keeps the monitor alive
         alive = weakref.ref(self)
         self._end = weakref.finalize(self, _end, _hooks(alive), self._sampler.outputs)
         self._end.atexit = False
@@ -147,21 +147,21 @@ class Monitor(OfThisProcess):
 
     @property
     def step(self) -> int:
-        """Steps so far, of the optimizer that made most; skipped ones count."""
+        """Number of steps so far, skipped ones included, of the optimizer with the most steps."""
         return max((turn.steps for turn in self._turns.values()), default=0)
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped so far, those before a resume too. Waits as :attr:`castwise.Amp.skipped_steps` does."""
+        """Number of skipped steps so far, including those before a resume. Waits as :attr:`castwise.Amp.skipped_steps` does."""
         return self._sampler.skipped_before + self._session.window.skipped_steps
 
     @property
     def open_alarms(self) -> tuple[Alarm, ...]:
-        """Alarms that were raised and not cleared since."""
+        """Alarms raised and not yet cleared."""
         return tuple(self._crossed.open.values())
 
     def report(self) -> MonitorReport:
-        """What was seen so far. Waits for the device where a fused optimizer on it decided about skipping."""
+        """The results so far. Waits for the device if a fused optimizer on it decides about skipping."""
         return MonitorReport(
             str(self._amp.plan), self._amp.device_type, self.step, self.skipped_steps, self._every,
             tuple(self.samples), tuple(self.alarms), tuple(self.audits), tuple(self._sampler.unseen), self.open_alarms,
@@ -181,10 +181,10 @@ class Monitor(OfThisProcess):
         return self.report().save(Path(folder))
 
     def audit(self) -> Audit:
-        """Hold the plan against fp32 now, at the weights as they are; every rank calls it. Waits for the device.
+        """Compare the plan with fp32 now, at the present weights; every rank calls it. Waits for the device.
 
         Raises:
-            PlanError: The monitor has no loss and batches, or the session not one model.
+            PlanError: The monitor has no loss and batches, or the session has no model or several.
             CastwiseError: The model, the loss or the batches cannot be used.
         """
         if self._auditor is None:
@@ -195,7 +195,7 @@ class Monitor(OfThisProcess):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from: counts and open alarms, plain values. The session's state is saved separately."""
+        """State for a resume: counts and open alarms as plain values. The session's state is saved separately."""
         turns = [
             {"number": t.number, "steps": t.steps, "streak": t.streak, "made": t.made}
             for t in self._turns.values()
@@ -205,10 +205,10 @@ class Monitor(OfThisProcess):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Restore a saved state.
 
         Raises:
-            CheckpointError: Not a state of a monitor.
+            CheckpointError: The state is not a monitor's.
         """
         try:
             if state["version"] != 1:
@@ -228,7 +228,7 @@ class Monitor(OfThisProcess):
         self._turn_by_id.clear()
 
     def close(self) -> None:
-        """End watching and close files; what was seen stays to be read."""
+        """Stop watching and close files; results stay readable."""
         self._closed = True
         self._listened()
         self._end()
@@ -258,20 +258,18 @@ class Monitor(OfThisProcess):
             self._sampler.attempt("gradients and weights", self._sampler.look, optimizer, turn)
 
     def _after(self, optimizer: Optimizer) -> None:
-        """Behind the step of any optimizer."""
+        """After the step of any optimizer."""
         session = self._session
         if not session.members.holds(optimizer):
             return
         turn = self._turn(optimizer)
         if turn.update is not None:
             self._sampler.attempt("updates", self._sampler.look_again, turn, turn.update)
-        if (
-            id(optimizer) not in session.window.stepping
-        ):  # else the session tells when all of its step is done
+        if id(optimizer) not in session.window.stepping:  # else the session calls when its whole step is done
             self._ended(optimizer, session.window.skips > turn.skips)
 
     def _stepped(self, optimizers: Sequence[Optimizer], result: StepResult) -> None:
-        """Behind a step of the session."""
+        """After a step of the session."""
         skipped = result.skipped if result.known else None
         for optimizer in optimizers:
             self._ended(optimizer, skipped)
@@ -308,12 +306,12 @@ class Monitor(OfThisProcess):
     # --- audits -------------------------------------------------------------------------------------------
 
     def _audit_or_say(self) -> Audit:
-        """An audit; where fp32 itself is not finite, or after the first, what keeps it from being made."""
+        """An audit; an error is reported as its result if fp32 itself is not finite, or after the first audit."""
         try:
             return self._audit()
         except Exception as error:
             if not (self.audits or isinstance(error, NonFiniteError)):
-                raise  # what is wrong with loss or batches is an error, at once
+                raise  # an invalid loss or batches raise at the first audit
             mine = failed(error)
             self._sampler.note_unseen(mine.reason)
             return mine
@@ -334,7 +332,7 @@ class Monitor(OfThisProcess):
         )
 
     def _note_audit(self, found: Sequence[Audit]) -> Audit:
-        """Keep the worst of all ranks' findings."""
+        """Keep the worst of all ranks' audits."""
         worst = max(range(len(found)), key=lambda rank: badness(found[rank]))
         count = sum(audit.microbatches for audit in found)
         audit = dataclasses.replace(found[worst], step=self.step, rank=worst, microbatches=count)
@@ -361,7 +359,7 @@ class Monitor(OfThisProcess):
             self._sinks.write(event, self._now)
 
     def _now(self) -> MonitorReport:
-        """The report without what the terminal does not show: to draw it costs as much at the last sample as at the first."""
+        """The report without history that the terminal does not show, so that drawing takes constant time."""
         whole = self.report()
         return dataclasses.replace(whole, samples=whole.samples[-1:], audits=whole.audits[-1:])
 
@@ -375,7 +373,7 @@ class Monitor(OfThisProcess):
 
 
 def _hooks(alive: weakref.ref[Monitor]) -> Callable[[], None]:
-    """Call a monitor around every step as long as there is one; returns what ends it."""
+    """Call a monitor around every step while it exists; returns a function that ends that."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         monitor = alive()

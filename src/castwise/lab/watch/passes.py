@@ -19,17 +19,17 @@ from castwise.lab.watch.moments import set_generators
 from castwise.lab.workloads.workload import check_loss, users_code
 
 Loss = Callable[[nn.Module, Any], Any]
-"""From a model and a batch the loss; several as a mapping by name, or as a sequence."""
+"""``loss(model, batch)`` -> the loss; several losses as a mapping by name, or as a sequence."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a step came to.
+    """Result of running a step.
 
     Attributes:
-        losses: In their order, 0-dim.
+        losses: In order, 0-dim.
         names: Of the losses.
-        gradients: By name, the loss scale in them.
+        gradients: By name, multiplied by the loss scale.
         nonfinite: Names of parameters whose gradients are not finite.
     """
 
@@ -40,17 +40,17 @@ class Ran:
 
     @property
     def finite(self) -> bool:
-        """Whether all of it is. The host waits for the device."""
+        """Whether losses and gradients are finite. The host waits for the device."""
         return not self.nonfinite and all(bool(torch.isfinite(value).all()) for value in self.losses)
 
     @property
     def loss(self) -> float:
-        """As :func:`mean_loss`."""
+        """The result of :func:`mean_loss`."""
         return mean_loss(zip(self.names, self.losses, strict=True))
 
 
 def mean_loss(losses: Iterable[tuple[str, Tensor]]) -> float:
-    """The loss of a step: of each name the mean over microbatches, or evaluations, added up. The host waits for the device."""
+    """The loss of a step: the mean over microbatches, or evaluations, per name, summed over names. The host waits for the device."""
     by: dict[str, list[float]] = {}
     for name, value in losses:
         by.setdefault(name, []).append(float(value))
@@ -74,19 +74,19 @@ def run_step(
 
     Args:
         call: The caller, for errors.
-        model: A copy to experiment on.
-        loss: From it and a batch.
-        plan: To run under.
+        model: A copy that may be changed.
+        loss: ``loss(model, batch)``.
+        plan: The plan to run under.
         device: To run on.
-        moments: Each microbatch, and the random states that it began with.
-        load: Gives the prepared model its weights.
-        names: Of the losses, by microbatch.
-        scales: Loss scales by name, in the place of the plan's first.
-        keep: Return copies of the gradients.
+        moments: Per microbatch, the batch and its initial random states.
+        load: Loads the weights into the prepared model.
+        names: Names of the losses, per microbatch.
+        scales: Loss scales by name, instead of the plan's initial ones.
+        keep: Whether to return copies of the gradients.
 
     Raises:
-        CastwiseError: The plan does not fit, or the loss is none.
-        ValueError: A random state that no generator takes.
+        CastwiseError: The plan does not fit, or the loss is invalid.
+        ValueError: An invalid random state.
     """
     model.to(device)
     losses: list[Tensor] = []
@@ -112,7 +112,7 @@ def run_step(
 
 
 def by_name(given: Any, names: Sequence[str] = ()) -> list[tuple[str, Tensor]]:
-    """The losses of a microbatch, with their names."""
+    """The losses of a microbatch with their names."""
     if isinstance(given, Mapping):
         return list(given.items())
     if isinstance(given, (tuple, list)):
@@ -121,13 +121,13 @@ def by_name(given: Any, names: Sequence[str] = ()) -> list[tuple[str, Tensor]]:
 
 
 def total(given: Any) -> Tensor:
-    """All losses of a microbatch as one."""
+    """Sum of all losses of a microbatch."""
     first, *others = (value for _, value in by_name(given))
     return sum(others, first)
 
 
 def gradients_not_finite(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradients hold an infinity or a NaN. The host waits for the device."""
+    """Names of parameters with a non-finite gradient. The host waits for the device."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -136,7 +136,7 @@ def gradients_not_finite(model: nn.Module) -> list[str]:
 
 
 def _set_scales(amp: Amp, scales: Mapping[str, float]) -> None:
-    """Have losses at these scales."""
+    """Set the loss scales of losses by name."""
     state = amp.state_dict()
     if not state["scaler"] or not scales:
         return
@@ -154,7 +154,7 @@ def _set_scales(amp: Amp, scales: Mapping[str, float]) -> None:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """As many threads as then: sums are cut into as many parts."""
+    """Use this many threads inside the block: the order of sums depends on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(count, 1024)))
     try:

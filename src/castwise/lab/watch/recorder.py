@@ -1,11 +1,11 @@
-"""Keep what a step that went wrong began with, so that it can be made again: batch, random state, weights.
+"""Record the inputs of a step that goes wrong, so that it can be replayed: batch, random states, weights.
 
-Until something goes wrong that costs nearly nothing: of each batch a reference is kept and the states of the random
-generators, and the buffers that the forward may move. Weights need no copy: a step that is skipped leaves them as they were,
-and a loss that is not finite is seen before its backward.
+Until then the cost is small: it keeps a reference to each batch, the random states, and copies of the buffers that the forward may
+change. Weights need no copy: a skipped step leaves them unchanged, and a non-finite loss is detected before its
+backward.
 
-Ranks that train one model write one record together: each its batches, random states and buffers, and of the weights what no
-other has written. Whether there is something to write they ask each other at every step, so that none waits for another.
+Ranks that train one model write one record together: each its own batches, random states and buffers, and those weights that no
+other rank has written. At every step they agree on whether to write, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ from castwise.lab.watch.moments import Moment
 from castwise.lab.watch.passes import gradients_not_finite
 
 KINDS = ("loss", "error", "alarm", "overflow")
-"""Kinds of records, the most telling first."""
+"""Kinds of records, the most informative first."""
 
 
 @dataclasses.dataclass
 class _Step:
-    """What is known of the step that is on its way."""
+    """State of the current step."""
 
     moments: list[Moment] = dataclasses.field(default_factory=list)
     losses: list[tuple[int, str, Tensor]] = dataclasses.field(default_factory=list)
-    """For each the moment that it belongs to, its name, and its value in memory of its own."""
+    """Per loss, the index of its moment, its name, and a copy of its value."""
     scales: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     weights: dict[str, Any] | None = None
-    """A copy, where one had to be made."""
+    """A copy, if one was needed."""
     over: bool = False
-    """Whether a step was made on its batches, so that the next batch begins another."""
+    """Whether an optimizer has stepped on its batches, so that the next batch starts another step."""
     begun: bool = False
-    """Whether an optimizer has begun to step, so that the weights may have moved."""
+    """Whether an optimizer has started to step, so that the weights may have changed."""
     moved: bool = False
-    """Whether the weights to be written are not those that the batches met."""
+    """Whether the weights have changed since its batches were used."""
     done: bool = False
-    """Whether it was written, or can no longer be."""
+    """Whether it was written, or can no longer be written."""
     why: tuple[str, str] | None = None
-    """What kind of trouble was seen, and what was said of it."""
+    """Kind of trouble and its description."""
 
 
 class Recorder(OfThisProcess):
-    """Writes steps that overflow, and those that it is asked to, into folders that :func:`castwise.replay` makes again.
+    """Writes steps that overflow, and steps requested by :meth:`write`, as records that :func:`castwise.replay` runs again.
 
         with castwise.Recorder(amp, model, "runs/a/failures") as recorder:
             for batch in recorder.batches(loader):
@@ -74,34 +74,34 @@ class Recorder(OfThisProcess):
                 amp.step(optimizer)
                 optimizer.zero_grad()
 
-    Written are steps that were skipped, or ended by an error, and losses that are not finite; and what :meth:`write` is asked
-    for, as by an alarm. Of each kind the first few: those that follow seldom say more. A record that cannot be written is
-    a warning, and the training goes on.
+    It writes steps that were skipped or raised an error, steps with a non-finite loss, and steps requested by :meth:`write`,
+    for instance from an alarm. Of each kind only the first few are written, since later ones seldom add information. If a record
+    cannot be written, a warning is given and training continues.
 
-    Where the session has several ranks each makes the same recorder, under DistributedDataParallel and FSDP2 alike: a step that
-    went wrong on one of them is written by all, as one record. An error that a rank ends by is written by that rank alone, as
-    others may know nothing of it; where the model is cut into shards a warning says that it was not.
+    With several ranks, each makes the same recorder, also under DistributedDataParallel and FSDP2: a step that
+    goes wrong on one rank is written by all, as one record. A step that raises an error is written by that rank alone, since
+    other ranks may not know of it; if the model is sharded, a warning says that it was not written.
 
-    On an accelerator the host waits at each step for the loss and for whether it was skipped.
+    On an accelerator the host waits at each step for the loss and for the skip decision.
 
     Args:
         amp: The session.
-        model: What it has prepared; DistributedDataParallel, FSDP2 and ``torch.compile`` around it are seen through.
-        folder: Of the records, on a file system that all ranks see; a rank that ends by an error writes into ``rank-1`` and so
-            on in it. Numbers go on behind those of the records that are there.
-        workload: By which name the job can be found again, as in :func:`castwise.workload.find_workload`. A replay shows the name, and
-            runs it only where it is given again.
-        most: Records of each kind.
-        copies: Copy the weights before every step, so that an alarm about a step that was made gets this step, and not the
-            one that follows.
+        model: The prepared model; it may be wrapped in DistributedDataParallel, FSDP2 or ``torch.compile``.
+        folder: Of the records, on a file system shared by all ranks; a rank that raises an error writes into its own subfolder,
+            ``rank-1`` and so on. Numbering continues after existing records.
+        workload: A name of the job, as for :func:`castwise.workload.find_workload`. A replay shows it, but runs it only if it is
+            given again.
+        most: Maximum number of records per kind.
+        copies: Copy the weights before every step, so that a request after a step, as from an alarm, records that step and not
+            the next one.
 
     Raises:
         PlanError: ``most`` below 1.
-        StateError: A model that this session has not prepared, a stage of a pipeline, or one with weights that were cut by hand.
+        StateError: A model that this session did not prepare, a pipeline stage, or a model with hand-written shards.
     """
 
     records: tuple[Path, ...]
-    """What has been written, by this rank or by all."""
+    """Paths of the records written by this rank or by all."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Recorder(OfThisProcess):
         self._workload, self._most, self._copies = workload, most, copies
         self._folder, self._is_cut = Path(folder), any(map(is_dtensor, self._model.parameters()))
         self._counts: dict[str, int] = {}
-        # behind what an earlier process has left there
+        # continue after an earlier process's records
         self._number = Ranks(self._session.ranks.group, CheckpointError).first(lambda: _last_of(self._folder))
         self._closed = self._heard = False
         self._step: _Step | None = None
@@ -136,14 +136,14 @@ class Recorder(OfThisProcess):
         self.close()
 
     def close(self) -> None:
-        """Watch the session no longer. Records stay."""
+        """Stop watching the session. Records stay."""
         self._end()
         self._step, self._closed = None, True
 
     # --- what a training tells --------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a loader, each noted before it is handed out; several for a step where gradients are accumulated.
+        """Yield the batches of a loader, each recorded before it is yielded; a step may use several (gradient accumulation).
 
         Raises:
             StateError: This recorder was closed, or its session was.
@@ -166,7 +166,7 @@ class Recorder(OfThisProcess):
         self._step.moments.append(Moment.of(batch, self._amp))
 
     def _copy_buffers(self) -> dict[str, Tensor]:
-        """Copies of all buffers: writing through ``.data``, and assigning another tensor, count as no write."""
+        """Copies of all buffers: version counters miss writes through ``.data`` and replaced tensors."""
         return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
 
     def _copy_weights(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class Recorder(OfThisProcess):
         bad = not math.isfinite(float(value))
         if bad and step.why is None:
             step.why = "loss", f"the loss is {float(value)}"
-        # a rank that holds all weights copies them for all; of shards each has to copy its own
+        # one rank copies replicated weights for all; each copies its own shards
         bad = self._any(bad)[0] if self._is_cut else bad
         if bad and step.weights is None and self._wants("loss"):
             step.weights, step.moved = self._copy_weights(), step.begun
@@ -213,19 +213,19 @@ class Recorder(OfThisProcess):
             skipped, has = result.skipped, step.weights is not None
             if skipped and step.why is None:
                 step.why = "overflow", "the step was skipped, since gradients are not finite"
-            step.moved |= not has and step.over  # by another optimizer's step
+            step.moved |= not has and step.over  # by an earlier optimizer of this step
             why = step.why if step.why is not None and self._wants(step.why[0]) else None
             wrong, some_have, some_lack = self._any(why is not None, has, not has)
             if wrong and (skipped or (not some_lack if self._is_cut else some_have)):
                 step.done = True
                 self._write(step, skipped, result.grad_norm)
-            elif wrong:  # the weights have moved: the next step, by all
+            elif wrong:  # the weights have changed: all record the next step instead
                 self._next = "alarm", f"the step before: {why[1]}" if why else ""
                 step.done = True
         step.over = True
 
     def _any(self, *flags: bool) -> tuple[bool, ...]:
-        """Each of some flags, whether it is set on any rank."""
+        """Per flag, whether it is set on any rank."""
         ranks = self._session.ranks
         if ranks.size == 1:
             return flags
@@ -258,16 +258,16 @@ class Recorder(OfThisProcess):
     # --- records ----------------------------------------------------------------------------------------------
 
     def write(self, alarm: object = "asked for") -> None:
-        """Have a step written: with ``copies`` the one on its way or just made, else the next. All ranks ask together.
+        """Record a step: with ``copies`` the current or latest one, else the next one. All ranks must call it.
 
         Args:
-            alarm: What for, as text or anything that is shown as text. So it can be given to what calls upon alarms.
+            alarm: The reason, as text or any object; so it can be passed as ``on_alarm``.
         """
         if not self._wants("alarm"):
             return
         why, step = ("alarm", str(alarm)), self._step
-        alike = self._copies or self._session.ranks.size == 1  # else one rank alone may have copied them
-        if step is None or step.weights is None or not alike:  # the weights may have moved already
+        alike = self._copies or self._session.ranks.size == 1  # else only one rank may have copied them
+        if step is None or step.weights is None or not alike:  # the weights may have changed already
             self._next = why
         elif step.over and not step.done:
             step.why, step.done = why, True
@@ -279,7 +279,7 @@ class Recorder(OfThisProcess):
         return self._counts.get(kind, 0) < self._most
 
     def _write(self, step: _Step, skipped: bool | None, norm: Tensor | None, together: bool = True) -> None:
-        """Write a step, of all ranks or of this one alone."""
+        """Write a step as a record of all ranks or of this rank alone."""
         ranks = self._session.ranks if together else Ranks(ALONE)
         whys = ranks.gather(step.why)
         kind, text = _joined([why if why and why[1] else None for why in whys])
@@ -300,7 +300,7 @@ class Recorder(OfThisProcess):
         model, amp = self._model, self._amp
         weights = step.weights or ({} if about["skipped"] is False else amp.model_state_dict(model))
         ddp = wrappers.ddp_around(model) if ranks.size > 1 else None
-        shared = ddp is not None and ddp.broadcast_buffers  # the first rank's, before each forward
+        shared = ddp is not None and ddp.broadcast_buffers  # from the first rank, before each forward
         content = {
             **about,
             "step": self._number,
@@ -334,7 +334,7 @@ class Recorder(OfThisProcess):
 
 
 def _last_of(folder: Path) -> int:
-    """The largest number of a record in a folder, and in those of ranks in it; 0 where there is none."""
+    """The largest record number in a folder and its ranks' subfolders; 0 if there is none."""
     with contextlib.suppress(OSError):
         return max(
             (step for home in (folder, *folder.glob("rank-*")) for step, _ in candidates(home)), default=0
@@ -343,7 +343,7 @@ def _last_of(folder: Path) -> int:
 
 
 def _joined(whys: Sequence[tuple[str, str] | None]) -> tuple[str, str]:
-    """What is most telling of what ranks have seen, and on which."""
+    """The most informative reason among all ranks', with the ranks that have it."""
     kind = min((why[0] for why in whys if why), key=KINDS.index, default="alarm")
     ranks_of: dict[str, list[int]] = {}
     for rank, why in enumerate(whys):
@@ -355,11 +355,11 @@ def _joined(whys: Sequence[tuple[str, str] | None]) -> tuple[str, str]:
 
 
 def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
-    """The module inside all wrappers, if a session has prepared it.
+    """The module inside all wrappers, if this session prepared it.
 
     Raises:
-        PlanError: No session, or no module.
-        StateError: Another session has, or none; or each rank holds a part of the model that says not of what.
+        PlanError: Not a session, or not a module.
+        StateError: Another session prepared it, or none; or it is a pipeline stage or has hand-written shards.
     """
     if not isinstance(amp, Amp) or not isinstance(model, nn.Module):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What a monitor sees, as frozen data: samples, alarms, audits, and the report of a run."""
+"""Results of a monitor as frozen data: samples, alarms, audits, and the report of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from castwise.lab.timing.environment import environment
 
 @dataclass(frozen=True)
 class RegionSample:
-    """What one module with parameters of its own did in one sampled step; None where it was not to be seen.
+    """Statistics of one module with parameters of its own in one sampled step; None if not observed.
 
     Attributes:
         path: Of the module; ``""`` is the root.
@@ -24,11 +24,11 @@ class RegionSample:
         weight_norm: L2 norm of its parameters before the step; of masters, where there are any.
         update_ratio: Norm of the update over norm of the weights, from at most ``ELEMENTS`` elements of each parameter.
         output: Largest magnitude of its outputs.
-        near_overflow: Of its outputs in fp16, the share of elements above an eighth of 65504.
-        zero: Of the gradients of its outputs in fp16, the share of elements that are exactly zero.
-        subnormal: The share that is below fp16's smallest normal number and not zero.
-        underflow: What rounding there adds to these gradients at most: error over gradient, both as sums of squares.
-        lost_updates: Share of its updates that rounding dropped since the sample before, where parameters are stored
+        near_overflow: Share of the elements of its fp16 outputs above an eighth of 65504.
+        zero: Share of exact zeros in the gradients of its fp16 outputs.
+        subnormal: Share of nonzero elements in them below fp16's smallest normal number.
+        underflow: Upper bound of the rounding error that this adds to them: squared error over squared gradient.
+        lost_updates: Share of its updates dropped by rounding since the previous sample, if parameters are stored
             low without masters.
     """
 
@@ -49,11 +49,11 @@ class Sample:
     """One sampled step of one optimizer.
 
     Attributes:
-        step: The number of the optimizer's step, skipped ones counted; the first is 1.
-        optimizer: Its place among the session's optimizers, from 0.
-        skipped: Whether it was skipped; None where only the device knows.
-        skipped_steps: Skipped steps so far, of all optimizers.
-        loss_scale: The scale that its gradients were taken with; None under a plan without one.
+        step: Number of the optimizer's step, skipped ones included; the first is 1.
+        optimizer: Its index among the session's optimizers, from 0.
+        skipped: Whether it was skipped; None if only the device knows.
+        skipped_steps: Number of skipped steps so far, of all optimizers.
+        loss_scale: Loss scale of the gradients; None under a plan without one.
         grad_norm: L2 norm of all its gradients, unscaled.
         update_ratio: Norm of the whole update over the norm of the weights.
         lost_updates: As in :class:`RegionSample`, over all regions.
@@ -71,7 +71,7 @@ class Sample:
     regions: tuple[RegionSample, ...] = ()
 
     def scalars(self) -> dict[str, float]:
-        """Every number by a name with slashes, as loggers want it: ``grad_norm``, ``encoder.0/grad_norm``, ..."""
+        """Every number by a slash-separated name, as loggers expect: ``grad_norm``, ``encoder.0/grad_norm``, ..."""
         prefix = f"optimizer{self.optimizer}/" if self.optimizer else ""
         out: dict[str, float] = {}
         for name in _SCALARS:
@@ -92,17 +92,17 @@ _REGION_SCALARS = tuple(field.name for field in dataclasses.fields(RegionSample)
 
 @dataclass(frozen=True)
 class Alarm:
-    """A line that was crossed. It is raised once, and again only after it was cleared.
+    """A crossed line. It is raised once, and again only after it was cleared.
 
     Attributes:
-        kind: What about: a key of ``castwise.lab.watch.LINES``.
+        kind: A key of ``castwise.lab.watch.LINES``.
         step: The optimizer's step at which it was raised.
         region: Module path; ``""`` is the whole model.
-        value: What was seen.
-        line: What it had to stay on the right side of.
-        message: What it is and what to do about it, in a sentence or two.
-        cleared: The step at which it ended; None while it is open. An alarm that ends is given out anew, with this set.
-        optimizer: The optimizer's place among the session's, from 0.
+        value: The value that crossed the line.
+        line: The threshold that it crossed.
+        message: The problem and what to do about it, in a sentence or two.
+        cleared: The step at which it was cleared; None while it is open. A cleared alarm is reported again, with this set.
+        optimizer: The optimizer's index among the session's, from 0.
     """
 
     kind: str
@@ -117,20 +117,20 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Audit:
-    """The plan's gradients held against fp32's during training, at the weights of one step.
+    """A comparison of the plan's gradients with fp32's during training, at the weights of one step.
 
     Attributes:
-        step: After which.
-        verdict: ``sound``: the few microbatches that are looked at first are far below the line where plans fail. Else what the
-            gradient parity test said on more of them: ``pass``, ``fail``, or ``undecided``; ``undecided`` too where fp32
-            cannot say, as at a loss that is not finite.
-        reason: In a sentence.
-        damage: The relative error of an update, as a square; None where there is none.
-        adam: The same in the units of Adam's steps; None for other optimizers.
-        microbatches: How many were compared, on all ranks.
-        time_s: Wall-clock time that training waited for it.
+        step: The step before the audit.
+        verdict: ``sound``: the first few microbatches are far below the line at which plans fail. Else the verdict of the gradient
+            parity test on more microbatches: ``pass``, ``fail``, or ``undecided``; also ``undecided`` if fp32 itself is no
+            reference, as when its loss is not finite.
+        reason: Why, in a sentence.
+        damage: Relative squared error of an update; None if not computed.
+        adam: The same in units of Adam's steps; None for other optimizers.
+        microbatches: Number compared, on all ranks.
+        time_s: Wall-clock time of the audit, during which training waits.
         regions: The modules that contribute most, the worst first: path and share.
-        rank: The rank whose finding it is: the worst.
+        rank: The rank with the worst audit, which this is.
     """
 
     step: int
@@ -146,20 +146,20 @@ class Audit:
 
 @dataclass(frozen=True)
 class MonitorReport(Result):
-    """What a monitor has seen of a run so far.
+    """Results of a monitor so far.
 
     Attributes:
         plan: The session's plan, as text.
         device: The type of device that it runs on.
-        steps: Of the optimizer that made most.
-        skipped_steps: Skipped among them.
+        steps: Of the optimizer with the most steps.
+        skipped_steps: How many of them were skipped.
         every: Steps between two samples.
-        samples: The last of them, 512 at most.
-        alarms: All that were raised.
-        audits: All that were made.
-        open_alarms: Those of the alarms that were not cleared.
-        unseen: What could not be looked at, and why, in sentences.
-        restored_buffers: Buffers that skipped steps had made non-finite and that were put back, and how often each.
+        samples: The last 512 at most.
+        alarms: All alarms raised.
+        audits: All audits made.
+        open_alarms: Alarms not yet cleared.
+        unseen: What could not be observed and why, in sentences.
+        restored_buffers: Per buffer, how often it was restored after a skipped step had made it non-finite.
     """
 
     kind: ClassVar[str] = "monitor"
@@ -176,9 +176,9 @@ class MonitorReport(Result):
     restored_buffers: tuple[tuple[str, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The record that reports are made from: JSON's own types.
+        """The record that reports are made from, as JSON types.
 
-        Numbers that are not finite are None, and named in the sample's or the region's ``not_finite``.
+        Non-finite numbers are None, and are named in ``not_finite`` of the sample or region.
         """
         out = super().to_dict()
         for row, sample in zip(out["samples"], self.samples, strict=True):
@@ -190,7 +190,7 @@ class MonitorReport(Result):
         return out
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``monitor.json`` and, where the libraries for it are there, the page ``monitor.html``; returns the folder."""
+        """Write ``monitor.json`` and, if its libraries are installed, the page ``monitor.html``; returns the folder."""
         home = Path(folder)
         made_on = dataclasses.asdict(environment(torch.device(self.device)))
         self._save(
@@ -204,7 +204,7 @@ class MonitorReport(Result):
 
 
 def _not_finite(seen: Sample | RegionSample) -> list[str]:
-    """Names of the numbers that JSON has none for."""
+    """Names of the non-finite numbers."""
     return [
         name for name, value in vars(seen).items() if isinstance(value, float) and not math.isfinite(value)
     ]

@@ -1,9 +1,9 @@
-"""Where a training diverges, go back to the last good state, see to what did it, and go on.
+"""Return a diverged training to its last good state, remove the cause, and continue.
 
-Good states are checkpoints (:mod:`castwise.checkpoint`), each whole or not there. The batches since then are kept, with the
-random states that they were handed out at, so that the way back is the way that was gone, but for what is changed: a batch is
-passed over, a region or the whole plan gets a safer format, a loss scale is lowered, or nothing, where the weights had been
-damaged. How often is bounded, and each time is logged with its evidence.
+Good states are checkpoints (:mod:`castwise.checkpoint`), each complete or absent. The batches since then are kept with their
+random states, so that the training repeats the same steps with one change: the batch is skipped, a region or the whole
+plan gets a safer format, the loss scale is lowered, or nothing changes, if only the weights were damaged. The number of
+returns is limited, and each is logged with its evidence.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Suspect:
 
 
 class Recovery(OfThisProcess, Result):
-    """Takes a training that diverges back to its last good state, and past what made it diverge.
+    """Returns a diverged training to its last good state and removes the cause of the divergence.
 
     .. code-block:: python
 
@@ -61,38 +61,38 @@ class Recovery(OfThisProcess, Result):
             optimizer.zero_grad()
             scheduler.step()
 
-    A step has diverged where its loss is not finite; where three in a row are skipped that no loss scale would save; and where
-    the loss is far above what it was, at once or five times in a row (``castwise.lab.watch.losses`` has the line). Then weights, optimizer, loss
-    scale, random generators and ``also`` become what they were, ``batches`` hands out the same batches again, and before
-    the one that diverged comes again a copy of the model finds out why.
+    A step has diverged if its loss is not finite; if three steps in a row are skipped that no loss scale would save; or if
+    the loss is far above earlier losses, at once or five times in a row (the line is in ``castwise.lab.watch.losses``). Then weights, optimizer, loss
+    scale, random generators and ``also`` are restored, ``batches`` yields the same batches again, and before
+    the diverged step is repeated its cause is found on a copy of the model.
 
-    At each step the host waits for the loss. Where the session has several ranks every rank makes the same recovery and all go
-    back together; a step's loss is the mean over ranks. Under FSDP2 a good state is each rank's own shards; to find out why a
-    step diverged each rank puts the whole model together once, and needs its memory for as long.
+    At each step the host waits for the loss. With several ranks every rank makes the same recovery and all return
+    together; a step's loss is the mean over ranks. Under FSDP2 a good state is each rank's own shards; to find the cause,
+    each rank gathers the whole model once and needs the memory for it meanwhile.
 
     Args:
-        amp: The session, with ``nonfinite="skip"``, which is its default.
-        model: What it has prepared; DistributedDataParallel, FSDP2 and ``torch.compile`` around it are seen through.
-        optimizers: Those that update it.
-        loss: What the loop does from a batch, as the loader hands it out, to the loss; as for :func:`castwise.replay`.
-        folder: Of the good states, of this recovery alone, and of its log, ``recovery.jsonl``.
-        also: Objects by name, with ``state_dict`` and ``load_state_dict``, that go back too: schedulers, averages of weights.
+        amp: The session, with ``nonfinite="skip"``, the default.
+        model: The prepared model; it may be wrapped in DistributedDataParallel, FSDP2 or ``torch.compile``.
+        optimizers: The model's optimizers.
+        loss: The loop's loss of a batch as the loader yields it; as for :func:`castwise.replay`.
+        folder: For the good states of this recovery only, and its log ``recovery.jsonl``.
+        also: Objects by name, with ``state_dict`` and ``load_state_dict``, to restore too: schedulers, averages of weights.
         every: Steps between two good states.
-        attempts: Returns without a new good state behind what diverged; the next is an error.
-        spikes: Whether finite losses count; without it only what is not finite does.
-        keep_bytes: Of the batches since the last good states; of larger ones the earliest are let go, and training goes on with
-            those that are left.
+        attempts: Maximum number of returns without a new good state after the divergence; then an error is raised.
+        spikes: Whether high finite losses count as divergence; otherwise only non-finite values do.
+        keep_bytes: Maximum size of the kept batches; beyond it the earliest are discarded, and a return continues with the
+            remaining ones.
 
     Raises:
         PlanError: A number below 1, no session, no function, or ``also`` without ``state_dict``.
-        StateError: A model that this session has not prepared, a stage of a pipeline, or one with weights that were cut by hand.
+        StateError: A model that this session did not prepare, a pipeline stage, or a model with hand-written shards.
     """
 
     kind: ClassVar[str] = "recovery"
     returns: tuple[Rollback, ...]
-    """What was done so far."""
+    """The returns so far."""
     step: int
-    """Number of the batch that was handed out last, in the order of the data; it goes back too."""
+    """Number of the last batch yielded, in data order; a return lowers it."""
 
     def __init__(
         self,
@@ -120,10 +120,10 @@ class Recovery(OfThisProcess, Result):
         self._data = Rewind(keep_bytes)
         self._ranks = SessionView(amp).ranks
         self._accidents: dict[int, int] = {}
-        """By step, how often its divergence was called an accident."""
+        """By step, how often its divergence was called transient."""
         self._tries = 0
         self._furthest = -1
-        """The last step that has diverged."""
+        """The last diverged step."""
         self._tried = -1
         """The step before which a good state could not be saved."""
         self._suspect: _Suspect | None = None
@@ -139,22 +139,22 @@ class Recovery(OfThisProcess, Result):
         self.close()
 
     def close(self) -> None:
-        """Watch the session no longer. Good states stay on disk."""
+        """Stop watching the session. Good states stay on disk."""
         self._closed = True
         self._symptoms.end()
         self._symptoms.clear()
         self._data.clear()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a loader, and after a return those since the good state again; then the loader goes on where it was.
+        """Yield the batches of a loader; after a return, first those since the good state again, then the loader's next ones.
 
-        Call it once for each epoch. The first thing that it does is to save a good state, and nothing goes back to before it: what
-        the loop does between two epochs, such as a step of a scheduler, stays done.
+        Call it once per epoch. It first saves a good state, and no return goes back beyond that: changes between two epochs,
+        such as a scheduler's step, are kept.
 
         Raises:
-            DivergedError: The training has diverged, and going back did not help ``attempts`` times.
+            DivergedError: The training diverged, and ``attempts`` returns did not help.
             CheckpointError: There is no good state to go back to, or it cannot be read.
-            StateError: This recovery was closed, or its session was; or steps are made, and no loss was seen.
+            StateError: This recovery or its session was closed; or steps are made without a loss.
         """
         if self._closed:
             raise StateError("Recovery.batches: this recovery was closed; make a new one")
@@ -165,7 +165,7 @@ class Recovery(OfThisProcess, Result):
             yield moment.batch
 
     def _next(self, source: Iterator[Any]) -> Moment | None:
-        """The next batch: one of those that are kept, or a new one; None where there is no other."""
+        """The next batch, kept or new; None at the end of the loader."""
         data = self._data
         if self._closed:
             batch = next(source, _NO_MORE)
@@ -194,11 +194,9 @@ class Recovery(OfThisProcess, Result):
         return moment
 
     def _begin(self) -> None:
-        """A loader begins: what is left of the one before is over, and its good states with it."""
+        """Start a loader; batches and good states of the previous loader are discarded."""
         self._begins = False
-        if (
-            self._suspect is not None
-        ):  # in the last steps before the loop left that loader, or before its step came again
+        if self._suspect is not None:  # diverged in that loader's last steps, or its step was not repeated
             found = Diagnosis("unknown", "the loop left the data loader before it reached that step again")
             self._log(
                 self._suspect, found, "the epoch ends at its last good state, and the next one begins there"
@@ -253,7 +251,7 @@ class Recovery(OfThisProcess, Result):
     # --- going back -------------------------------------------------------------------------------------------
 
     def _go_back(self, symptom: str, first: int) -> None:
-        if self._suspect is not None:  # another step, before that one came again
+        if self._suspect is not None:  # another step diverged before that one was repeated
             self._log(self._suspect, Diagnosis("unknown", "it diverged again before that step"), "none")
             self._suspect = None
         if self._tries >= self._attempts:
@@ -267,10 +265,10 @@ class Recovery(OfThisProcess, Result):
         self._suspect = _Suspect(first, good.step, symptom, limit)
 
     def _load(self, good: Good) -> None:
-        """Have everything as it was in a good state, or, where that fails or is interrupted, as it is now."""
+        """Restore a good state; if that fails or is interrupted, everything is unchanged."""
         data = self._data
         here = data.cursor
-        # a rank may have let go of more, and all go one way
+        # a rank may have discarded more batches, and all must agree
         kept = self._ranks.gather((data.base, data.changed()))
         try:
             data.cursor = max(good.cursor, *(base for base, _ in kept))
@@ -281,7 +279,7 @@ class Recovery(OfThisProcess, Result):
         data.spoilt = set().union(*(steps for _, steps in kept))
 
     def _decide(self, suspect: _Suspect) -> None:
-        """Find out why a step diverged, now that its weights are good, and see to it."""
+        """With the good weights restored, find the cause of a divergence and remove it."""
         moments, spoilt = self._data.moments_of(suspect.step), self._data.spoilt
         if suspect.step in spoilt:
             found = Diagnosis(
@@ -369,7 +367,7 @@ class Recovery(OfThisProcess, Result):
 
 
 def _joined(diagnoses: Sequence[Diagnosis]) -> Plan | None:
-    """One plan with the regions of all, and the smallest loss scale."""
+    """One plan with the regions of all plans and the smallest loss scale."""
     plans = [found.plan for found in diagnoses if found.plan is not None]
     if not plans:
         return None

@@ -1,4 +1,4 @@
-"""Make a recorded step again: bit for bit under its own plan, or under any other."""
+"""Run a recorded step again: bit for bit under its own plan, or under another one."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from castwise.lab.workloads.workload import find_workload
 
 @dataclass(frozen=True)
 class Record:
-    """One rank's part of a step as it was recorded; see :class:`castwise.lab.watch.recorder.Recorder`.
+    """One rank's part of a recorded step; see :class:`castwise.lab.watch.recorder.Recorder`.
 
     Attributes:
         path: Its folder.
-        rank: Whose part it is.
-        world_size: How many ranks made the step together.
-        step: Which of those that the recorder saw.
+        rank: The rank of this part.
+        world_size: Number of ranks of the step.
+        step: Number of the step, counted by the recorder.
         kind: ``overflow``, ``loss``, ``alarm`` or ``error``.
-        reason: What was seen, in a clause.
-        plan: That it ran under.
-        device: Type of the device that it ran on.
-        workload: By which name its job is found again, as whoever wrote it says; None where the recorder was told none.
-        moments: Each microbatch's ``batch``, ``random`` states, and whether it was ``changed`` in place.
-        losses: Each with its ``moment``, ``name`` and ``value``.
+        reason: Why it was recorded, in a clause.
+        plan: The plan of the recorded run.
+        device: Device type of the recorded run.
+        workload: Name of the job, as its writer gave it; None if the recorder had none.
+        moments: Per microbatch, ``batch``, ``random`` states, and whether it was ``changed`` in place.
+        losses: Per loss, its ``moment``, ``name`` and ``value``.
         nonfinite: Parameters whose gradients were not finite.
     """
 
@@ -73,10 +73,10 @@ class Record:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> list[Record]:
-        """Read a record, or the newest of a folder of them, and check all of it; returns the part of each rank that wrote it.
+        """Read and check a record, or the newest in a folder; returns the part of each rank that wrote it.
 
         Raises:
-            CheckpointError: There is none, or it is damaged.
+            CheckpointError: There is no record, or it is damaged.
         """
         path = _newest(Path(folder))
         _, contents, weights = step_files.read(path)
@@ -97,10 +97,10 @@ class Record:
         return parts
 
     def load_into(self, model: nn.Module) -> None:
-        """Give a model, prepared or not, the weights, buffers and modes that the step began with.
+        """Load the weights, buffers and modes from before the step into a model, prepared or not.
 
         Raises:
-            CheckpointError: It has other weights.
+            CheckpointError: The model has other weights.
         """
         wanted = {
             key: tuple(value.shape) for key, value in model.state_dict().items() if isinstance(value, Tensor)
@@ -121,7 +121,7 @@ class Record:
                     buffer.copy_(kept)
 
     def set_modes(self, model: nn.Module) -> None:
-        """Train and freeze what was trained and frozen."""
+        """Restore which modules were in training mode and which parameters were trained."""
         training, frozen = set(self.content["training"]), set(self.content["frozen"])
         for name, module in model.named_modules():
             module.training = name in training
@@ -153,10 +153,10 @@ def _newest(folder: Path) -> Path:
 
 
 def _check(content: Mapping[str, Any]) -> None:
-    """See that what anybody may have written is of the types that are counted on.
+    """Check the types of everything read from a record, which may come from anyone.
 
     Raises:
-        ValueError: It is not.
+        ValueError: A type is wrong.
     """
     kinds: dict[str, Any] = {
         "kind": str, "reason": str, "step": int, "workload": (str, type(None)), "plan": str, "device": str, "threads": int,
@@ -188,26 +188,26 @@ def _check(content: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Replay(Result):
-    """A step that was made again.
+    """The result of running a recorded step again.
 
     Attributes:
         path: The record.
         step: Its number.
         reason: Why it was recorded.
-        recorded_plan: The plan that it ran under.
-        plan: The plan that it was made again under.
-        recorded_losses: Each loss as it was, in its order.
-        losses: Each as it is now.
-        recorded_nonfinite: Parameters whose gradients were not finite.
-        nonfinite: Those whose gradients are not finite now.
-        exact: Whether losses are equal bit for bit and the same gradients are not finite; None under another plan or on another
+        recorded_plan: The plan of the recorded run.
+        plan: The plan of this run.
+        recorded_losses: Each recorded loss, in order.
+        losses: Each loss of this run.
+        recorded_nonfinite: Parameters with non-finite gradients in the recorded run.
+        nonfinite: Parameters with non-finite gradients in this run.
+        exact: Whether losses are bit-identical and the same gradients are not finite; None under another plan or on another
             kind of device, where they need not be.
-        notes: What stands in the way of an exact answer.
-        first: The first operator that turned finite numbers into others, as :func:`castwise.first_nonfinite` found it; None
-            where all is finite, or it was not asked for.
-        world_size: How many ranks made the step together.
-        ranks: Of each recorded loss, the rank that it is of.
-        gradients: By name, as the backward left them: the loss scale is in them. Of several ranks the mean. Not in
+        notes: Obstacles to an exact result.
+        first: The first operator with finite inputs and a non-finite output, from :func:`castwise.first_nonfinite`; None
+            if all is finite, or it was not asked for.
+        world_size: Number of ranks of the step.
+        ranks: The rank of each recorded loss.
+        gradients: By name, multiplied by the loss scale, as backward left them. With several ranks, the mean. Not in
             :meth:`to_dict`.
     """
 
@@ -231,7 +231,7 @@ class Replay(Result):
 
     @property
     def finite(self) -> bool:
-        """Whether losses and gradients are finite now."""
+        """Whether losses and gradients of this run are finite."""
         return not self.nonfinite and all(map(math.isfinite, self.losses))
 
     def _fields(self) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class Replay(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``replay.json`` into a folder, and what :attr:`first` writes beside it; returns the folder."""
+        """Write ``replay.json`` into a folder, and the files of :attr:`first` beside it; returns the folder."""
         self.write(Path(folder))
         return Path(folder)
 
@@ -265,7 +265,7 @@ class Replay(Result):
 
 
 def _plain(value: float) -> float | str:
-    """A loss for JSON: what is not finite by its name, since which it was matters."""
+    """A loss for JSON: a non-finite one by name, since NaN and infinities differ."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -280,34 +280,34 @@ def replay(
     rank: int | None = None,
     find: bool = True,
 ) -> Replay:
-    """Make a recorded step again, on a copy of the model.
+    """Run a recorded step again, on a copy of the model.
 
-    Forward and backward of each microbatch run from the recorded weights, buffers, modes, random states and loss scale. On
-    a CPU, with the torch and the number of threads of the recording, losses and gradients come out bit for bit.
+    Forward and backward of each microbatch start from the recorded weights, buffers, modes, random states and loss scale. On
+    a CPU, with the torch version and number of threads of the recording, losses and gradients are bit-identical.
 
-    A step that several ranks made, whole or in shards of FSDP2, is made again in this one process on the whole model: each
-    rank's microbatches from the weights that all began with, and then the mean of their gradients. Where tensor parallelism cut
-    the weights, ranks added up in another order: the step comes out near, and with dropout between cut layers as another one.
+    A step of several ranks, replicated or sharded by FSDP2, runs in this one process on the whole model: each
+    rank's microbatches from the common initial weights, and then the mean of their gradients. Under tensor parallelism
+    ranks sum in another order: the result is only close, and differs with dropout between sharded layers.
 
     Args:
-        folder: A record of a :class:`~castwise.lab.watch.recorder.Recorder`, or its folder, whose newest is taken.
-        model: Built as the one that was trained, with any weights; prepared or not. Without one the workload's.
-        loss: What the training does from a batch, as the loader hands it out, to the loss: ``loss(model, batch)``. Where there
-            are several losses for a batch, they come as a mapping by name, or as a sequence of losses of one name.
-        workload: Of which the model and the loss are, where none are given. A workload is code that runs, so a name that stands
-            in the record alone is never imported: the record may come from another user.
-        plan: To run under; by default the recorded one.
+        folder: A record of a :class:`~castwise.lab.watch.recorder.Recorder`, or a folder of records, of which the newest is used.
+        model: With the structure of the recorded one and any weights, prepared or not; by default the workload's.
+        loss: ``loss(model, batch)``, the training's loss of a batch as the loader yields it. Several losses of one batch
+            are returned as a mapping by name, or as a sequence of losses with one name.
+        workload: Provides model and loss if they are not given. A workload is code that is run, so a name that is only
+            in the record is never imported: the record may come from another user.
+        plan: The plan to run under; by default the recorded one.
         device: To run on; by default the recorded kind.
-        rank: Make the part of this rank alone; by default those of all, one after the other.
-        find: Where something is not finite, look for the operator that began it: :func:`castwise.first_nonfinite`.
+        rank: Run only this rank's part; by default those of all ranks, one after the other.
+        find: If something is not finite, find the first operator: :func:`castwise.first_nonfinite`.
 
     Returns:
-        Losses and gradients, then and now.
+        Losses and gradients, recorded and new.
 
     Raises:
-        CheckpointError: No complete record there, or one of another model.
-        StateError: Neither a model and a loss nor a workload; says which one was recorded.
-        WorkloadError: A loss that is none.
+        CheckpointError: There is no complete record, or it is of another model.
+        StateError: Neither model and loss nor a workload is given; the message names the recorded workload.
+        WorkloadError: An invalid loss.
         PlanError: A rank that did not write the record.
     """
     records = Record.read(folder)
@@ -352,7 +352,7 @@ def replay(
     exact = None
     if chosen == record.plan and where.type == record.device:
         exact = all(_equal(then, ran.losses) for then, ran in zip(recorded, runs, strict=True))
-        if len(records) == record.world_size:  # else gradients of others are in those that were recorded
+        if len(records) == record.world_size:  # else the recorded gradients include other ranks'
             exact = exact and sorted(nonfinite) == sorted(was_nonfinite)
     return Replay(
         path=record.path, step=record.step, reason=record.reason, recorded_plan=record.plan, plan=chosen,
@@ -365,11 +365,11 @@ def replay(
 
 
 def _without_code(record: Record, folder: str | os.PathLike[str], **options: object) -> str:
-    """What to say where the code of a step was not named: what the record says it was, and the command to type."""
+    """The error message if no code was given: the workload that the record names, and the command to type."""
     call = f"replay({str(record.path)!r})"
     if record.workload is None:
         return f"{call}: the record names no workload; give model= and loss=, or workload= (--workload)"
-    # A record may be anybody's: what it says is shown so that no terminal and no shell makes more of it than text.
+    # A record may come from anyone: its text is escaped for the terminal and the shell.
     known = record.workload if record.workload.isprintable() and len(record.workload) < 200 else "WORKLOAD"
     given = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
     words = [
@@ -387,7 +387,7 @@ def _without_code(record: Record, folder: str | os.PathLike[str], **options: obj
 
 
 def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor], ranks: int) -> None:
-    """Add one rank's share to the mean gradients, low ones in fp32, as FSDP2 takes it."""
+    """Add one rank's share to the mean gradients, low formats in fp32, as FSDP2 averages."""
     for name, gradient in gradients.items():
         wide = gradient.float() if gradient.dtype in LOW_DTYPES else gradient
         share = wide / ranks if ranks > 1 else gradient
@@ -415,7 +415,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
 
 
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether losses are equal bit for bit; one NaN is as good as another."""
+    """Whether losses are bit-identical; NaNs count as equal."""
     return len(one) == len(other) and all(
         a.dtype is b.dtype and torch.equal(torch.nan_to_num(a, nan=-1.0), torch.nan_to_num(b, nan=-1.0))
         and torch.equal(a.isnan(), b.isnan())
@@ -424,7 +424,7 @@ def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def _run(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> Ran:
-    """Forward and backward of the step, as recorded."""
+    """Forward and backward of the recorded step."""
     record.set_modes(model)
     count = len(record.moments)
     names = [[item["name"] for item in record.losses if item["moment"] == at] for at in range(count)]
@@ -442,7 +442,7 @@ def _run(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch
 def _first(
     record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device
 ) -> FirstNonfinite | None:
-    """Where it began, in the first microbatch that shows it; None where each is finite by itself."""
+    """The first non-finite operator, from the first microbatch with one; None if each microbatch is finite alone."""
     model.to(device)
     record.load_into(model)
     record.set_modes(model)

@@ -1,4 +1,4 @@
-"""The batches of a training since its last good states, to be handed out again."""
+"""The batches since the last good states, kept so that they can be repeated."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class _Kept(NamedTuple):
 
 
 class Rewind:
-    """Batches in the order of the data, each with the step that it belongs to, and a cursor that can go back.
+    """Batches in data order, each with the step that it belongs to, and a cursor that can move back.
 
     Args:
-        keep_bytes: Of batches; of larger ones those of the earliest steps are let go, but for the step that is on its way.
+        keep_bytes: Maximum size of the kept batches; beyond it the earliest steps are discarded, except the current step.
 
     Attributes:
-        cursor: How many batches lie before the next one.
-        base: How many were handed out before the first that is kept.
-        passed: Steps that are passed over.
-        spoilt: Steps with batches that were changed since, which are passed over too.
+        cursor: Number of batches before the next one.
+        base: Number of batches yielded before the first kept one.
+        passed: Steps to skip.
+        spoilt: Steps with batches that were changed in place, which are skipped too.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -36,33 +36,33 @@ class Rewind:
 
     @property
     def step(self) -> int:
-        """That the next batch belongs to."""
+        """The step that the next batch belongs to."""
         at = self.cursor - self.base
         return self._kept[at].step if at < len(self._kept) else self._next_step
 
     def again(self) -> Moment | None:
-        """The next batch, if it is one of those that are kept; else a new one is wanted."""
+        """The next batch, if it is a kept one; None if a new one is needed."""
         at = self.cursor - self.base
         return self._kept[at].moment if at < len(self._kept) else None
 
     def pass_over(self) -> None:
-        """Go past batches that are not wanted again."""
+        """Advance the cursor past batches of skipped steps."""
         while self.again() is not None and self.step in self.passed | self.spoilt:
             self.cursor += 1
 
     def changed(self) -> set[int]:
-        """Steps with batches that were changed since they were handed out."""
+        """Steps with batches that were changed in place after they were yielded."""
         return {one.step for one in self._kept if one.moment.changed}
 
     def keep(self, moment: Moment, oldest: int) -> None:
-        """Take in a new batch; those before ``oldest``, which no good state goes back to, are let go."""
+        """Append a new batch; batches before ``oldest``, the oldest good state, are discarded."""
         self._kept.append(_Kept(moment, self._next_step))
         self._bytes += moment.nbytes
         count = 0
         last = -1
         for first in self._kept:
             enough = self._bytes <= self._keep_bytes and self.base + count >= oldest
-            if first.step == self._next_step or (enough and first.step != last):  # a step goes whole
+            if first.step == self._next_step or (enough and first.step != last):  # a step is discarded whole
                 break
             self._bytes -= first.moment.nbytes
             count, last = count + 1, first.step
@@ -70,14 +70,14 @@ class Rewind:
         self.base += count
 
     def end_step(self, step: int) -> None:
-        """The step is over: a new batch belongs to a later one."""
+        """End a step: the next new batch belongs to a later one."""
         self._next_step = max(self._next_step, step + 1)
 
     def moments_of(self, step: int) -> list[Moment]:
-        """The batches of a step that are kept."""
+        """The kept batches of a step."""
         return [one.moment for one in self._kept if one.step == step]
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Discard all batches."""
         self._kept, self._bytes = [], 0
         self.base = self.cursor

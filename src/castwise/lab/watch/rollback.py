@@ -1,4 +1,4 @@
-"""What a recovery did, as it is shown and written down."""
+"""Records of a recovery's returns, for display and log."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Rollback:
     """One return to a good state.
 
     Attributes:
-        step: That diverged, by the order of the data.
-        to_step: That training went on from.
-        symptom: What was seen.
-        cause: ``batch``, ``format``, ``loss scale``, ``transient``, or ``unknown`` where the step did not come again.
-        evidence: What was tried, and what came of it.
-        action: What was done.
-        plan: That training goes on under, as a line.
+        step: The diverged step, in data order.
+        to_step: The step from which training continued.
+        symptom: How the divergence was detected.
+        cause: ``batch``, ``format``, ``loss scale``, ``transient``, or ``unknown`` if the step was not repeated.
+        evidence: What was run and the results.
+        action: The change that was made.
+        plan: The plan of the continued training, as a line.
     """
 
     step: int
@@ -40,7 +40,7 @@ class Rollback:
         return dataclasses.asdict(self)
 
     def tell(self, folder: Path) -> None:
-        """A warning, and a line in the log of a folder."""
+        """Give a warning, and append a line to the log in a folder."""
         warnings.warn(
             f"Recovery: step {self.step} diverged ({self.symptom}); back to step {self.to_step}. Cause: {self.cause} "
             f"({self.evidence}). {self.action[:1].upper()}{self.action[1:]}.",
@@ -50,14 +50,14 @@ class Rollback:
             with (folder / LOG).open("ab+") as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(0, end - 1))
-                half = file.read() not in (b"", b"\n")  # of a process that was killed
+                half = file.read() not in (b"", b"\n")  # left by a killed process
                 file.write(b"\n" * half + json.dumps(self.to_dict()).encode() + b"\n")
         except OSError as error:
             warnings.warn(f"Recovery: {LOG} was not written: {error}", stacklevel=5)
 
 
 def gave_up(step: int, symptom: str, returns: tuple[Rollback, ...], folder: Path) -> str:
-    """What to say where going back did not help: the returns that were tried."""
+    """The error message when going back did not help: the returns that were tried."""
     told = "; ".join(f"step {one.step}: {one.symptom}: {one.action}" for one in returns)
     return (
         f"Recovery: step {step} diverged ({symptom}), and {len(returns)} returns without a new good state did not help: {told}. "

@@ -1,4 +1,4 @@
-"""What a monitor looks at around a step, and the sample that comes of it."""
+"""Observe a step for a monitor and make the sample of it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _T = TypeVar("_T")
 
 
 class Sampler:
-    """Looks at gradients, weights, updates and outputs of the trainings of a session.
+    """Observes gradients, weights, updates and outputs of a session's trainings.
 
     Args:
         amp: The session.
 
     Attributes:
-        outputs: What watches the outputs of modules.
-        unseen: What could not be looked at, and why.
-        skipped_before: Steps that were skipped before the session was made.
+        outputs: Observes the outputs of modules.
+        unseen: What could not be observed, and why.
+        skipped_before: Number of steps skipped before the session was made.
     """
 
     def __init__(self, amp: Amp) -> None:
@@ -42,7 +42,7 @@ class Sampler:
         self._logged = False
 
     def look(self, optimizer: Optimizer, turn: Turn) -> None:
-        """Look at gradients and weights before a step; what comes of it is ``turn.update``."""
+        """Observe gradients and weights before a step; the results are in ``turn.update``."""
         pieces, world = self._session.agreement.pieces, self._session.ranks.size
         update = Update(
             optimizer,
@@ -52,20 +52,20 @@ class Sampler:
         if not turn.closure:
             aside(self._amp.device_type, update.see_gradients)
         aside(self._amp.device_type, update.see_weights)
-        # fused kernels unscale by themselves
+        # fused kernels unscale gradients themselves
         update.scaled = getattr(optimizer, "grad_scale", None) is not None
         turn.update = update
 
     def look_again(self, turn: Turn, update: Update) -> None:
-        """Look at the weights behind it."""
+        """Observe the weights after the step."""
         if turn.closure:
             aside(self._amp.device_type, update.see_gradients)
         aside(self._amp.device_type, update.see_update)
 
     def arm(self, every: Iterable[Turn]) -> None:
-        """Watch outputs of the next step if it is a sample.
+        """Observe outputs in the next step if it is a sample.
 
-        Not of the first: code that is compiled with hooks on its modules is compiled anew when they go.
+        Not in the first step: code compiled with hooks on its modules is recompiled when they are removed.
         """
         session = self._session
         held = len(session.members.optimizers)
@@ -86,12 +86,12 @@ class Sampler:
         self.outputs.arm(models, self._compiled)
 
     def _put_down(self) -> None:
-        """The session is closed: nothing stays on its models."""
+        """When the session is closed, remove all hooks from its models."""
         self._logged, self._compiled, self._blind = False, None, 0
         self.outputs.disarm()
 
     def sample(self, turn: Turn, update: Update | None, skipped: bool | None) -> Sample:
-        """What was seen, joined over ranks; every rank calls it. Waits for the device."""
+        """The sample, combined over ranks; every rank calls it. Waits for the device."""
         outputs = self.outputs.take()
         found = [*outputs, *([] if update is None else update.numbers)]
         scaler = self._amp.scaler
@@ -128,7 +128,7 @@ class Sampler:
         )  # fmt: skip
 
     def _add_lost(self, numbers: dict[tuple[str, str], float]) -> None:
-        """Add what rounding dropped since the last sample."""
+        """Add the updates dropped by rounding since the last sample."""
         counts = list(self._session.dropped.by_parameter.items())
         regions = region_of(self._session.members.models) if counts else {}
         for parameter, (moved, lost) in counts:
@@ -140,7 +140,7 @@ class Sampler:
             self._dropped[parameter] = moved, lost
 
     def attempt(self, what: str, call: Callable[..., _T], *args: Any) -> _T | None:
-        """Look at something; what fails is noted, and the training goes on."""
+        """Call an observation; a failure is noted, and training continues."""
         try:
             return call(*args)
         except Exception as error:
@@ -148,7 +148,7 @@ class Sampler:
             return None
 
     def note_unseen(self, what: str) -> None:
-        """Note what could not be looked at, once."""
+        """Note once that something could not be observed."""
         self.unseen.setdefault(what)
 
 

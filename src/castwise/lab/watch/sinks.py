@@ -1,6 +1,6 @@
-"""Where samples, alarms and audits go: JSON lines, TensorBoard, any logger, the terminal.
+"""Outputs for samples, alarms and audits: JSON lines, TensorBoard, any logger, the terminal.
 
-What fails here is a warning, once, and never the training's end.
+A failing output gives one warning and never stops the training.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _KINDS = {Sample: "sample", Alarm: "alarm", Audit: "audit"}
 
 
 class JsonLines:
-    """A file of JSON lines, each whole: one that does not fit on the disk is taken back.
+    """A file of complete JSON lines: a line that does not fit on the disk is removed again.
 
     Raises:
-        PlanError: It cannot be opened.
+        PlanError: The file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -49,7 +49,7 @@ class JsonLines:
         self._close_half_a_line()
 
     def _close_half_a_line(self) -> None:
-        """A process that was killed may have left half a line."""
+        """End a partial line that a killed process may have left."""
         assert self._file is not None
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
@@ -78,7 +78,7 @@ class JsonLines:
 
 
 class Board:
-    """TensorBoard: a writer that is given, or one of our own in a folder."""
+    """TensorBoard: a given writer, or a new one in a folder."""
 
     def __init__(self, where: Any) -> None:
         self._own = not hasattr(where, "add_scalar")
@@ -96,7 +96,7 @@ class Board:
 
     @interrupts_wait()
     def write(self, event: Event, report: Callable[[], MonitorReport]) -> None:
-        """Add an event's numbers: those of the whole in one group of charts, and each of modules' in one of its own."""
+        """Add an event's numbers: global ones in one group of charts, those of modules in another."""
         for name, value in scalars(event).items():
             path, _, number = name.rpartition("/")
             grouped = isinstance(event, Sample) and path
@@ -108,7 +108,7 @@ class Board:
 
     @interrupts_wait()
     def close(self) -> None:
-        """Let others see what was written."""
+        """Flush, or close an own writer."""
         self._writer.close() if self._own else self._writer.flush()
 
 
@@ -121,17 +121,17 @@ class Log:
         self._log = log
 
     def write(self, event: Event, report: Callable[[], MonitorReport]) -> None:
-        """Hand an event's numbers over."""
+        """Pass an event's numbers to the function."""
         values = scalars(event)
         if values:
             self._log(values, event.step)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 class Screen:
-    """The terminal, where there is one."""
+    """The terminal, if standard output is one."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -140,21 +140,21 @@ class Screen:
         self._console = Console(stderr=True)
 
     def write(self, event: Event, report: Callable[[], MonitorReport]) -> None:
-        """Draw the report anew."""
+        """Redraw the report."""
         if not self._console.is_terminal:
             return
         if self._live is None:
             from rich.live import Live
 
-            # what the training prints to a file goes on going there
+            # output that the training redirects to a file must still go there
             self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
             self._live.start()
-            self._console.show_cursor(True)  # a process that is killed leaves it as it is
+            self._console.show_cursor(True)  # a killed process would leave it hidden
             atexit.register(self.close)
         self._live.update(report().table(), refresh=True)
 
     def close(self) -> None:
-        """Leave what was drawn last."""
+        """Leave the last drawing."""
         live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.close)
@@ -165,23 +165,23 @@ Sink = JsonLines | Board | Log | Screen
 
 
 class Sinks:
-    """All of a monitor's. On ranks but the first there are none."""
+    """All outputs of a monitor. Ranks other than the first have none."""
 
     def __init__(self, sinks: list[Sink]) -> None:
         self._sinks = sinks
         self._failed: set[str] = set()
 
     def write(self, event: Event, report: Callable[[], MonitorReport]) -> None:
-        """Give an event to each.
+        """Write an event to each output.
 
         Warns:
-            UserWarning: One failed, the first time that it does.
+            UserWarning: An output failed for the first time.
         """
         for sink in self._sinks:
             self._try(sink, lambda sink=sink: sink.write(event, report))  # type: ignore[misc]
 
     def close(self) -> None:
-        """End them all."""
+        """Close all outputs."""
         while self._sinks:
             sink = self._sinks.pop()
             self._try(sink, sink.close)
@@ -209,7 +209,7 @@ _WHAT = {
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event by name; of one rank's finding none that is not known."""
+    """The numbers of an event by name; unknown numbers of an audit are left out."""
     if isinstance(event, Sample):
         return event.scalars()
     if isinstance(event, Audit):

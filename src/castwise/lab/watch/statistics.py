@@ -1,6 +1,6 @@
-"""What a sampled step is asked: sums over gradients, weights, updates and outputs, left on the device until all are read at once.
+"""Statistics of a sampled step: sums over gradients, weights, updates and outputs, kept on the device and read all at once.
 
-Nothing here is recorded by autograd, draws random numbers or writes to what training reads.
+Nothing here is recorded by autograd, draws random numbers or writes to tensors that training uses.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from castwise.core.ranks.pieces import summed
 from castwise.core.scaler import gradients
 
 ELEMENTS = 2**14
-"""Elements that stand for a larger parameter's update, and for a larger tensor's shares."""
+"""Number of elements sampled from a larger parameter's update, and from a larger tensor for shares."""
 CALLS = 4
-"""Calls of one module that are looked at in one step, of those that gradients may flow through."""
+"""Maximum number of a module's calls observed per step, among calls with a gradient."""
 _FP16 = FORMATS["fp16"]
 _T = TypeVar("_T")
 NEAR = _FP16.max / 8
 _ROUNDING = _FP16.smallest_subnormal**2 / 12
-"""Expected square of what rounding to a multiple of the smallest subnormal number adds, to numbers that go on below it."""
+"""Expected squared error of rounding to a multiple of the smallest subnormal number."""
 
 
 class Number(NamedTuple):
-    """A number of a region that is still on the device.
+    """A region's number that is still on the device.
 
     Attributes:
         region: Module path.
-        name: What it is; those of one name are added up, or the largest counts where the name begins with ``max_``.
+        name: Of the statistic; numbers with the same name are added, or the largest is taken if the name starts with ``max_``.
         value: 0-dim.
-        weight: What it counts for, so that a sum over ranks counts each element once.
+        weight: Factor by which a sum over ranks counts each element once.
     """
 
     region: str
@@ -48,13 +48,13 @@ class Number(NamedTuple):
 
 
 _NORMS = ("gradient", "weight", "sampled", "update")
-"""Norms, whose squares are added up."""
+"""Norms, which are combined as sums of squares."""
 Numbers = dict[tuple[str, str], float]
-"""By region and name."""
+"""Values by region and name."""
 
 
 def read(numbers: Iterable[Number]) -> Numbers:
-    """Add numbers up on the host; waits for the device, once."""
+    """Read and combine numbers on the host; waits for the device once."""
     by_device: dict[torch.device, list[Number]] = defaultdict(list)
     for number in numbers:
         by_device[number.value.device].append(number)
@@ -68,7 +68,7 @@ def read(numbers: Iterable[Number]) -> Numbers:
 
 
 def join(parts: Iterable[Numbers]) -> Numbers:
-    """Those of all ranks together."""
+    """Combine the numbers of all ranks."""
     out: Numbers = {}
     for part in parts:
         for key, value in part.items():
@@ -81,12 +81,12 @@ def _put(out: Numbers, key: tuple[str, str], value: float) -> None:
         out[key] = value
     elif not key[1].startswith("max_"):
         out[key] += value
-    elif math.isnan(value) or value > out[key]:  # once there, NaN stays
+    elif math.isnan(value) or value > out[key]:  # NaN persists
         out[key] = value
 
 
 def aside(device_type: str, call: Callable[..., _T], *args: Any) -> _T:
-    """Call something without autograd, and without a plan's casting."""
+    """Call a function without autograd and without a plan's casts."""
     casts = torch.is_autocast_enabled(device_type)
     if casts:
         torch.set_autocast_enabled(device_type, False)
@@ -101,7 +101,7 @@ def aside(device_type: str, call: Callable[..., _T], *args: Any) -> _T:
 
 
 def owners(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own, by path; those of a second model begin with ``1:``."""
+    """Modules with parameters of their own, by path; paths in a second model start with ``1:``."""
     for number, model in enumerate(models):
         for path, module in model.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
@@ -109,7 +109,7 @@ def owners(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def region_of(models: Iterable[nn.Module]) -> dict[int, str]:
-    """Module paths by ``id`` of parameters and of their masters."""
+    """Module paths, by ``id`` of parameters and of their masters."""
     out: dict[int, str] = {}
     for path, module in owners(models):
         for parameter in module.parameters(recurse=False):
@@ -120,7 +120,7 @@ def region_of(models: Iterable[nn.Module]) -> dict[int, str]:
 
 
 class Outputs:
-    """Watches outputs of modules, and the gradients of those in fp16, from :meth:`arm` to :meth:`disarm`."""
+    """Observes outputs of modules, and the gradients of fp16 outputs, from :meth:`arm` to :meth:`disarm`."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -135,27 +135,27 @@ class Outputs:
         return bool(self._handles)
 
     def arm(self, models: Iterable[nn.Module], compiled: Container[nn.Module]) -> None:
-        """Put hooks on all modules but those that are compiled."""
+        """Register hooks on all modules except compiled ones."""
         self.disarm()
         for path, module in owners(models):
             if module in compiled:
                 continue
-            # first of all hooks of the module: before its border casts what comes out
+            # before all other hooks of the module, so before its border casts the output
             self._handles.append(module.register_forward_hook(_Ear(self, path), prepend=True))
 
     def disarm(self) -> None:
-        """Take them off."""
+        """Remove the hooks."""
         while self._handles:
             self._handles[-1].remove()
             self._handles.pop()
 
     def take(self) -> list[Number]:
-        """What was seen since the last time."""
+        """The numbers since the last call."""
         numbers, self.numbers, self._calls = self.numbers, [], {}
         return numbers
 
     def see(self, path: str, output: Any) -> None:
-        """Look at what a module returned; what fails here is noted and goes no further."""
+        """Observe a module's output; failures are noted and not raised."""
         try:
             self._see(path, output)
         except Exception as error:
@@ -163,7 +163,7 @@ class Outputs:
 
     def _see(self, path: str, output: Any) -> None:
         if not torch.is_grad_enabled():
-            return  # an evaluation, or a forward that is made again in backward
+            return  # evaluation, or recomputation in backward
         calls = self._calls[path] = self._calls.get(path, 0) + 1
         if calls > CALLS:
             return
@@ -181,11 +181,11 @@ class Outputs:
                 some = _some(values).abs()
                 self.numbers.append(Number(path, "outputs", _count(some.numel(), some)))
                 self.numbers.append(Number(path, "near", (some > NEAR).sum()))
-                if tensor.grad_fn is not None:  # a leaf would keep the hook
+                if tensor.grad_fn is not None:  # on a leaf the hook would persist
                     tensor.register_hook(_GradientEar(self, path))
 
     def see_gradient(self, path: str, gradient: Tensor) -> None:
-        """Look at the gradient of an output; as :meth:`see`."""
+        """Observe the gradient of an output; as :meth:`see`."""
         try:
             self._see_gradient(path, gradient)
         except Exception as error:
@@ -210,7 +210,7 @@ class Outputs:
 
 
 class _Ear:
-    """A forward hook, which copies and pickles of a module have without effect."""
+    """A forward hook that does nothing in copies and pickles of a module."""
 
     def __init__(self, outputs: Outputs, path: str) -> None:
         self._outputs, self._path = outputs, path
@@ -224,10 +224,10 @@ class _Ear:
 
 
 class Deaf:
-    """What an ear becomes in a copy: it may be called and does nothing."""
+    """Replaces the hook in a copy of a module: a callable that does nothing."""
 
     def __call__(self, *_: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class _GradientEar:
@@ -237,7 +237,7 @@ class _GradientEar:
         self._outputs, self._path = outputs, path
 
     def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is not None:  # None: nothing uses this output, and another of the same operator is used
+        if gradient is not None:  # None: an unused output of an operator with another output that is used
             self._outputs.see_gradient(self._path, gradient)
 
 
@@ -251,7 +251,7 @@ def _count(number: int, like: Tensor) -> Tensor:
 
 
 def _some(values: Tensor) -> Tensor:
-    """Elements evenly spread over a tensor, as they lie in memory where they lie without gaps."""
+    """Elements evenly spaced over a tensor, in memory order if it is dense."""
     flat = _flat(values)
     return flat[:: -(-flat.numel() // ELEMENTS)] if flat.numel() > ELEMENTS else flat
 
@@ -273,15 +273,15 @@ def _flat(values: Tensor) -> Tensor:
 
 
 class Update:
-    """One step of an optimizer: gradients and weights before it, and how far these moved.
+    """Statistics of one optimizer step: gradients and weights before it, and the update.
 
     Args:
-        optimizer: That steps.
+        optimizer: The optimizer of the step.
         regions: Module paths, as from :func:`region_of`.
-        weight: What a parameter's numbers count for, so that a sum over ranks counts each element once.
+        weight: Factor per parameter by which a sum over ranks counts each element once.
 
     Attributes:
-        scaled: Whether the loss scale is still in the gradients.
+        scaled: Whether the gradients are still multiplied by the loss scale.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class Update:
         self.numbers: list[Number] = []
 
     def see_gradients(self) -> None:
-        """Before the step, or behind one that computes them itself."""
+        """Observe gradients, before the step or after one that computes them itself."""
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         pairs = list(zip(params, gradients.on_each(self._optimizer), strict=True))
         found = [
@@ -302,7 +302,7 @@ class Update:
         self._norms("gradient", [p for p, _ in found], [grad for _, grad in found])
 
     def see_weights(self) -> None:
-        """Before the step."""
+        """Observe weights before the step."""
         params = [
             p for group in self._optimizer.param_groups for p in group["params"] if masters.local(p).numel()
         ]
@@ -310,7 +310,7 @@ class Update:
         self._before = [(p, _some(masters.local(p)).clone()) for p in params]
 
     def see_update(self) -> None:
-        """Behind the step."""
+        """Observe weights after the step."""
         before, self._before = self._before, []
         kept = [(p, then, _some(masters.local(p))) for p, then in before]
         kept = [(p, then, now) for p, then, now in kept if then.shape == now.shape]
@@ -338,7 +338,7 @@ class Update:
 
 
 def shares(numbers: Mapping[tuple[str, str], float], region: str) -> dict[str, float | None]:
-    """What a :class:`~castwise.lab.watch.records.RegionSample` says of a region."""
+    """The fields of a :class:`~castwise.lab.watch.records.RegionSample`."""
 
     def of(name: str) -> float | None:
         return numbers.get((region, name))

@@ -1,8 +1,8 @@
-"""Records of single steps on disk, each in a folder that is whole or not there.
+"""Records of single steps on disk, each in a folder that is complete or absent.
 
-A record is written as a checkpoint is (:mod:`castwise.checkpoint.folder`): into a hidden folder that gets its name at the
-end, tensors as plain bytes, all else as JSON, each file with its crc32, nothing a pickle. It holds the weights; of those in shards
-each rank writes its own.
+A record is written like a checkpoint (:mod:`castwise.checkpoint.folder`): into a hidden folder that is renamed at the
+end, tensors as plain bytes, everything else as JSON, each file with its crc32, no pickle. It holds the weights; each rank
+writes its own shards.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def write(
     about: Mapping[str, Any],
     group: Any = ALONE,
 ) -> Path:
-    """Write a record as ``folder/step-00000123``; one that is there of that step is replaced. A collective of the group.
+    """Write a record as ``folder/step-00000123``; an existing one of that step is replaced. A collective of the group.
 
     Args:
-        folder: Made where there is none; the same on all ranks.
+        folder: Created if needed; equal on all ranks.
         step: Number of the record.
-        content: Nested values that :func:`castwise.checkpoint.tree.encode` takes, of this rank.
-        weights: By name, as a checkpoint has them; of a DTensor this rank's piece is written. What all ranks hold whole is
-            taken from the lowest that gives any.
+        content: This rank's nested values, of types that :func:`castwise.checkpoint.tree.encode` accepts.
+        weights: By name, as in a checkpoint; of a DTensor this rank's piece is written. Replicated values are
+            taken from the lowest rank that provides any.
         about: For the manifest: ``castwise``, ``torch``, ``plan``, ``digest``.
-        group: The ranks whose record it is, as for :class:`~castwise.ranks.Ranks`.
+        group: The ranks that write the record, as for :class:`~castwise.ranks.Ranks`.
 
     Raises:
-        CheckpointError: A value that cannot be written, or a disk that takes no more; nothing is left of it then.
+        CheckpointError: A value cannot be written, or the disk is full; then nothing of the record remains.
     """
     draft = Draft(folder.absolute(), step)
     ranks = Ranks(group, CheckpointError)
@@ -85,10 +85,10 @@ def write(
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
-    """A record, whoever wrote it: manifest, content by rank, and weights. All of it is checked, and nothing is executed.
+    """Read a record from any source: manifest, content by rank, and weights. All of it is checked, and nothing is executed.
 
     Raises:
-        CheckpointError: It is damaged, unfinished, or no record.
+        CheckpointError: It is damaged, incomplete, or not a record.
     """
     manifest = read_manifest(path)
     reason = manifest if isinstance(manifest, str) else wrong_files(path, sorted(manifest["files"].items()))
@@ -115,6 +115,6 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, An
             and all(isinstance(own, dict) for own in contents),
             "it does not consist of content and weights",
         )
-    except (ValueError, OSError) as error:  # CheckpointError among them
+    except (ValueError, OSError) as error:  # CheckpointError is one of these
         raise CheckpointError(f"replay({str(path)!r}): it is damaged or is not a record: {error}") from None
     return dict(manifest), contents, weights

@@ -1,4 +1,4 @@
-"""Is a training well? What its losses and skipped steps say, step by step, the same on all ranks."""
+"""Detect divergence of a training from its losses and skipped steps, per step, with the same result on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from castwise.lab.watch.losses import LossLine
 from castwise.lab.watch.passes import mean_loss
 
 STREAK = 3
-"""So many skipped steps in a row, which no loss scale would have saved, have diverged."""
+"""This many skipped steps in a row that no loss scale would have saved mean divergence."""
 
 
 def summed(amp: Amp, ranks: Ranks, *numbers: float) -> list[float]:
@@ -32,12 +32,12 @@ def summed(amp: Amp, ranks: Ranks, *numbers: float) -> list[float]:
 
 
 class Symptoms:
-    """Listens to a session, and checks each step.
+    """Listens to a session and checks each step for divergence.
 
     Args:
         amp: The session.
-        ranks: That train together.
-        spikes: Whether finite losses count.
+        ranks: The ranks that train together.
+        spikes: Whether high finite losses count.
     """
 
     def __init__(self, amp: Amp, ranks: Ranks, spikes: bool) -> None:
@@ -46,11 +46,11 @@ class Symptoms:
         self._losses: list[tuple[str, Tensor]] = []
         self._results: list[StepResult] = []
         self._skips: list[int] = []
-        """Steps skipped in a row just now."""
+        """Number of steps skipped in a row so far."""
         self._made = True
-        """Whether the last step was made: while steps are skipped nothing says that the weights are good."""
+        """Whether the last step was not skipped: skipped steps do not confirm the weights as good."""
         self._heard = False
-        """Whether there was ever a step with a loss."""
+        """Whether any step had a loss."""
         self.end = follow(amp, self._on_loss, self._on_step)
 
     def _on_loss(self, loss: Tensor, name: str) -> None:
@@ -62,31 +62,31 @@ class Symptoms:
 
     @property
     def between_steps(self) -> bool:
-        """Whether there is no loss of a step that is on its way."""
+        """Whether no loss of an unfinished step exists."""
         return not self._losses
 
     @property
     def stepped(self) -> bool:
-        """Whether a step was made since the last was checked."""
+        """Whether a step was made since the last check."""
         return bool(self._results)
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is suspected just now."""
+        """Whether nothing is suspect at present."""
         return self._made and not self._line.suspects and not self._skips
 
     @property
     def limit(self) -> float:
-        """The largest loss of a step that training brings."""
+        """The largest normal loss of a step."""
         return self._line.limit
 
     def check(self, step: int) -> tuple[str, int]:
-        """What is wrong with the step that was made, in a clause, and the step that it began with; empty where all is well.
+        """Why the last step has diverged, in a clause, and the step at which that started; an empty clause if it has not.
 
         A collective. The host waits for the device.
 
         Raises:
-            StateError: Steps are made, and no loss was ever seen.
+            StateError: Steps are made without a loss.
         """
         skipped_here = any(result.skipped for result in self._results)
         total, skips, silent = summed(
@@ -112,16 +112,16 @@ class Symptoms:
         return said, self._line.suspects[0][0] if said else step
 
     def _is_final(self) -> bool:
-        """Whether a skipped step is more than a loss scale that seeks its size."""
+        """Whether a skipped step is more than the loss scale's search."""
         scale = self._amp.plan.loss_scale
         return scale is None or not scale.dynamic or self._amp.get_scale() <= 1.0
 
     def back_to(self, step: int) -> None:
-        """Forget what was seen from a step on."""
+        """Discard observations from a step on."""
         self._line.back_to(step)
         self._skips, self._made = [], True
         self.clear()
 
     def clear(self) -> None:
-        """Forget the step that is on its way."""
+        """Discard the current step's observations."""
         self._losses, self._results = [], []

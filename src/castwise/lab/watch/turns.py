@@ -1,4 +1,4 @@
-"""Steps of each optimizer: how many there were, how many of the last were skipped, and when one is looked at."""
+"""Counts steps and recent skips per optimizer, and decides which steps are sampled."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from castwise.lab.watch.statistics import Update
 
 RECENT = 64
-"""Steps over which the share of skipped ones is taken."""
+"""Number of steps over which the share of skipped ones is computed."""
 MEDIAN_OF = 32
-"""Samples over which the median of gradient norms is taken."""
+"""Number of samples over which the median gradient norm is computed."""
 LEAST = 8
-"""Samples that there must be before."""
+"""Minimum number of samples for that median."""
 
 
 @dataclass(eq=False)
@@ -21,15 +21,15 @@ class Turn:
     """The steps of one optimizer.
 
     Attributes:
-        number: Its place among the session's optimizers.
-        every: Steps between two samples; at first they come closer, at 1, 2, 4, 8, ...
-        steps: So far, skipped ones too.
-        streak: Skipped in a row.
-        made: Whether any was made.
+        number: Its index among the session's optimizers.
+        every: Steps between two samples; the first samples are closer together, at 1, 2, 4, 8, ...
+        steps: Number so far, skipped ones included.
+        streak: Number skipped in a row.
+        made: Whether any step was not skipped.
         due: Whether the next step is a sample.
-        update: What is being looked at.
+        update: Statistics of the current step.
         closure: Whether that step computes its gradients itself.
-        skips: Skipped steps of the session when it began.
+        skips: The session's number of skipped steps when it started.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Turn:
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_OF))
 
     def __post_init__(self) -> None:
-        """Say whether the first step is a sample."""
+        """Decide whether the first step is a sample."""
         self._plan()
 
     def _plan(self) -> None:
@@ -53,7 +53,7 @@ class Turn:
         self.due = step % self.every == 0 or (step < self.every and step & (step - 1) == 0)
 
     def count(self, skipped: bool | None) -> None:
-        """Take note of a step; None where only the device knows whether it was skipped."""
+        """Count a step; None if only the device knows whether it was skipped."""
         self.steps += 1
         self._plan()
         if skipped is None:
@@ -63,7 +63,7 @@ class Turn:
         self.made = self.made or not skipped
 
     def over_median(self, norm: float | None) -> float | None:
-        """A gradient norm over the median of those before; None while these are few."""
+        """A gradient norm divided by the median of earlier ones; None while there are too few."""
         if norm is None:
             return None
         before = sorted(self.norms)

@@ -1,1 +1,1 @@
-"""Real jobs that need no download: ``sine``, ``gpt`` and ``digits``, found by :func:`castwise.lab.workloads.workload.find_workload`."""
+"""Training jobs that need no download: ``sine``, ``gpt`` and ``digits``; see :func:`castwise.lab.workloads.workload.find_workload`."""

@@ -1,4 +1,4 @@
-"""Transformers of pre-norm blocks, which the workloads share, and how they are cut."""
+"""Transformers of pre-norm blocks, shared by the workloads, and how to split them for tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """Multi-head self-attention on ``functional.scaled_dot_product_attention``.
 
-    The rows of ``qkv`` go head by head, each with its query, key and value, so that a piece of them is some heads.
+    The rows of ``qkv`` are grouped by head, each with its query, key and value, so that a slice of them is a set of heads.
 
     Args:
         width: Features, a multiple of ``heads``.
         heads: Attention heads.
-        causal: Whether a position sees earlier ones alone.
+        causal: Whether a position attends only to itself and earlier ones.
     """
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix positions; ``[batch, length, width]`` in and out."""
+        """Attend over positions; ``[batch, length, width]`` in and out."""
         batch, length, _ = x.shape
         qkv = self.qkv(x)
         if qkv.shape[-1] % (3 * self.head_width):
@@ -43,7 +43,7 @@ class Attention(nn.Module):
                 f"attention with {self.heads} heads cannot be cut into equal pieces by tensor parallelism of this size; "
                 "use one that divides the number of heads"
             )
-        # Under tensor parallelism this process has some of the heads.
+        # Under tensor parallelism this process holds a subset of the heads.
         q, k, v = qkv.view(batch, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
@@ -51,12 +51,12 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each behind a layer norm and beside a residual.
+    """Attention and a two-layer MLP, each with a layer norm before it and a residual connection.
 
     Args:
         width: Features.
         heads: Attention heads.
-        causal: Whether a position sees earlier ones alone.
+        causal: Whether a position attends only to itself and earlier ones.
     """
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
@@ -74,11 +74,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A model that embeds its input, runs blocks on it and predicts from the last.
+    """A model that embeds its input, applies blocks and predicts from the last block's output.
 
     Attributes:
-        BEFORE: Names of what :meth:`embed` uses.
-        AFTER: Names of what :meth:`predict` uses.
+        BEFORE: Names of the modules that :meth:`embed` uses.
+        AFTER: Names of the modules that :meth:`predict` uses.
     """
 
     BEFORE: ClassVar[tuple[str, ...]]
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
 
 
 class _Stage(nn.Module):
-    """Some of a transformer's blocks, with what it does before the first and after the last."""
+    """A pipeline stage of a transformer: some blocks, with the embedding at the first stage and the output at the last."""
 
     def __init__(self, model: Transformer, blocks: nn.Module, first: bool, last: bool) -> None:
         super().__init__()
@@ -113,15 +113,15 @@ class _Stage(nn.Module):
         self._predict: Callable[..., Tensor] | None = kind.predict if last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The model's input at the first stage, logits out of the last, features between them."""
+        """Takes the model's input at the first stage, else features; returns logits at the last stage, else features."""
         if self._embed is not None:
-            x = self._embed(self, x)  # which finds by their names in the model what this stage has of it
+            x = self._embed(self, x)  # it looks up the model's modules by name on this stage
         x = self.blocks(x)
         return x if self._predict is None else self._predict(self, x)
 
 
 def shards(_model: nn.Module) -> dict[str, ParallelStyle]:
-    """How tensor parallelism cuts the blocks of a model that calls them ``blocks``: by heads and by hidden features."""
+    """The tensor-parallel split of a model's ``blocks``: by heads and by hidden features."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     return {
@@ -133,10 +133,10 @@ def shards(_model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def cut(model: nn.Module, stages: int) -> list[nn.Module]:
-    """Cut a transformer into the stages of a pipeline, each of which has as many blocks as the others or one less.
+    """Split a transformer into pipeline stages whose numbers of blocks differ by at most one.
 
     Raises:
-        WorkloadError: Fewer blocks than stages.
+        WorkloadError: There are fewer blocks than stages.
     """
     assert isinstance(model, Transformer)
     blocks = model.blocks
@@ -152,10 +152,10 @@ def cut(model: nn.Module, stages: int) -> list[nn.Module]:
 
 
 def inputs(batch: tuple[Tensor, Tensor]) -> tuple[Tensor]:
-    """What the first stage of a pipeline takes: the first of a pair."""
+    """The first stage's arguments: the first element of the batch."""
     return (batch[0],)
 
 
 def target(batch: tuple[Tensor, Tensor]) -> Tensor:
-    """What the loss compares with: the second of a pair."""
+    """The loss's target: the second element of the batch."""
     return batch[1]

@@ -1,4 +1,4 @@
-"""``digits``: a small convolutional network, or a small vision transformer, reads scikit-learn's handwritten digits."""
+"""``digits``: a small convolutional network or vision transformer on scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from castwise.lab.workloads.blocks import Block, Transformer, cut, inputs, shard
 from castwise.lab.workloads.workload import Pipeline, Workload
 
 HELD_OUT = 360
-"""Images that are not trained on, a fifth of the 1,797."""
+"""Number of images held out from training, a fifth of the 1,797."""
 
 
 @functools.cache
 def split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images fp32 ``[1437, 1, 8, 8]`` with mean 0 and variance 1, their labels int64 ``[1437]``, and 360 held out.
 
-    They are shuffled once and for all.
+    The images are shuffled with a fixed seed.
 
     Raises:
-        MissingLibraryError: scikit-learn, with which the images come, is not installed.
+        MissingLibraryError: scikit-learn, which contains the images, is not installed.
     """
     with needs("workload 'digits'"):
         from sklearn.datasets import load_digits
@@ -41,7 +41,7 @@ def split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class DigitsNet(nn.Module):
-    """Three convolutions with batch normalization, pooled, and a linear layer.
+    """Three convolutions with batch normalization, pooling, and a linear layer.
 
     Args:
         width: Channels of the first convolution; the others have twice as many.
@@ -63,7 +63,7 @@ class DigitsNet(nn.Module):
 
 
 class DigitsViT(Transformer):
-    """Vision transformer on patches of 2x2 pixels, averaged over positions.
+    """Vision transformer on 2x2 pixel patches, with mean pooling over positions.
 
     Args:
         width: Features.
@@ -121,7 +121,7 @@ def _evaluate(model: nn.Module) -> dict[str, float]:
 
 
 def digits(model: Literal["conv", "vit"] = "conv", width: int | None = None, batch: int = 64) -> Workload:
-    """The workload.
+    """Make the ``digits`` workload.
 
     Args:
         model: ``conv`` or ``vit``.

@@ -1,4 +1,4 @@
-"""``gpt``: a character model of technical English, the text of ``pydoc_data.topics`` that every CPython carries."""
+"""``gpt``: a character-level model of technical English, the text of ``pydoc_data.topics`` in every CPython."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from castwise.lab.workloads.blocks import Block, Transformer, cut, inputs, shard
 from castwise.lab.workloads.workload import Pipeline, Workload
 
 HELD_OUT = 0.1
-"""Share of the text, at its end, that is not trained on."""
+"""Share of the text, at its end, held out from training."""
 _VOCABULARY_MULTIPLE = 64
-"""The embedding is padded with rows that no character uses, so that products with it fit the matrix units."""
+"""The embedding is padded with unused rows to a multiple of this, so that its products fit the matrix units."""
 
 
 @functools.cache
 def corpus() -> tuple[Tensor, str]:
-    """The text's characters as int64 indices ``[characters]``, and the alphabet that they index, sorted.
+    """The text's characters as int64 indices ``[characters]``, and the sorted alphabet.
 
     Raises:
         WorkloadError: This Python was built without its documentation.
@@ -53,10 +53,10 @@ def _texts() -> tuple[Tensor, Tensor]:
 
 
 class CharGPT(Transformer):
-    """Decoder-only transformer with pre-norm blocks and one matrix for embedding and output.
+    """Decoder-only transformer with pre-norm blocks and tied input and output embeddings.
 
     Args:
-        vocabulary: Characters, with padding.
+        vocabulary: Number of characters, padding included.
         layers: Blocks.
         width: Features.
         heads: Attention heads.
@@ -75,7 +75,7 @@ class CharGPT(Transformer):
         self.head.weight = self.embedding.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
-                # what is added to the residual stream shrinks with depth (GPT-2, section 2.3)
+                # smaller initial residual branches for deeper models (GPT-2, section 2.3)
                 added = name.endswith(("attention.out.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / ((2 * layers) ** 0.5 if added else 1.0))
             elif name.endswith("bias"):
@@ -103,7 +103,7 @@ def _adamw(lr: float, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _batches(batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows of the training text, each with the window one character later."""
+    """Windows of the training text, each paired with the window shifted by one character."""
     train, _ = _texts()
     draw = torch.Generator().manual_seed(seed)
     span = torch.arange(context + 1, device="cpu")
@@ -114,7 +114,7 @@ def _batches(batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tens
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean in nats per character."""
+    """Mean cross-entropy in nats per character."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -129,7 +129,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _evaluate(batch: int, context: int, model: nn.Module) -> dict[str, float]:
-    """Loss on windows spread evenly over the held-out text."""
+    """Mean loss on windows evenly spaced over the held-out text."""
     _, text = _texts()
     device = next(model.parameters()).device
     windows = 64
@@ -150,12 +150,12 @@ def gpt(
     batch: int = 8,
     lr: float = 1e-3,
 ) -> Workload:
-    """The workload.
+    """Make the ``gpt`` workload.
 
     Args:
         layers: Transformer blocks.
         width: Features.
-        heads: Attention heads, a divisor of ``width``; by default as many as make them 64 wide or a little less.
+        heads: Attention heads, a divisor of ``width``; by default chosen so that heads are 64 wide or slightly less.
         context: Characters per window.
         batch: Windows per batch.
         lr: Learning rate of AdamW.

@@ -1,11 +1,11 @@
-"""``sine``: a network of 1x1 convolutions learns a quantised wave from the coordinates of its pixels.
+"""``sine``: a network of 1x1 convolutions learns a quantised wave from pixel coordinates.
 
 Nearly all of its memory is activations of ``size x size`` pixels, which a low format halves, and its work is
-matrix products between them: the case that mixed precision is made for. Batch normalization and the steps of the
+matrix products between them: the ideal case for mixed precision. Batch normalization and the steps of the
 target make it harder than it looks.
 
 Source: the example of AMD's article "Automatic mixed precision in PyTorch using AMD GPUs" (ROCm blogs, 2024), where
-a 512x512 grid trains 1.86 times as fast under torch.autocast and in 49.8 % less memory.
+    a 512x512 grid trains 1.86 times as fast under torch.autocast and in 49.8 % less memory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def grid(size: int) -> Tensor:
 
 
 def quantised_wave(size: int, bins: int = 4, frequency: tuple[float, float] = FREQUENCY) -> Tensor:
-    """The sum of a cosine along x and one along y, cut into ``bins`` equally wide levels from 0 to 1.
+    """The sum of a cosine along x and one along y, quantised to ``bins`` equally wide levels from 0 to 1.
 
-    It is fp32 ``[size, size]``; ``frequency`` has periods along x and along y.
+    The result is fp32 ``[size, size]``; ``frequency`` has the periods along x and along y.
     """
     line = torch.linspace(0.0, 1.0, size, dtype=torch.float64, device="cpu")
     across, down = (torch.cos(2.0 * math.pi * f * line) for f in frequency)
@@ -69,7 +69,7 @@ class WaveNet(nn.Module):
 
 
 def _batches(size: int, bins: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The whole grid, again and again, whatever the seed: there is no more data than this."""
+    """The whole grid, repeated endlessly for any seed, since it is the whole data set."""
     batch = (grid(size)[None], quantised_wave(size, bins)[None, None])
     while True:
         yield batch
@@ -105,10 +105,10 @@ def _picture(size: int, bins: int, model: nn.Module) -> dict[str, Tensor]:
 
 
 def sine(size: int | None = None, hidden: int = 256, layers: int = 2, bins: int = 4) -> Workload:
-    """The workload.
+    """Make the ``sine`` workload.
 
     Args:
-        size: Pixels per side, at least 16; by default the article's 512 where torch finds an accelerator and 128 on
+        size: Pixels per side, at least 16; by default the article's 512 if torch finds an accelerator, and 128 on
             a CPU, where a step on the larger grid takes seconds.
         hidden: Channels of the hidden layers.
         layers: Hidden layers after the first convolution.

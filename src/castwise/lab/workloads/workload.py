@@ -41,21 +41,21 @@ BUILT_IN: Mapping[str, str] = {
     "gpt": "castwise.lab.workloads.gpt",
     "digits": "castwise.lab.workloads.digits",
 }
-"""Name -> module; the module's function of the same name makes the workload, its parameters are the options."""
+"""Name -> module; the module's function of that name makes the workload, and its parameters are the options."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a model is cut into the stages of a pipeline, and what goes in at one end and is wanted at the other.
+    """How to split a model into pipeline stages, and the input and target of the pipeline.
 
     Attributes:
-        split: From the model and a number of stages that many modules, each of which takes what the one before it
-            returns (the first: the inputs). They hold the model's own parts under the model's own state-dict keys
-            and leave none out. A parameter may be in several, as a matrix shared by embedding and output.
-        inputs: From a batch the first stage's arguments.
-        target: From a batch what the loss compares with.
-        loss: From the last stage's output and the target the loss, a floating tensor with one element, the mean over
-            the batch. Each microbatch has its own, so BatchNorm normalises by microbatches.
+        split: ``split(model, stages)`` -> that many modules, each of which takes the previous one's output
+            (the first: the inputs). They hold all of the model's modules under the model's own state-dict keys.
+            A parameter may be in several, such as tied embeddings.
+        inputs: ``inputs(batch)`` -> the first stage's arguments.
+        target: ``target(batch)`` -> the loss's target.
+        loss: ``loss(output, target)`` -> floating tensor with one element, the mean over the batch, from the last stage's output.
+            It is computed per microbatch, so BatchNorm normalises per microbatch.
     """
 
     split: Callable[[nn.Module, int], Sequence[nn.Module]]
@@ -77,18 +77,18 @@ class Workload:
 
     Attributes:
         name: Short, for tables and file names.
-        model: Makes the model, with weights drawn from torch's global random numbers, on the CPU.
-        optimizer: Makes the optimizer of the model's parameters.
-        batches: From a seed an endless iterator of batches: tensors on the CPU in tuples, lists or mappings. The same
+        model: Makes the model on the CPU, with weights drawn from torch's global generator.
+        optimizer: Makes the optimizer from the model's parameters.
+        batches: ``batches(seed)`` -> endless iterator of batches: tensors on the CPU in tuples, lists or mappings. The same
             seed gives the same batches.
-        loss: From the model and a batch (on the model's device) the loss, a floating tensor with one element.
-        evaluate: From the trained model, in evaluation mode and without gradients, numbers by name.
+        loss: ``loss(model, batch)`` -> floating tensor with one element; the batch is on the model's device.
+        evaluate: From the trained model, in evaluation mode and without gradients, metrics by name.
         description: One sentence.
-        picture: From the trained model images by name, ``target`` and ``prediction``, each ``[height, width]``.
-        shards: From the model how tensor parallelism cuts it: module path to style, as ``parallelize_module`` takes it.
-        blocks: From the model the modules that FSDP2 shards one by one; by default the members of each ``ModuleList``
-            and ``Sequential``. The rest is sharded with the model itself.
-        pipeline: How pipeline parallelism cuts it.
+        picture: From the trained model, images by name, ``target`` and ``prediction``, each ``[height, width]``.
+        shards: From the model, its tensor-parallel split: module path to style, as for ``parallelize_module``.
+        blocks: From the model, the modules that FSDP2 shards individually; by default the members of each ``ModuleList``
+            and ``Sequential``. The remaining parameters are sharded with the model itself.
+        pipeline: Its pipeline-parallel split.
     """
 
     name: str
@@ -133,7 +133,7 @@ class Workload:
 
 
 def find_workload(spec: str) -> Workload:
-    """Find a workload by what a user types.
+    """Find a workload by its name, as typed on the command line.
 
     Args:
         spec: ``sine``, ``gpt?layers=4&width=384`` (a built-in with options), ``path/to/file.py:attribute`` or
@@ -144,7 +144,7 @@ def find_workload(spec: str) -> Workload:
         The workload.
 
     Raises:
-        WorkloadError: Nothing there by that name, or it does not import, or it is something else.
+        WorkloadError: There is no such workload, it cannot be imported, or it is not a workload.
     """
     if not isinstance(spec, str) or not spec.strip():
         raise WorkloadError(
@@ -187,7 +187,7 @@ def _not_found(spec: str, name: str) -> str:
 
 def _workload_lines(path: Path) -> list[str]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [  # of the module itself: what is indented is a function's own
+    return [  # only module level: indented lines belong to functions
         line
         for line in lines
         if not line[:1].isspace() and "Workload(" in line and "=" in line.split("Workload(")[0]
@@ -218,7 +218,7 @@ def _options(make: Callable[..., Workload], allowed: Mapping[str, Any]) -> str:
 
 
 def _value(name: str, key: str, text: str, kind: Any) -> Any:
-    """An option's text as its parameter's type: int, float, or one of a ``Literal``'s strings."""
+    """Convert an option's text to its parameter's type: int, float, or one of a ``Literal``'s strings."""
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
     if choices:
         if text not in choices:
@@ -256,7 +256,7 @@ def _import_file(spec: str, path: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(module_spec)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    sys.modules[name] = module  # dataclasses, pickle and torch.compile look a function's module up there
+    sys.modules[name] = module  # dataclasses, pickle and torch.compile look up a function's module there
     try:
         module_spec.loader.exec_module(module)
     except BaseException as error:
@@ -274,7 +274,7 @@ def _is_from(module: types.ModuleType, path: Path) -> bool:
 
 def _import_module(spec: str, name: str) -> types.ModuleType:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` would
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -289,7 +289,7 @@ def _import_module(spec: str, name: str) -> types.ModuleType:
 
 
 def _does_not_import(spec: str, error: BaseException, path: Path | None) -> WorkloadError:
-    """One sentence with the place: the last line outside of the import machinery, in the file itself if it is in it."""
+    """The error with the location: the last line outside the import machinery, preferably in the file itself."""
     if isinstance(error, SyntaxError):
         place = f"{Path(error.filename or '?').name}, line {error.lineno}"
     else:
@@ -346,13 +346,13 @@ def _workload_in(spec: str, module: types.ModuleType, attribute: str) -> Workloa
 
 
 def check_loss(loss: object, workload: Workload | str, batch: Any = None, step: int | None = None) -> Tensor:
-    """Check what a loss function returned, and hand it back. Synchronises with the device where ``step`` is given.
+    """Check the value returned by a loss function and return it. Synchronises with the device if ``step`` is given.
 
     Args:
-        loss: What it returned.
-        workload: Whose loss it is, or who called it; for the message.
-        batch: What it was computed from, so that the message can name a tensor that holds NaN.
-        step: Number of the step; None leaves the value unchecked.
+        loss: The returned value.
+        workload: The workload, or the name of the caller; for the message.
+        batch: The batch, so that the message can name a tensor with NaN.
+        step: Number of the step; None skips the check that the value is finite.
 
     Raises:
         WorkloadError: Not a tensor, not a scalar, not floating, or without a graph.
@@ -378,26 +378,26 @@ def check_loss(loss: object, workload: Workload | str, batch: Any = None, step: 
 
 @contextlib.contextmanager
 def users_code(call: str) -> Iterator[None]:
-    """Say in a sentence what a user's own functions raise, and where in their code; castwise's own errors stay as they are.
+    """Convert errors raised by a user's functions to one sentence with the location; castwise's own errors are unchanged.
 
     Raises:
-        WorkloadError: It begins with the call.
+        WorkloadError: The message starts with ``call``.
     """
     try:
         yield
     except CastwiseError:
         raise
-    except (Exception, SystemExit) as error:  # sys.exit in a loss does not end the caller
+    except (Exception, SystemExit) as error:  # sys.exit in a loss must not end the caller
         if not place(error):
             raise
         raise WorkloadError(f"{call}: {told(error)}") from error
 
 
 def make_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """A workload's optimizer of some parameters, for steps that follow a backward.
+    """Make a workload's optimizer for steps after a separate backward.
 
     Raises:
-        WorkloadError: Nothing to train, no optimizer, or one whose step needs a closure.
+        WorkloadError: There is nothing to train, no optimizer, or one whose step needs a closure.
     """
     who, trained = f"workload {workload.name!r}", list(parameters)
     if not any(parameter.requires_grad for parameter in trained):
@@ -422,7 +422,7 @@ def make_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> Op
 
 
 def check_no_backward(model: nn.Module, who: str) -> None:
-    """Refuse a loss that has called ``backward`` itself, on a model that had no gradients before.
+    """Raise if a loss has called ``backward`` itself, on a model that had no gradients before.
 
     Raises:
         WorkloadError: A parameter has a gradient.
@@ -435,10 +435,10 @@ def check_no_backward(model: nn.Module, who: str) -> None:
 
 
 def next_batch(workload: Workload, batches: Iterator[Any], taken: int) -> Any:
-    """The next of a workload's batches, of which so many have been taken.
+    """The workload's next batch; ``taken`` batches came before it.
 
     Raises:
-        WorkloadError: There is none.
+        WorkloadError: The batches have ended.
     """
     try:
         return next(batches)
@@ -450,14 +450,14 @@ def next_batch(workload: Workload, batches: Iterator[Any], taken: int) -> Any:
 
 
 def about_data(batch: Any) -> str:
-    """Whether a loss that is not finite comes from its data, as a clause. Synchronises with the device."""
+    """A clause that says whether a non-finite loss comes from the data. Synchronises with the device."""
     if holders := non_finite_parts(batch):
         return f"its data holds NaN or infinite values, in {'; '.join(holders[:3])}; clean the data first"
     return "its data is finite, so look at the model's weights and its loss"
 
 
 def non_finite_parts(batch: Any, path: str = "batch") -> list[str]:
-    """Which tensors of a batch hold values that are not finite, such as ``batch[0] (3 of 256 values)``."""
+    """The tensors of a batch with non-finite values, such as ``batch[0] (3 of 256 values)``."""
     if isinstance(batch, Tensor):
         if not (batch.is_floating_point() or batch.is_complex()):
             return []
