@@ -125,7 +125,7 @@ def test_what_is_no_faster_than_one_that_was_cleared_is_not_trained(search: Sear
     assert clear(search, {FP32: 0.002, LIKE_FP32: 0.001, LOSING: 0.0011}, [FP32], [LOSING, LIKE_FP32]) == [
         LIKE_FP32
     ]
-    assert search.journal.refusal(LOSING).endswith(f"3 % faster than {in_words(LIKE_FP32)}")
+    assert search.journal.refusal(LOSING).endswith(f"3 % faster in the race than {in_words(LIKE_FP32)}")
     assert runs(search) == 1
 
 
