@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,7 +63,7 @@ def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable
     # In `x * 2` the dispatcher passes the 2 as a tensor that is marked as a number and passes it to Python as a
     # number, which redispatch refuses. Calling such an operator again with the key off accepts it, and is equivalent:
     # the operators that accept numbers for tensors are plain arithmetic, without autocast operators inside.
-    tensors = [i for i, arg in enumerate(op._schema.arguments) if i > 0 and str(arg.type) == "Tensor"]
+    tensors = [i for i in _tensors(op) if i > 0]
 
     def fallthrough(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         for index in tensors:
@@ -105,7 +106,8 @@ def _register(op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -
     return library._destroy
 
 
-def _tensors(op: torch._ops.OpOverload) -> list[int]:
+@functools.cache
+def _tensors(op: torch._ops.OpOverload) -> Sequence[int]:
     """The positional arguments of ``op`` whose type is exactly Tensor."""
     arguments = op._schema.arguments
     return [
