@@ -179,7 +179,7 @@ class _Comparing:
         )
 
     def _whole(self, plan: Plan, ran: Run) -> Run:
-        """For a compiled plan, a pass without borders in its code; for others, the pass that was made."""
+        """For a compiled plan, a new pass without borders in its code; for others, the given pass."""
         if plan.compile == "as_given":
             return ran
         self._notes.append(

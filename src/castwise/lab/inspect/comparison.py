@@ -182,7 +182,7 @@ _SEVERITY: tuple[Effect, ...] = ("unseen", "exact", "passes", "rounding", "ampli
 
 
 def worst_calls(by_rank: Sequence[Sequence[CallComparison]]) -> tuple[CallComparison, ...]:
-    """Each call with the worst rank's result per direction; calls that only some ranks made come last."""
+    """Each call with the worst rank's result per direction; calls that some ranks did not make are last."""
     found: dict[tuple[str, int], dict[int, CallComparison]] = {}
     for rank, calls in enumerate(by_rank):
         for call in calls:

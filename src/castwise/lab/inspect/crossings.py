@@ -133,7 +133,7 @@ class Crossings(Observer):
             self._running.pop()
 
     def _found_again(self, path: str, given: tuple[float, ...]) -> Call | None:
-        """The call being recomputed: the last one with the same inputs that was not matched yet, or else the last one."""
+        """The call being recomputed: the last unmatched call with the same inputs, else the last call."""
         left = self._left.get(path) or []
         for call in reversed(left):
             if _same(self._given[call], given):

@@ -114,7 +114,7 @@ class Seen:
         return self.ledgers.setdefault((path, kind, kept), Ledger())
 
     def add_pole(self, path: str, format: str, function: str, found: Tally) -> None:
-        """Add the cast of values that a function needs to be nonzero."""
+        """Add the cast of a function's inputs that must be nonzero."""
         poles = self.poles.setdefault(path, {}).setdefault(format, {})
         poles[function] = poles.get(function, Tally()) + found
 
@@ -304,7 +304,7 @@ class Run:
         )  # fmt: skip
 
     def _spreads(self, regions: Sequence[RegionForecast]) -> dict[str, Spread]:
-        """Per format with an overflow, where it spreads to on any rank, if the device can run the format."""
+        """Per format with an overflow, its spread on all ranks together; formats that the device cannot run are absent."""
         out = {}
         for name in (format.name for format in self.formats if format.name in LOW):
             if sources := overflowing(regions, name):

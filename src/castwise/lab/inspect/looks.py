@@ -16,7 +16,7 @@ from castwise.lab.passes.observers import Call
 
 
 class Key(NamedTuple):
-    """A value at a point, or in the backward a gradient there by number: a loss that calls autograd itself makes several."""
+    """Key of a value at a point, or, in backward, of a gradient there: one of several if the loss calls autograd itself."""
 
     point: Point
     back: bool = False

@@ -102,7 +102,7 @@ class OriginTrace(Trace):
         return self._from.get(_torch.tensors.memory_of(plain_memory(tensor)), ())
 
     def name_of(self, tensor: Tensor) -> str:
-        """The parameter, buffer or part of the batch that a tensor is or views; empty for others."""
+        """Name of the parameter, buffer or batch entry whose memory a tensor uses; empty for others."""
         kind, name = self._names.get(_torch.tensors.memory_of(plain_memory(tensor)), ("", ""))
         return name if kind == "data" else f"{kind} {name}".strip()
 

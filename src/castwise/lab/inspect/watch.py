@@ -42,12 +42,12 @@ class Site(NamedTuple):
     Attributes:
         path: Of the module, empty for the model itself; a shared module has the first of its paths.
         name: Of the function; with the number of an input, for an input of it or of the model; or of a parameter.
-        place: Index among the results of one call of the module.
+        number: Index among the results of one call of the module.
     """
 
     path: str
     name: str
-    place: int = 0
+    number: int = 0
 
 
 Look = Callable[[Kind, Site, Tensor], None]
@@ -79,7 +79,7 @@ class Watch(Observer, TorchFunctionMode):
         super().__init__()
         self._look, self._inputs, self._at_call = look, inputs, at_call
         self.parameters: dict[int, Site] = {}
-        self._places: Counter[Call] = Counter()
+        self._numbers: Counter[Call] = Counter()
         self._ends = contextlib.ExitStack()
 
     def modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -90,7 +90,7 @@ class Watch(Observer, TorchFunctionMode):
     def around(self, model: nn.Module) -> Iterator[None]:
         """Observe functions; gradients of parameters are observed at the end of the pass."""
         self.parameters = {id(parameter): site_of(name) for name, parameter in model.named_parameters()}
-        self._places = Counter()
+        self._numbers = Counter()
         with contextlib.ExitStack() as stack:
             self._ends = stack
             # compiled models run uncompiled: compiled code cannot be observed
@@ -118,8 +118,8 @@ class Watch(Observer, TorchFunctionMode):
 
     def _next(self, call: Call, name: str) -> Site:
         """The site of the next result of a call."""
-        self._places[call] += 1
-        return Site(call.path, name, self._places[call] - 1)
+        self._numbers[call] += 1
+        return Site(call.path, name, self._numbers[call] - 1)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -160,7 +160,7 @@ class Watch(Observer, TorchFunctionMode):
     def _see_call(self, call: Call, name: str, given: list[Tensor], results: list[Tensor]) -> None:
         written = set(map(id, results))
         inputs = [
-            (Site(call.path, f"input {number} of {name}", self._places[call]), tensor)
+            (Site(call.path, f"input {number} of {name}", self._numbers[call]), tensor)
             for number, tensor in enumerate(given)
             if id(tensor) not in written
         ]

@@ -87,7 +87,7 @@ class ScaleRange:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no scale holds both the smallest and the largest."""
+        """Whether no loss scale holds both the smallest and the largest gradient."""
         return self.lowest_scale > self.highest_scale
 
 

@@ -112,7 +112,7 @@ class StateTest:
         return out
 
     def _later(self, base: dict[str, _Path]) -> _Runs | None:
-        """fp32 from the later start: far ahead, if the model's code accepts arbitrary counts."""
+        """fp32 runs from the later start: far ahead, if the model's code accepts such large counts."""
         for far in (True, False):
             start = {
                 name: path.later(far and not hasattr(self._owner(name), "track_running_stats"))
@@ -147,7 +147,7 @@ class StateTest:
         return low or not hasattr(owner, "track_running_stats")  # torch's norm layers
 
     def _repeats(self, name: str, runs: _Runs, which: Tensor | None) -> bool:
-        """Whether fp32 with different rounding changes it as fp32 does; otherwise its change is only rounding."""
+        """Whether the state changes alike in fp32 with different rounding; otherwise its change is only rounding error."""
         if runs.again is None:
             runs.again = self._train(REFERENCE, 2 * FORMATS["fp32"].eps, runs.start)
         return name in runs.again and not _differs(runs.fp32[name], runs.again[name], which)

@@ -98,7 +98,7 @@ class SeparateRun:
         return float(self._process.answer())
 
     def close(self) -> None:
-        """End the process; kill it if it is running, because it hangs or after an interrupt."""
+        """End the process; kill it if an answer is pending, as after a hang or an interrupt."""
         if not self._process.at_work:
             with contextlib.suppress(Exception):  # a failed process returns no losses
                 self._process.send(0)

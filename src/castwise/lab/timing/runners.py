@@ -256,7 +256,7 @@ class TrainingRun(_Run):
             self.after()
 
     def close(self) -> None:
-        """Remove the plan from the model and release both."""
+        """Remove the plan from the model, and release model and optimizer."""
         super().close()
         del self.optimizer
 

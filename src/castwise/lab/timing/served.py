@@ -119,7 +119,7 @@ def _fork_each(fd: int) -> None:
 
 
 def _import(fd: int, line: int) -> None:
-    """Import the requested modules as a process would, then serve forks over the socket, if forking is as safe as before."""
+    """Import the requested modules as a measuring process would, then serve forks over the socket, if forking is as safe as before."""
     safe = False
     with Connection(fd) as pipe:
         pipe.send(os.getpid())

@@ -75,7 +75,7 @@ class Calls:
         """Does nothing."""
 
     def run(self, steps: int) -> None:
-        """Call it."""
+        """Call the function."""
         for _ in range(steps):
             self.call()
 

@@ -119,7 +119,7 @@ class _Reruns:
         return Diagnosis("batch", f"{told}, and no plan that was tried cures it")
 
     def _cures(self) -> Iterator[tuple[str, str, Plan]]:
-        """Plans that may cure it, from the smallest change on: cause, evidence for it, and the plan."""
+        """Plans that may cure the divergence, from the smallest change on: each with its cause and the evidence."""
         scale = self._plan.loss_scale
         for moment in self._moments:
             set_generators(moment.random)

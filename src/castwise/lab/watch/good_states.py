@@ -107,7 +107,7 @@ class GoodStates:
         self.all = self.all[-KEPT:]
 
     def before(self, step: int, earlier: int) -> Good:
-        """The newest state whose next step is before ``step``, so that later steps have confirmed it, or the start.
+        """The newest state from before ``step`` that at least one later step has confirmed, or the initial state.
 
         ``earlier``: go back so many states further, if they exist.
 

@@ -37,7 +37,7 @@ class Moment:
 
     @property
     def changed(self) -> bool:
-        """Whether the batch was written to since, by autograd's version counters."""
+        """Whether the batch was written to after it was yielded, by autograd's version counters."""
         return _versions(self.batch) != self.versions
 
     @property

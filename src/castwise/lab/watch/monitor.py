@@ -306,7 +306,7 @@ class Monitor(OfThisProcess):
     # --- audits -------------------------------------------------------------------------------------------
 
     def _audit_or_say(self) -> Audit:
-        """An audit; an error is reported as its result if fp32 itself is not finite, or after the first audit."""
+        """Make an audit. The first one raises its errors, except non-finite values in fp32; else an error is the audit's result."""
         try:
             return self._audit()
         except Exception as error:

@@ -121,7 +121,7 @@ class Record:
                     buffer.copy_(kept)
 
     def set_modes(self, model: nn.Module) -> None:
-        """Restore which modules were in training mode and which parameters were trained."""
+        """Restore the modules' training modes and the parameters' ``requires_grad``."""
         training, frozen = set(self.content["training"]), set(self.content["frozen"])
         for name, module in model.named_modules():
             module.training = name in training
@@ -387,7 +387,7 @@ def _without_code(record: Record, folder: str | os.PathLike[str], **options: obj
 
 
 def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor], ranks: int) -> None:
-    """Add one rank's share to the mean gradients, low formats in fp32, as FSDP2 averages."""
+    """Add one rank's share to the mean gradients; as in FSDP2, low formats are summed in fp32."""
     for name, gradient in gradients.items():
         wide = gradient.float() if gradient.dtype in LOW_DTYPES else gradient
         share = wide / ranks if ranks > 1 else gradient

@@ -154,7 +154,7 @@ class Screen:
         self._live.update(report().table(), refresh=True)
 
     def close(self) -> None:
-        """Leave the last drawing."""
+        """Leave the last report on the screen."""
         live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.close)

@@ -32,7 +32,7 @@ _ROUNDING = _FP16.smallest_subnormal**2 / 12
 
 
 class Number(NamedTuple):
-    """A region's number that is still on the device.
+    """A statistic of a region, still on the device.
 
     Attributes:
         region: Module path.
