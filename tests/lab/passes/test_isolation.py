@@ -190,7 +190,7 @@ def test_a_loss_of_the_model_itself_is_refused_and_the_model_is_as_it_was(call: 
         return found
 
     with pytest.raises(
-        WorkloadError, match=r"a backward reaches the Own itself.*must call the model that it is"
+        WorkloadError, match=r"a backward reaches the original Own.*must call the model that it is"
     ):
         call(model, loss)
     assert [vars(module) for module in model.modules()] == attributes
