@@ -646,7 +646,7 @@ def test_records_that_are_passed_over_are_named(tmp_path: Path) -> None:
         assert replay(tmp_path, Net(), loss, find=False).step == 1
     _ = (recorder.records[0] / "checkpoint.json").write_text("{")
     with pytest.raises(
-        CheckpointError, match=r"no complete record\. Passed over: step-00000002, .* step-00000001"
+        CheckpointError, match=r"no complete record\. Skipped: step-00000002, .* step-00000001"
     ):
         replay(tmp_path, Net(), loss)
 

@@ -143,10 +143,10 @@ def _newest(folder: Path) -> Path:
         found = read_manifest(path)
         if isinstance(found, dict):
             if passed:
-                warnings.warn(f"replay({str(folder)!r}): passed over {some(passed, 3)}", stacklevel=4)
+                warnings.warn(f"replay({str(folder)!r}): skipped {some(passed, 3)}", stacklevel=4)
             return path
         passed.append(f"{path.name}, which {found}")
-    why = f" Passed over: {some(passed, 3)}." if passed else ""
+    why = f" Skipped: {some(passed, 3)}." if passed else ""
     raise CheckpointError(
         f"replay({str(folder)!r}): there is no complete record.{why} Allowed: a folder that a Recorder wrote, or one of its records."
     )
