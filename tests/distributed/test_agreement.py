@@ -393,7 +393,7 @@ def orders(rank: int, size: int) -> None:
     net = build()
     fully_shard(net, mesh=mesh_of(fsdp=size))
     with pytest.raises(
-        StateError, match=r"FSDP2 gathers stem.weight in float32.*has it in bfloat16.*amp.fully_shard"
+        StateError, match=r"FSDP2 gathers stem.weight in float32.*stores it in bfloat16.*amp.fully_shard"
     ):
         amp.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
 

@@ -461,7 +461,7 @@ def test_a_plain_backward_after_a_scale_that_nobody_used_is_noticed() -> None:
     amp.scale(loss)
     loss.backward()
     for step in (lambda: amp.step(a), lambda: amp.unscale_(b)):
-        with pytest.raises(StateError, match=r"its gradients came from no scaled loss"):
+        with pytest.raises(StateError, match=r"its gradients did not come from a scaled loss"):
             step()
     a.step()  # there is no scale in them
     a.zero_grad()
@@ -542,7 +542,7 @@ def test_plain_gradients_in_the_place_of_dropped_ones_are_not_taken_for_scaled()
         amp.backward(model(batch(0)).pow(2).mean())
         model.zero_grad()
         model(batch(0)).pow(2).mean().backward()
-        with pytest.raises(StateError, match="came from no scaled loss"):
+        with pytest.raises(StateError, match="did not come from a scaled loss"):
             amp.step(a)
         b.step()
         model.zero_grad()
@@ -605,7 +605,7 @@ def test_errors_speak_of_what_there_is() -> None:
     amp, model, a, b = pair("fp16-mixed")
     model(batch(0)).sum().backward()
     with pytest.raises(
-        StateError, match=r"step\(SGD\): its gradients came from no scaled loss.*amp\.backward\(loss\)"
+        StateError, match=r"step\(SGD\): its gradients did not come from a scaled loss.*amp\.backward\(loss\)"
     ):
         amp.step(a)
     with pytest.raises(
@@ -636,7 +636,7 @@ def test_errors_speak_of_what_there_is() -> None:
         return loss
 
     with pytest.raises(
-        StateError, match=r"closure computed its gradients from no scaled loss.*amp\.backward"
+        StateError, match=r"closure did not compute its gradients from a scaled loss.*amp\.backward"
     ):
         amp.step(optimizer, closure=closure)
 

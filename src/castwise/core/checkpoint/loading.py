@@ -168,7 +168,7 @@ def load(
     path = found.path
     if path is None:
         raise CheckpointError(
-            "load: there is no complete checkpoint; start from the beginning where newest(folder) is false"
+            "load: there is no complete checkpoint; if newest(folder) is false, start from the beginning"
         )
     # newest() has read all contents; sizes show here whether they changed since.
     manifest = _verified(path, ranks, checksums=not isinstance(checkpoint, Found))

@@ -117,7 +117,7 @@ def _arrange(parts: Sequence[Sequence[_Held]]) -> Index:
             if (known.dtype, known.shape) != (one.dtype, one.shape):
                 raise CheckpointError(
                     f"save: {one.name} is {known.dtype} {list(known.shape)} on one rank and {one.dtype} {list(one.shape)} on rank "
-                    f"{rank}; give what differs between ranks different names"
+                    f"{rank}; give tensors that differ between ranks different names"
                 )
             box = (one.name, one.offsets, one.sizes)
             if math.prod(one.sizes) and box not in seen:

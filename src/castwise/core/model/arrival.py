@@ -34,7 +34,7 @@ def check_widen(call: str, widen: object) -> None:
     """
     if not (isinstance(widen, bool) or widen == "all"):
         raise PlanError(
-            f"{call}(widen={widen!r}) is not allowed. Allowed: False; True for what is trained; 'all' for frozen parameters too."
+            f"{call}(widen={widen!r}) is not allowed. Allowed: False; True for trained parameters; 'all' for frozen parameters too."
         )
 
 

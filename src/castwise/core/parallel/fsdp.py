@@ -107,7 +107,7 @@ def check_groups(resolution: Resolution, model: nn.Module) -> None:
             said = [str(dtype or torch.float32).removeprefix("torch.") for dtype in (got, want)]
             raise StateError(
                 f"prepare: FSDP2 gathers {name} in {said[0]}, in the group of {path or type(model).__name__!r}, but the plan "
-                f"{resolution.plan} has it in {said[1]}. Shard by the plan: amp.fully_shard(model, blocks=...), or "
+                f"{resolution.plan} stores it in {said[1]}. Shard by the plan: amp.fully_shard(model, blocks=...), or "
                 "fully_shard(module, mp_policy=amp.mp_policy(module, model)) with a separate group for each region that "
                 "stores parameters in another format."
             )

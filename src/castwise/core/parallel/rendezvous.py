@@ -72,7 +72,7 @@ def _meeting_place(timeout: datetime.timedelta) -> dict[str, Any]:
 
 
 def _attempt(store: Any, rank: int, world: int) -> str:
-    """A name for this start of the processes, the same on all, since the store keeps keys of earlier starts.
+    """A name for this start, equal on all processes; it separates keys from those of earlier starts in the store.
 
     Rank 0 creates it. It cannot tell messages of live ranks from those of ended ones, so it answers all of them under
     new names each time, until every rank has confirmed that it has read the answer. The number of the restart cannot be

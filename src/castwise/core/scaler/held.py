@@ -47,7 +47,7 @@ class Held:
         ]
 
     def holds(self) -> bool:
-        """Whether there is such a parameter."""
+        """Whether the gradient of any parameter holds the scale."""
         for parameter, version in zip(self.params, self._versions, strict=True):
             if version >= 0 and parameter.grad is not None:
                 return True

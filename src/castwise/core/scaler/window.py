@@ -443,7 +443,7 @@ class Window:
         if not self.is_scaled(optimizer):
             if gradients.move(optimizer) and not self.ranks_differ():
                 raise StateError(
-                    f"{call}({type(optimizer).__name__}): its gradients came from no scaled loss. Compute them by "
+                    f"{call}({type(optimizer).__name__}): its gradients did not come from a scaled loss. Compute them by "
                     "amp.backward(loss), or by amp.scale(loss).backward(); for gradients computed otherwise, call "
                     "optimizer.step() itself"
                 )
@@ -503,7 +503,7 @@ class Window:
         A closure is as for :meth:`GradScaler.step`, and calls the session's backward.
 
         Raises:
-            StateError: Gradients came from no scaled loss, or were changed while they were scaled.
+            StateError: Gradients did not come from a scaled loss, or were changed while they were scaled.
         """
         owned = self._owners.get(id(optimizer))
         if closure is not None:
@@ -600,8 +600,8 @@ class Window:
             value = closure()
             if not self._owners.pop(id(optimizer), None) and not self._lent:
                 raise StateError(
-                    f"step({type(optimizer).__name__}, closure=...): the closure computed its gradients from no scaled loss; "
-                    "let it call amp.backward(loss) where it called loss.backward()"
+                    f"step({type(optimizer).__name__}, closure=...): the closure did not compute its gradients from a scaled loss; "
+                    "call amp.backward(loss) in it instead of loss.backward()"
                 )
             return value
 

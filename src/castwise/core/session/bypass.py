@@ -106,7 +106,7 @@ class _Watched:
         )
 
     def was_passed_by(self, hides: bool) -> bool:
-        """Whether a backward that reached the parameters, by nothing inside the border, proves that the border was bypassed.
+        """Whether a backward that reached the parameters by no operator inside the border proves that it was bypassed.
 
         It may be the backward of a penalty on weights, or other weights may have been computed from these before the
         border. So it proves a bypass only if the module was never called, or neither before this backward nor before

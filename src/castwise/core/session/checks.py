@@ -137,7 +137,7 @@ def check_optimizers(found: Inventory, plan: Plan) -> None:
             )
         if plan.keeps_masters and holding.is_zero:
             raise StateError(
-                f"prepare: {kind} steps an optimizer of its own on this rank's share of the parameters, which would bypass "
+                f"prepare: {kind} steps a separate optimizer on this rank's share of the parameters, which would bypass "
                 f"the fp32 masters of the plan {plan}. Shard with FSDP2 instead (amp.fully_shard), or use a plan that keeps "
                 f"parameters "
                 f"in fp32, such "

@@ -107,7 +107,7 @@ class Wrapping:
         if found and _torch.distributed.delays_reductions(ddp):
             raise StateError(
                 f"DistributedDataParallel({type(module).__name__}, delay_all_reduce_named_params=...): parameters with fp32 "
-                f"masters are only reduced in its ordinary way. Leave that argument out, or prepare with a plan that keeps "
+                f"masters can only be reduced in the ordinary way. Leave that argument out, or prepare with a plan that keeps "
                 f"parameters in "
                 "fp32, such as 'bf16-mixed'."
             )

@@ -267,7 +267,7 @@ def run_once(
             raise Undecided(
                 call,
                 f"{model!r} runs more than once in one block of autocast, where all its runs share copies of the "
-                "weights: give each a block of its own, in the script as it is",
+                "weights: put each run in a separate block of the original script",
             )
 
 

@@ -87,7 +87,9 @@ class Session:
         for name in sorted(self.optimizers):
             optimizer = self.optimizers[name]
             if optimizer.scope is not self.scaler.scope:
-                raise Undecided(optimizer.assignments[0].node, f"{name!r} is not made beside the scaler")
+                raise Undecided(
+                    optimizer.assignments[0].node, f"{name!r} is not created in the same scope as the scaler"
+                )
             last = max(last, self._line(optimizer.assignments[0].node), key=self.view.index)
             for model in models_of(self.view, optimizer):
                 self.updated.setdefault(model.value, []).append(name)
@@ -119,7 +121,7 @@ class Session:
             or len(targets) != 1
             or not isinstance(targets[0], cst.Name)
         ):
-            raise Undecided(self.made, "the scaler is not assigned to one variable by a statement of its own")
+            raise Undecided(self.made, "the scaler is not assigned to one variable in a separate statement")
         suite = view.suite(line)
         if suite is None:
             raise Undecided(self.made, "the scaler is made on the line of an if")
@@ -243,7 +245,7 @@ class Session:
                 self.regions.append(call)
         if not self.regions:
             raise Undecided(
-                self.made, "there is no autocast of fp16 on the scaler's device where the scaler is known"
+                self.made, "no fp16 autocast on the scaler's device is in the scope of the scaler"
             )
 
     def _is_in_class(self, node: cst.CSTNode) -> bool:
@@ -279,7 +281,9 @@ class Session:
     def _look_at_model(self, model: Thing) -> None:
         view = self.view
         if model.scope is not self.scaler.scope:
-            raise Undecided(model.assignments[0].node, f"{model.name!r} is not made beside the scaler")
+            raise Undecided(
+                model.assignments[0].node, f"{model.name!r} is not created in the same scope as the scaler"
+            )
         at = view.end(self.prepared_after)  # and the other statements on its line
         only_wrapped_later(view, model, at, self.suite)
         check_derives(view, model, "torch.nn.Module")

@@ -109,7 +109,7 @@ class ApexAMPOptimizer(AmpOptimizer):
 
 
 class NaiveAMPOptimizer(AmpOptimizer):
-    """The optimizer of the naive mode: its ``step`` returns whether it was made, and clips by itself.
+    """The optimizer of the naive mode: its ``step`` clips, and returns whether the update was made.
 
     ``step()`` returns ``(True, grad_norm)``, the norm a number or None without clipping, or ``(False, None)``; with
     ``log_num_zeros_in_grad=True`` also a third value, the number of zero elements of the gradients.
