@@ -125,7 +125,7 @@ def test_an_interval_without_1_does_not_look_as_if_it_had_it(low: float, high: f
 
 
 @pytest.mark.parametrize(
-    ("starts", "said"), [(0, "of all plans in one process; speeds"), (3, "over 3 starts of every plan in a process of its own")]
+    ("starts", "said"), [(0, "of all plans in one process; speeds"), (3, "over 3 starts of every plan in a separate process")]
 )  # fmt: skip
 def test_a_table_says_where_its_times_are_from_and_why_they_need_not_give_its_speeds(
     starts: int, said: str, record: Make, row: Row

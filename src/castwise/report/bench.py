@@ -152,7 +152,7 @@ def interval_note(record: Record) -> str:
     """How the numbers in the speed table were measured."""
     times = f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds"
     if record["starts"]:
-        times += f" over {record['starts']} starts of every plan in a process of its own"
+        times += f" over {record['starts']} starts of every plan in a separate process"
         of = "over starts (Student's t), which covers the time of day"
     else:
         times += " of all plans in one process"

@@ -17,7 +17,7 @@ SHOWN = 12
 """Number of rows of calls in the terminal."""
 MEANING = (
     "Errors are relative: the norm of the difference over the norm under the first plan. error: of the call's results when "
-    "each plan runs by itself. came in: of its inputs. own: of its results when it gets the inputs of the first plan's run, "
+    "each plan runs separately. came in: of its inputs. own: of its results when it gets the inputs of the first plan's run, "
     "so that no earlier error is included. x rounding: the own error over what rounding to the call's format explains, "
     "measured by moving its "
     "inputs and weights by half a unit in the last place."

@@ -362,7 +362,7 @@ def interval_note(record: Record) -> str:
     """What the numbers in the tables mean."""
     lines, starts = record["lines"], _starts(record)
     how = (
-        f"they were started up to {starts} times, each in a process of its own, and trained in turns"
+        f"they were started up to {starts} times, each in a separate process, and trained in turns"
         if starts > 1
         else "they trained in turns, started once"
         if starts

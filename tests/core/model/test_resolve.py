@@ -125,7 +125,7 @@ def test_it_prints_what_it_decided() -> None:
     assert "norm    fp32     fp32            in bf16" in text
     assert "tensors to be stored in another format: 5 in bfloat16" in text
     assert "buffers kept as they are: steps, ema, inv_freq, positions, usage, table" in text
-    assert "State   bf16     bf16            whole model, with tables of its own" in text
+    assert "State   bf16     bf16            whole model, with its own tables" in text
 
 
 def test_it_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def look_at_copies() -> None:
         _made_anew.clear()
         warnings.warn(
             f"A copy of a prepared model is being updated, and its parameters are stored in {written.dtype} without masters: "
-            "updates that are small beside the weights are lost, such as those of an average (EMA, SWA). Average with "
+            "updates that are small relative to the weights are lost, such as those of an average (EMA, SWA). Average with "
             "castwise.AveragedModel(model, ...), which is kept in fp32 and reads the masters.",
             stacklevel=3,
         )

@@ -211,7 +211,7 @@ class Resolution:
                 told[path] = place
         for place in told.values():
             border = "whole model" if place is root else f"in {place.around}" if place.around else ""
-            border += ", with tables of its own" if place.meets else ""
+            border += ", with its own tables" if place.meets else ""
             rows.append((place.path or place.kind, place.compute, place.stored or "as they are", border))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [

@@ -683,8 +683,8 @@ class Amp(masters.OfThisProcess):
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise PlanError(
-                    f"step({shown(optimizer)}): a {type(optimizer).__name__} is not an optimizer. Allowed: prepared optimizers, each as an "
-                    "argument of its own; give the norm to clip to by name: amp.step(optimizer, max_norm=1.0)"
+                    f"step({shown(optimizer)}): a {type(optimizer).__name__} is not an optimizer. Allowed: prepared optimizers, each as a "
+                    "separate argument; give the norm to clip to by name: amp.step(optimizer, max_norm=1.0)"
                 )
             if not self._members.holds(optimizer):
                 raise StateError(

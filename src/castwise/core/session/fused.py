@@ -56,7 +56,7 @@ def check_fused(optimizer: Optimizer) -> None:
     if type(optimizer) in _FUSED and _unfit_dtensors(optimizer):
         raise DeviceError(
             f"Plan: optimizer='fused', but torch fuses DTensors only for Adam and AdamW and not in one parameter group with "
-            f"plain tensors, and this {type(optimizer).__name__} mixes them. Put DTensors into parameter groups of their own, "
+            f"plain tensors, and this {type(optimizer).__name__} mixes them. Put DTensors into separate parameter groups, "
             f"or use "
             f"optimizer='as_given'."
         )

@@ -71,7 +71,7 @@ class ParallelContext:
         if tensor > 1 and mode not in (None, "1d"):
             raise ConfigException(
                 f"parallel = dict(tensor=dict(size={tensor}, mode={mode!r})): allowed modes: '1d'. Cut other layouts with "
-                "torch's parallelize_module on a mesh of your own."
+                "torch's parallelize_module on your own mesh."
             )
         data, rest = divmod(world, pipeline * tensor)
         if rest or not data:
