@@ -25,7 +25,7 @@ for x, y in loader:
 NOT_A_SESSION = {
     "validation outside of autocast": ("scaler.update()\n", "scaler.update()\nprint(model(x))\n", "runs outside of autocast"),
     "an island": ("criterion(model(x), y)", "one(y)\n        with autocast(enabled=False):\n            model(x)", "runs outside of autocast"),
-    "another format": ("autocast()", "autocast(dtype=torch.bfloat16)", "no autocast of fp16"),
+    "another format": ("autocast()", "autocast(dtype=torch.bfloat16)", "no fp16 autocast"),
     "lazily": ("criterion(model(x), y)", "sum(model(each) for each in x)", "runs outside of autocast"),
     "a lambda": ("criterion(model(x), y)", "later(lambda: model(x))", "runs outside of autocast"),
     "handed to a function": ("loader:\n", "loader:\n    validate(model)\n", "'model' is passed on here"),
@@ -49,7 +49,7 @@ NOT_A_SESSION = {
     "a scale known only later": ("GradScaler()", "GradScaler(init_scale=args.scale)", "init_scale is not a literal number"),
     "computed enabled": ("GradScaler()", "GradScaler(enabled=not args.fp32)", "neither True nor a plain name"),
     "enabled bound twice": ("scaler = GradScaler()", "on = 1\non = 2\nscaler = GradScaler(enabled=on)", "may be bound more than once"),
-    "enabled for one alone": ("scaler = GradScaler()", "on = 1\nscaler = GradScaler(enabled=on)", "no autocast of fp16"),
+    "enabled for one alone": ("scaler = GradScaler()", "on = 1\nscaler = GradScaler(enabled=on)", "no fp16 autocast"),
     "update with a value": ("update()", "update(1024.0)", "scaler.update(...) has no counterpart"),
     "no update": ("    scaler.update()\n", "", "no update() follows"),
     "an update alone": ("    scaler.step(optimizer)\n    scaler", "    scaler.step(optimizer)\n    scaler.update()\n    scaler", "follows no step()"),
