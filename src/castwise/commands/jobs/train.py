@@ -79,7 +79,7 @@ def train(
         schedule: Of a pipeline: ``gpipe``, ``1f1b`` (the default) or ``interleaved`` (two stages per process).
         save_every: Save a checkpoint every so many steps, and after the last; 0 for none.
         resume: Go on from the newest complete checkpoint in the folder; from the beginning where there is none. Damaged
-            ones are named in a warning and passed over.
+            ones are named in a warning and skipped.
         progress: True shows what the command line shows, on standard error; a function is called on rank 0 with a
             :class:`TrainEvent` when losses have been read.
 
@@ -154,7 +154,7 @@ class _Run:
     schedule: str
     saves: Saves
     steps_before: int = 0
-    """Made before the checkpoint that this goes on from: their batches are passed over."""
+    """Made before the checkpoint that this goes on from: their batches are skipped."""
     earlier: list[dict[str, Any]] = field(default_factory=list)
     """What was recorded of them."""
     pending: list[_Step] = field(default_factory=list)

@@ -369,7 +369,7 @@ class Agreement:
         """Norm of the gradients over whole parameters, each counted once, combined with a flag in one number.
 
         Args:
-            params: Those whose gradients are meant, of a model or of its optimizer; those without one are passed over.
+            params: Those whose gradients are meant, of a model or of its optimizer; those without one are skipped.
             norm_type: 2, any other positive power, or infinity.
             joined: Ask all ranks, as :meth:`can_differ` says. They must all do.
             flag: 0-dim fp32, 1 where a gradient on this rank is not finite. It becomes 1, in place, where that is so on

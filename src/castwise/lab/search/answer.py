@@ -158,7 +158,7 @@ def tied(search: Search) -> list[Plan]:
         ratio = speed(search, search.choice.plan, plan)
         simpler = complexity(plan) < complexity(
             search.choice.plan
-        )  # it was passed over since another is faster
+        )  # it was rejected since another is faster
         if not simpler and _is_sound(search, plan) and ratio is not None and ratio.low <= 1.0:
             out.append(plan)
     return out
@@ -288,5 +288,5 @@ def _why_not_low(search: Search) -> str:
         )
         return f"One-line torch.autocast in bf16{fast} {keeps} the gradients: {reason}."
     if ratio is None and fate is not None:
-        return f"One-line torch.autocast in bf16 was passed over: {fate.reason}."
+        return f"One-line torch.autocast in bf16 was rejected: {fate.reason}."
     return ""

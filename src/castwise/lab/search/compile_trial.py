@@ -1,6 +1,6 @@
 """Whether a plan can be compiled: one trial, in the process that it runs in.
 
-A compiled model may be wrong without a word (pytorch issues 179804, 194329: a backward that forgets an fp32 island, garbage
+A compiled model may be wrong without a word (pytorch issues 179804, 194329: a backward that forgets a block in fp32, garbage
 after a change of shapes under autocast). So its gradients are compared with those of the same plan run as it is, at the same
 weights, batches and random draws. What they may differ by is what the format leaves open: as much as they move when each
 weight moves by a unit in the format's last place.

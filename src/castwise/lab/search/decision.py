@@ -1,6 +1,6 @@
 """Which of several plans to take, by the times that they were raced with: pure functions, and the loop around them.
 
-The plan taken is the simplest that is known to be within 3 % of every other. A simpler one is passed over only when it is
+The plan taken is the simplest that is known to be within 3 % of every other. A simpler one is rejected only when it is
 known to be slower than another: by these times, or by a race before them that these do not contradict. As long as a simpler
 plan is neither, all are started and timed again; where the time for that is over it is taken, and the decision says that the
 machine was too noisy to know. Two starts decide only what is far clearer than it has to be later: on a quiet machine a third
@@ -26,7 +26,7 @@ BEHIND = 1.05
 """What takes more than this many times as long as another in the race, at the least, is behind it: a race in one process is off by
 up to 4 % (bench/results/race-cpu.json)."""
 SLOWER = 1.0075
-"""A simpler plan is passed over if it is known to take at least this many times as long: an equally fast plan rarely measures
+"""A simpler plan is rejected if it is known to take at least this many times as long: an equally fast plan rarely measures
 so badly."""
 LIKELY, SURE, EARLY = 0.95, 0.97, 0.99
 """Confidence, two-sided, with which the plan taken is within the margin, with which a simpler one is slower, and of both where
@@ -82,7 +82,7 @@ def decide(
     out = frozenset(one for one in order if lead[one] > MARGIN)
     could = [one for one in order if lead[one] <= SLOWER] or [min(order, key=lead.__getitem__)]
     raced = {one for one, two in behind if sure[one, two].value > MARGIN}
-    for one in order:  # what is no faster than a simpler plan that is passed over is no reason to
+    for one in order:  # what is no faster than a simpler plan that is rejected is no reason to
         if any(two in raced and sure[one, two].value >= 1.0 for two in order[: order.index(one)]):
             raced.add(one)
     simplest = next((one for one in could if one not in raced), could[0])

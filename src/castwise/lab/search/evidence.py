@@ -149,7 +149,7 @@ class Verification:
     Attributes:
         difference: Mean over pairs of the loss under the plan minus that in fp32, over the last steps.
         upper: Upper 95 % confidence bound of it.
-        margin: What it had to stay below: a share of how far fp32's loss fell (``tuning/pairs.py::MARGIN``).
+        margin: What it had to stay below: a share of how far fp32's loss fell (``lab/search/pairs.py::MARGIN``).
         detectable: The smallest difference that these runs would have shown four times out of five.
         verdict: ``not worse``, ``worse`` or ``not shown``.
     """

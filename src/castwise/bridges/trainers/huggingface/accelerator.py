@@ -333,7 +333,7 @@ class CastwiseAccelerator(Accelerator):
         """The plan's casting as a block, for code outside of prepared models.
 
         Args:
-            autocast_handler: An ``AutocastKwargs``, whose ``enabled=False`` makes an fp32 island; ``cache_enabled`` is as in torch.
+            autocast_handler: An ``AutocastKwargs``, whose ``enabled=False`` makes a block in fp32; ``cache_enabled`` is as in torch.
         """
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
         enabled, cache = (True, None) if handler is None else (handler.enabled, handler.cache_enabled)
