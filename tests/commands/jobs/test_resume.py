@@ -63,7 +63,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path: Path) -> None:
     damaged = next((tmp_path / "checkpoints" / "step-00000004").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-10])
     (tmp_path / "checkpoints" / "step-00000009").mkdir()
-    with pytest.warns(UserWarning, match=r"passed over step-0000000(4|9)") as caught:
+    with pytest.warns(UserWarning, match=r"skipped step-0000000(4|9)") as caught:
         result = train(WORKLOAD, "fp32", steps=5, out=tmp_path, device="cpu", resume=True)
     said = " ".join(str(warning.message) for warning in caught)
     assert "step-00000004" in said
