@@ -38,13 +38,13 @@ def test_tells_of_a_workload_that_is_not_finite() -> None:
     before = torch.get_rng_state()
     result = inspect(bad, only=["nonfinite"], plan="fp32")
     assert torch.equal(torch.get_rng_state(), before)
-    record = result.to_dict()["findings"]["nonfinite"]
+    record = result.to_dict()["results"]["nonfinite"]
     assert (record["operator"], record["in_model"], record["cause"]) == ("log", False, "log of zero")
 
 
 @pytest.mark.parametrize(("plan", "assumed"), [("fp16-true", "fp16-true"), ("fp32", "bf16-mixed")])
 def test_a_forecast_is_of_the_plan_where_that_computes_low(plan: str, assumed: str) -> None:
-    record = inspect(mlp, only=["forecast"], plan=plan, formats=["fp16"]).to_dict()["findings"]["forecast"]
+    record = inspect(mlp, only=["forecast"], plan=plan, formats=["fp16"]).to_dict()["results"]["forecast"]
     assert record["plan"] == assumed
     assert record["plan_answer"].startswith(plan if plan == assumed else "")
 

@@ -126,14 +126,15 @@ def test_a_sound_plan_that_did_not_come_to_the_final_for_another_as_good_is_not_
     search = searched()
     search.parity[PLAN] = finding(0.001, "pass")
     search.race = Contest(search.context.workload, search.context.device)
-    for plan in (PLAN, FUSED):
+    other = Plan.preset("bf16-master")
+    for plan in (PLAN, other):
         search.contest.entries[plan] = Entry(plan, [1.0])
         search.journal.decide(plan, why)
-    search.parity[FUSED] = finding(0.3, "fail")
-    search.journal.refuse(FUSED, "damage 0.3")
+    search.parity[other] = finding(0.3, "fail")
+    search.journal.refuse(other, "damage 0.3")
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
     assert rows[str(PLAN)] == ("sound", why.reason)
-    assert rows[str(FUSED)] == ("rejected", "damage 0.3")
+    assert rows[str(other)] == ("rejected", "damage 0.3")
 
 
 @pytest.mark.parametrize("verdict", ["pass", "fail"])
@@ -188,3 +189,41 @@ def test_where_memory_is_what_counts_it_is_what_speaks_against_a_plan() -> None:
     assert reasons[FP32] == "takes 160 % more memory"
     assert reasons[PLAN] == "takes 30 % more memory"
     assert reasons[master] == "takes as much memory, and is no simpler"
+
+
+def test_a_plan_that_failed_in_a_later_start_of_the_final_is_no_tie() -> None:
+    """What failed after its first start had times, and was told as a plan that is as fast within the error."""
+    search = searched()
+    search.parity[PLAN] = finding(0.001, "pass")
+    search.final = Final([FP32, PLAN], times_s=[[[1.0] * 4, [1.01] * 4], [[1.0] * 4]], failed={PLAN})
+    search.journal.decide(PLAN, Fate("failed", "gradients are not finite", "final"))
+    search.complete = True
+    rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
+    assert rows[str(PLAN)] == ("rejected", "gradients are not finite")
+    assert not any("as fast" in sentence for sentence in evidence(search).why)
+
+
+@pytest.mark.parametrize("refused", ["bf16-mixed+optimizer=fused", "bf16-mixed+host_memory=keep"])
+def test_what_speaks_against_numerics_speaks_against_each_plan_of_them(refused: str) -> None:
+    """A second look refused the one plan, and its twin with another optimizer stayed sound."""
+    search = searched()
+    search.parity[PLAN] = finding(5.0, "fail")
+    search.final = Final([FP32, PLAN], times_s=[[[1.0] * 4, [1.01] * 4], [[1.0] * 4, [1.01] * 4]])
+    search.journal.decide(PLAN, Fate("spared", "as good"))
+    search.journal.refuse(Plan.parse(refused), "after 4 steps: damage 5")
+    search.complete = True
+    rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
+    assert rows[refused] == rows[str(PLAN)] == ("rejected", "after 4 steps: damage 5")
+    search.journal.clear(PLAN)
+    assert not search.journal.refusal(PLAN)
+
+
+def test_a_round_that_ended_in_its_middle_leaves_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some had one time more than others, and all that was known was lost without a word."""
+    search = searched()
+    search.race = Contest(search.context.workload, torch.device("cpu"))
+    other = Plan.preset("bf16-master")
+    for plan, times in ((FP32, [1.0, 1.0]), (PLAN, [0.5, 0.5]), (other, [0.4])):
+        search.race.entries[plan] = Entry(plan, list(times))
+    rows = {row.plan: row.reason for row in evidence(search).candidates}
+    assert "2.50 times as fast as fp32" in rows[str(other)]

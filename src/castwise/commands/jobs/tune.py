@@ -152,8 +152,7 @@ def tune(
                 run(search)
         except BaseException as error:
             if folder is not None and (search.begun is not None or isinstance(error, KeyboardInterrupt)):
-                with contextlib.suppress(Exception):  # what ended the search is told, and not what came of it
-                    _note_files(error, _result(search).save(folder))
+                _note_files(error, lambda: _result(search).save(folder))
             raise
         ranks.alike("tune", plan=str(search.choice.plan), digest=search.choice.plan.digest)
         result = _result(search)
@@ -203,13 +202,18 @@ def _written(result: TuneResult, folder: Path | None) -> TuneResult:
     try:
         return dataclasses.replace(result, files=result.save(folder))
     except KeyboardInterrupt as error:  # an ended search has more to lose than one that is interrupted
-        with contextlib.suppress(Exception):
-            _note_files(error, result.save(folder))
+        _note_files(error, lambda: result.save(folder))
         raise
 
 
-def _note_files(error: BaseException, paths: Sequence[Path]) -> None:
-    error.add_note("The results so far were written to " + ", ".join(str(path) for path in paths[:3]))
+def _note_files(error: BaseException, save: Callable[[], Sequence[Path]]) -> None:
+    """Save what is known, and note on the error that ended the search where it is, or why it could not be saved."""
+    try:
+        paths = save()
+    except Exception as failed:
+        error.add_note(f"The results so far could not be written: {type(failed).__name__}: {failed}")
+    else:
+        error.add_note("The results so far were written to " + ", ".join(str(path) for path in paths[:3]))
 
 
 def _teller(search: Search, tell: Progress) -> Say:

@@ -156,9 +156,7 @@ def tied(search: Search) -> list[Plan]:
     out = []
     for plan in _timed(search):
         ratio = speed(search, search.choice.plan, plan)
-        simpler = complexity(plan) < complexity(
-            search.choice.plan
-        )  # it was rejected since another is faster
+        simpler = complexity(plan) < complexity(search.choice.plan)  # it was rejected since another is faster
         if not simpler and _is_sound(search, plan) and ratio is not None and ratio.low <= 1.0:
             out.append(plan)
     return out
@@ -278,7 +276,7 @@ def _why_not_low(search: Search) -> str:
     """What keeps a plan in fp32 from being one-line autocast, where that is known."""
     if search.choice.plan.compute != "fp32":
         return ""
-    fate, reason = search.journal.fates.get(AUTOCAST), search.journal.refusal(AUTOCAST)
+    fate, reason = search.journal.fate(AUTOCAST), search.journal.refusal(AUTOCAST)
     ratio = speed(search, AUTOCAST, search.choice.plan)
     if reason:
         fast = f" would be {_speed_words(ratio)}, but it" if ratio is not None and ratio.low > 1.0 else ""

@@ -302,7 +302,8 @@ class Contest:
         for plan, entry in self.entries.items():
             lap = laps.get(plan)
             entry.times_s.append(lap.times_s[0] if lap is not None else None)
-            if lap is not None and lap.error is not None:
+        for plan, lap in laps.items():
+            if lap.error is not None:
                 self._lost(plan, lap.error)
 
     def _warm(self, plans: Sequence[Plan], admit_late: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from castwise.core.plans.plan import Plan
 from castwise.errors import PlanError, check_count
-from castwise.lab.search.axes import check_formats
+from castwise.lab.search.axes import check_formats, numerics_of
 from castwise.lab.search.evidence import Stage
 from castwise.lab.search.fates import Fate
 from castwise.lab.timing.processes import Home, NotThereError, delivered
@@ -81,6 +81,7 @@ class Journal:
         notes: What a reader should know.
         undecided: What was left open, and what would decide it: a longer budget, a quieter machine.
         fates: What became of plans, where the race or the final does not say.
+        unsound: Why no plan of some numerics can be chosen: its gradients, its updates or its training.
         now: The stage that is running.
         start: Clock time at which the search began.
     """
@@ -92,6 +93,7 @@ class Journal:
     notes: list[str] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
     fates: dict[Plan, Fate] = field(default_factory=dict)
+    unsound: dict[Plan, Fate] = field(default_factory=dict)
     now: str = ""
     start: float = field(init=False)
 
@@ -125,12 +127,25 @@ class Journal:
             self.fates[plan] = fate if fate.stage else dataclasses.replace(fate, stage=self.now)
 
     def refuse(self, plan: Plan, why: str) -> None:
-        """Note that a plan is not sound."""
+        """Note that a plan is not sound, and with it every plan of the same numerics."""
         self.decide(plan, Fate("unsound", why))
+        self.unsound[numerics_of(plan)] = self.fates[plan]
+
+    def clear(self, numerics: Plan) -> None:
+        """Take back what was noted against plans of some numerics."""
+        del self.unsound[numerics]
+        for plan, fate in list(self.fates.items()):
+            if fate.kind == "unsound" and numerics_of(plan) == numerics:
+                del self.fates[plan]
+
+    def fate(self, plan: Plan) -> Fate | None:
+        """What became of a plan: that it cannot run, or what speaks against all of its numerics, before anything else."""
+        own = self.fates.get(plan)
+        return own if own is not None and own.kind == "failed" else self.unsound.get(numerics_of(plan), own)
 
     def refusal(self, plan: Plan) -> str:
         """Why a plan cannot be chosen; empty where nothing speaks against it."""
-        fate = self.fates.get(plan)
+        fate = self.fate(plan)
         return fate.reason if fate is not None and fate.refused else ""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from castwise.core.plans.plan import PRESETS, Plan
 from castwise.lab.parity.parity import ParityResult
+from castwise.lab.search.axes import numerics_of
 from castwise.lab.search.regions import Part, exempt
 from castwise.lab.search.repair import Repair
 from castwise.lab.search.state import Choice, Search
@@ -28,7 +29,7 @@ def find_exemptions(search: Search) -> None:
     for attempt in range(ATTEMPTS):
         with journal.stage("verification"):
             result = search.reference.numerics.verify(repair.plan)
-        search.parity[repair.plan] = result
+        search.parity[numerics_of(repair.plan)] = result
         if result.verdict == "pass":
             search.choice = Choice(repair.plan, result, repair.kept)
             return

@@ -25,7 +25,6 @@ from castwise.lab.search.axes import (
 )
 from castwise.lab.search.compiling import compile_finalists, said
 from castwise.lab.search.contest import LATE, Contest
-from castwise.lab.search.context import Journal
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
@@ -97,7 +96,6 @@ def _fastest(search: Search, plans: Sequence[Plan]) -> None:
         found = find_sound(search, in_order_of_promise(contest, left))
         sound = with_lossless(contest, race_repaired(contest, found.plans))
     sound += cleared(search, sound, found.doubtful)
-    _refuse_autocast(journal, sound)
     how, saves = _how(search, favourite(contest, sound))
     running = likeliest(journal, contest, sound, room_in_final(search.context, contest))
     if how != as_raced(how):
@@ -122,15 +120,6 @@ def _fastest(search: Search, plans: Sequence[Plan]) -> None:
     search.choice = _choose(search, itertools.chain.from_iterable(turns), found.kept)
     journal.undecided += filter(None, [final.doubt(search.choice.plan, journal.refusal)])
     journal.notes += filter(None, [said(search, search.choice.plan)])
-
-
-def _refuse_autocast(journal: Journal, sound: Sequence[Plan]) -> None:
-    """Refuse autocast for what its numerics were refused for: it left the race in this memory format, and is shown all the same."""
-    alike = [
-        why for plan in journal.fates if numerics_of(plan) == AUTOCAST and (why := journal.refusal(plan))
-    ]
-    if alike and AUTOCAST not in sound and not journal.refusal(AUTOCAST):
-        journal.refuse(AUTOCAST, alike[0])
 
 
 def _is_slower(final: Final, ratio: Ratio) -> bool:
@@ -322,9 +311,7 @@ def _choose(search: Search, order: Iterable[Plan], kept: Mapping[Plan, Mapping[s
                 )
         if not why:
             return Choice(plan, result, kept.get(numerics, {}), search.training.get(numerics))
-        others = search.final.plans if search.final is not None else []
-        for other in [plan, *(other for other in others if numerics_of(other) == numerics)]:
-            journal.refuse(other, why)
+        journal.refuse(plan, why)
     return Choice()
 
 
@@ -335,7 +322,7 @@ def _judge_as_given(search: Search, plan: Plan) -> None:
     if search.lost_as_given is not None and search.lost_as_given > LOST:
         said.append(f"rounding drops {search.lost_as_given:.0%} of its updates")
     if said:
-        search.journal.refuse(plan, "; ".join(said))
+        search.journal.decide(plan, Fate("unsound", "; ".join(said)))  # of the model as it is stored
 
 
 def _lost(search: Search, plan: Plan) -> float | None:

@@ -32,7 +32,7 @@ class Final:
         plans: Who took part.
         times_s: Of each, per start and per round seconds per step.
         losses: Of each plan's steps in the first start, all over the same batches.
-        failed: Why a plan did not come to its end.
+        failed: Those that did not come to their end.
         choice: Those that may be chosen; empty: all.
         decision: Between those.
         apart: Whether each had a process of its own.
@@ -45,7 +45,7 @@ class Final:
     plans: Sequence[Plan]
     times_s: list[list[Sequence[float]]] = field(default_factory=list)
     losses: dict[Plan, list[float]] = field(default_factory=dict)
-    failed: dict[Plan, str] = field(default_factory=dict)
+    failed: set[Plan] = field(default_factory=set)
     choice: Collection[Plan] = ()
     decision: Decision | None = None
     apart: bool = True
@@ -120,9 +120,7 @@ class Final:
     def fate(self, plan: Plan, chosen: Plan) -> Fate | None:
         """Why a plan that was in to the end was not chosen; None for one that was not in it."""
         ratio = self.ratio(chosen, plan)
-        if plan in self.failed:
-            return Fate("failed", self.failed[plan], "final")
-        if ratio is None:
+        if ratio is None or plan in self.failed:
             return None
         twin = self._twin(plan) if self.choice and plan not in self.choice else None
         if twin is not None and round(ratio.low, 2) <= 1.0:  # as it is printed

@@ -139,11 +139,13 @@ def likeliest(journal: Journal, contest: Contest, sound: Sequence[Plan], most: i
         out = "not in the final:"
         if _is_far(contest, plan, over):
             slow = f"takes {over[plan]:.2f} times as long as {in_words(next(iter(over)))} in the race"
-            journal.decide(plan, Fate("worse", f"{out} {slow}"))
+            journal.decide(plan, Fate("worse", f"{out} {slow}", "race"))
         elif (rival := in_vain(contest, plan, left)) is not None:
-            journal.decide(plan, Fate("spared", f"{out} {in_words(rival)} {AS_GOOD}"))
+            journal.decide(plan, Fate("spared", f"{out} {in_words(rival)} {AS_GOOD}", "race"))
         elif len(left) - len([FP32, *lossless]) == most:
-            journal.decide(plan, Fate("spared", f"{out} {most} that were faster or simpler filled it"))
+            journal.decide(
+                plan, Fate("spared", f"{out} {most} that were faster or simpler filled it", "race")
+            )
         else:
             left.append(plan)
     return [plan for plan in sound if plan in left]

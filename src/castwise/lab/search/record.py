@@ -62,8 +62,8 @@ def evidence(search: Search) -> Evidence:
 
 def _finding(search: Search, plan: Plan) -> ParityResult | None:
     """What is known of a plan's gradients: on fresh batches rather than on the search's own."""
-    known = (search.choice.verified if plan == search.choice.plan else None, search.parity.get(plan))
-    return next((found for found in known if found is not None), search.parity.get(numerics_of(plan)))
+    verified = search.choice.verified if plan == search.choice.plan else None
+    return verified if verified is not None else search.parity.get(numerics_of(plan))
 
 
 def _candidates(search: Search) -> tuple[Candidate, ...]:
@@ -124,7 +124,7 @@ def _time(search: Search, times: Sequence[float], over_fp32: stats.Ratio | None)
 
 def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | None) -> tuple[Status, Fate]:
     """What became of a plan, and why."""
-    final, noted = search.final, search.journal.fates.get(plan)
+    final, noted = search.final, search.journal.fate(plan)
     if plan == search.choice.plan:
         return ("baseline" if plan == FP32 else "chosen"), Fate("spared", why_chosen(search))
     timed = final.fate(plan, search.choice.plan) if final is not None else None

@@ -137,11 +137,11 @@ def _second_look(search: Search) -> None:
         search.choice = dataclasses.replace(search.choice, verified=result)
     else:
         journal.refuse(plan, f"after {settings.warmup_steps} steps: {search.why(plan, result)}")
-        search.parity[plan] = result
+        search.parity[numerics_of(plan)] = result
         repair = numerics.repair(plan, result, reserve=VERIFYING)
         plan, result = repair.plan, numerics.verify(repair.plan)
         search.choice = Choice(plan, result, repair.kept) if result.verdict == "pass" else Choice()
-    search.parity[plan] = result
+    search.parity[numerics_of(plan)] = result
     journal.notes.append(
         f"A second look after {settings.warmup_steps} fp32 steps: {result.verdict}; {result.reason}."
     )

@@ -102,7 +102,7 @@ def find_sound(search: Search, plans: Sequence[Plan]) -> Sound:
                 f"after repair nearly everything runs in fp32 ({share:.0%} of the time in {plan.compute})"
             )
             journal.refuse(plan, f"{why}; {nearly}")
-        elif repair.plan in search.parity and search.parity[repair.plan].verdict == "pass":
+        elif (found := search.parity.get(numerics_of(repair.plan))) and found.verdict == "pass":
             out.plans.append(repair.plan)
             out.kept[numerics_of(repair.plan)] = repair.kept
     out.plans = out.plans or [FP32]
@@ -132,14 +132,12 @@ def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> 
         elif (found := training_runs(search, plans[0], after_s)) is None:
             more = ""
         elif found.verdict == "not worse":
-            for plan in plans:
-                del journal.fates[plan]
+            journal.clear(numerics_of(plans[0]))
             out += plans
             continue
         else:
             more = f", and in training {in_training(found)}"
-        for plan in plans:
-            journal.refuse(plan, journal.fates[plan].reason + more)
+        journal.refuse(plans[0], journal.refusal(plans[0]) + more)
     return out
 
 

@@ -11,6 +11,7 @@ from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, complexity, numer
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.context import Context
 from castwise.lab.search.decision import BEHIND, LEAST, ROUNDS, among, settle
+from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final, Refused, nobody
 from castwise.lab.search.peaks import LEAST_S as PEAKS_S
 from castwise.lab.timing.apart import Timed, race_apart
@@ -67,7 +68,8 @@ def race_final(
                     raise not_there(context.spec or context.workload, timed.error) from timed.error
                 if not cannot_run(timed.error):
                     raise timed.error
-                final.failed[plans[index]] = unfit(timed.error)
+                final.failed.add(plans[index])
+                journal.decide(plans[index], Fate("failed", unfit(timed.error), "final"))
             else:
                 final.losses.setdefault(plans[index], timed.losses)
         return {index: timed.times_s for index, timed in found.items() if timed.error is None}

@@ -151,7 +151,9 @@ class Search:
         repair = self.reference.numerics.repair(plan, found, reserve=VERIFYING)
         if (result := repair.result) is not None:
             hangs = result.verdict == "undecided" and result.severity < 1.0  # on a few microbatches
-            self.parity[repair.plan] = self.reference.numerics.find(repair.plan) if hangs else result
+            self.parity[numerics_of(repair.plan)] = (
+                self.reference.numerics.find(repair.plan) if hangs else result
+            )
         return repair
 
     def _with_state(self, plan: Plan, found: ParityResult) -> Repair:

@@ -270,7 +270,9 @@ def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
     """The times, in seconds per step, of the rounds that both ran."""
     both = [
         (a, b)
-        for a, b in zip(baseline.times_s, candidate.times_s, strict=True)
+        for a, b in zip(
+            baseline.times_s, candidate.times_s, strict=False
+        )  # one may have one more, in mid-round
         if a is not None and b is not None
     ]
     return [a for a, _ in both], [b for _, b in both]

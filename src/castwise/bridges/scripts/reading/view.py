@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,25 @@ import libcst as cst
 from libcst import metadata as meta
 
 Suite = cst.IndentedBlock | cst.Module
+
+
+def _check_depth(code: str) -> None:
+    """Refuse what Python's own parser finds nested too deeply: LibCST's would end the process.
+
+    Raises:
+        SyntaxError: It is.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            ast.parse(code)
+        except (RecursionError, MemoryError):
+            raise SyntaxError("its expressions are nested too deeply") from None
+        except SyntaxError as error:
+            if "too many" in str(error):
+                raise
+        except ValueError:  # LibCST says what is wrong
+            pass
 
 
 class View:
@@ -23,6 +43,7 @@ class View:
 
     def __init__(self, code: str) -> None:
         self.text = code
+        _check_depth(code)
         try:
             tree = cst.parse_module(code)
         except cst.ParserSyntaxError as error:
