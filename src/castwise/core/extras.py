@@ -1,4 +1,4 @@
-"""Optional libraries: the extra that installs each, and the error when one is missing."""
+"""Optional libraries: the extra that installs each, and the error if one is missing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ EXTRAS: Final[Mapping[str, str]] = {
     "tensorboard": "tensorboard",
     "typer": "cli",
 }
-"""By the name that a library is imported by, the extra of the package that brings it."""
+"""By import name of a library, the extra that installs it."""
 
 
 class LeftOutWarning(UserWarning):
-    """An output was left out because a library is missing; names both, and how to install the library."""
+    """An output was left out because a library is missing; the message names both, and how to install the library."""
 
 
 def install(library: str) -> str:
@@ -35,7 +35,8 @@ def needs(what: str) -> Iterator[None]:
     """Context for imports of an optional library that ``what`` needs.
 
     Raises:
-        MissingLibraryError: One is not installed; it says what installs it. Other failures of an import stay what they are.
+        MissingLibraryError: A library is not installed; the message says how to install it. Other import errors pass through
+            unchanged.
     """
     try:
         yield

@@ -10,9 +10,9 @@ def write_whole(path: Path, content: str | bytes, errors: str = "strict") -> Non
     """Write a file, text as UTF-8, atomically: after a full disk, an interrupt or a kill the old content remains.
 
     Args:
-        path: Its folder is there.
-        content: All of it.
-        errors: What becomes of characters that UTF-8 lacks, as for ``str.encode``.
+        path: Its folder must exist.
+        content: The whole content.
+        errors: How to handle characters that UTF-8 lacks, as for ``str.encode``.
 
     Raises:
         OSError: It cannot be written.

@@ -1,8 +1,8 @@
 """The heap of this process: whether freed host memory stays in it.
 
-glibc gives memory back to the system once 64 MiB of it are free at the end of the heap, so that the tensors of every training
-step on a CPU meet page faults anew: a tenth of a step of BERT or of ResNet. Told to keep what it has, it hands that out again.
-No number changes and the peak is about the same; what other processes get is not.
+glibc returns memory to the system once 64 MiB are free at the end of the heap, so that the tensors of every training step on a
+CPU cause page faults again: a tenth of a step of BERT or of ResNet. With this setting, glibc keeps the memory and reuses it.
+Results do not change and the peak is about the same, but other processes get less memory.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["HEAP", "Heap", "can_keep"]
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of ``mallopt``, as ``malloc.h`` numbers them."""
 _LARGEST: Final = 32 << 20
-"""The largest block that glibc can be told not to map for itself, and the largest that is kept.
+"""The largest block size that stays on the heap, and so the largest block that is kept after it is freed.
 
-Larger ones are mapped for themselves, and go back when they are free. On the heap, blocks of changing sizes and what lasts
-between them leave holes that no other fits into.
+Larger blocks have their own mapping and return to the system when freed. On the heap, blocks of changing sizes between
+long-lived ones would leave holes that nothing else fits into.
 """
 _NUMBER: Final = re.compile("0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*")
-"""As glibc reads one."""
+"""A number as glibc reads it."""
 _USUAL: Final = {
     _MMAP_THRESHOLD: ("mmap_threshold", _LARGEST),
     _TRIM_THRESHOLD: ("trim_threshold", 2 * _LARGEST),
 }
-"""What tunables call them, and where glibc's own adjustment ends, which nothing can switch on again once one is set."""
+"""Names of the tunables, and the end points of glibc's own adjustment, which cannot be re-enabled once a parameter is set."""
 
 
 @cache
@@ -43,12 +43,12 @@ def _glibc() -> Any:
 
 
 def can_keep() -> bool:
-    """Whether the C library can be told to keep freed memory: it must be glibc."""
+    """Whether the C library can be told to keep freed memory: only glibc can."""
     return _glibc() is not None
 
 
 def _given(name: str) -> int | None:
-    """The environment's value of a parameter, from ``GLIBC_TUNABLES`` or from its own variable."""
+    """A parameter's value in the environment, from ``GLIBC_TUNABLES`` or from its own variable."""
     said = [os.environ.get(f"MALLOC_{name.upper()}_", "")]
     for tunable in os.environ.get("GLIBC_TUNABLES", "").split(":"):
         key, _, value = tunable.partition("=")
@@ -60,7 +60,7 @@ def _given(name: str) -> int | None:
 
 
 class Heap:
-    """The setting for freed memory, one per process.
+    """The process-wide setting for freed memory.
 
     Attributes:
         host_memory: ``as_given``, or ``keep``; setting it takes effect at once.

@@ -1,7 +1,8 @@
 """Communication between the processes of a training.
 
-``group``: who acts together, and what all of them do or none. ``agreement``: whether gradients are finite, and their norm.
-``waiting``: who has not come, in words. ``pieces``: which parameters are cut, and into how many. ``plans``: ranks that were given different plans.
+``group``: the processes that act together, and actions that all or none complete. ``agreement``: whether gradients are finite,
+and their norm. ``waiting``: messages that name missing ranks. ``pieces``: which parameters are sharded, and into how many
+pieces. ``plans``: ranks that were given different plans.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Agreement between the ranks of a session: whether gradients are finite, and global norms.
 
-Each is one all-reduce of one number over all ranks of the session (``Amp(group=...)``, by default all), and where
-gradients are clipped both travel in the same message. No group of a mesh is used: a parameter's contribution to the
-norm is divided by the number of ranks that hold the same piece of it, so that the plain sum over all ranks counts each
-parameter once, whatever mesh it lies on.
+Each costs one all-reduce of one number over all ranks of the session (``Amp(group=...)``, by default all); when gradients are
+clipped, both share one message. No group of a mesh is needed: a parameter's contribution to the norm is divided by the number
+of ranks that hold the same piece of it, so that the plain sum over all ranks counts each parameter once, whatever its mesh.
 
-Gradients that DistributedDataParallel has averaged over all ranks agree already and nothing is sent for them. Those of a backward
-inside its ``no_sync()`` are each rank's own, as in local SGD: ranks that step by them skip together, or their loss scales would
-part for good, and clip each by its own norm.
+Gradients that DistributedDataParallel has averaged over all ranks are equal already, and nothing is sent for them. After a
+backward inside its ``no_sync()`` each rank has its own gradients, as in local SGD: ranks that step with these skip together,
+because their loss scales would otherwise diverge, and each clips by its own norm.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from castwise.core.scaler.result import peek
 from castwise.errors import StateError
 
 _SUMMED = 0.5
-"""A flag that is not zero, and finds nothing: gradients somewhere are supposed to be a sum over ranks."""
+"""A flag value above zero that reports no non-finite gradient: some rank has gradients that should be a sum over ranks."""
 _FURTHER = 0.25
-"""The same: the gradients of one more named loss have been computed, and this is not a step yet."""
+"""A second such value: a rank is computing the gradients of one more named loss, so this is not a step yet."""
 _NOT = object()
-"""Stands for the group of ranks that step where this rank is not one of them."""
+"""Placeholder for the group of stepping ranks if this rank is not one of them."""
 
 
 def _no_world() -> None:
-    """Stands for a weak reference without a target."""
+    """Placeholder for a weak reference without a target."""
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -59,20 +58,20 @@ class Agreement:
         self._averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._can_differ: bool | None = None
         self._world: Callable[[], Any] = _no_world
-        """The process group of all when that was decided."""
+        """The default process group at the time of that decision."""
         self._seen: list[bool] | None = None
-        """Which parameters were trained when several ranks found that they cannot differ."""
+        """Which parameters were trained when several ranks decided that they cannot differ."""
         self._steps: Any = None
-        """The group of those that step, where some ranks of the session have no optimizer; ALONE where this one is the only."""
+        """The group of the ranks that step, if some have no optimizer; ALONE if only this rank steps, _NOT if it does not."""
         self._flags_wait = False
         self._averaging: list[weakref.ref[Any]] = []
-        """The DistributedDataParallels that average."""
+        """The DistributedDataParallel modules that average gradients."""
         self._is_local = False
-        """Whether the last backward left this rank's own gradients, which are not averaged as yet."""
+        """Whether the last backward left this rank's own gradients, which are not averaged yet."""
 
     @property
     def ranks(self) -> Ranks:
-        """The current ranks: a session may be made before its process group."""
+        """The current ranks; a session may be created before its process group."""
         return Ranks(self.group)
 
     def forget(self) -> None:
@@ -80,20 +79,19 @@ class Agreement:
         self._can_differ = self._steps = None
 
     def look_again(self) -> None:
-        """Decide again after something was prepared or declared on at least this rank.
+        """Decide again after something was prepared or declared on one or more ranks.
 
-        That ranks can differ stays decided: it is right whatever this rank trains, and others need not know of it.
+        A decision that ranks can differ stays: it holds whatever this rank trains, and the other ranks may not know of the
+        change.
         """
         if self._can_differ is False:
             self._can_differ, self._seen = (None if self._seen is None else False), []
 
     def note_averaged(self, params: Iterable[Tensor], ddp: Any) -> None:
-        """Record that a DistributedDataParallel, which is being made, will average the gradients of these parameters."""
+        """Record that a DistributedDataParallel under construction will average the gradients of these parameters."""
         members = frozenset(dist.get_process_group_ranks(ddp.process_group))
         for parameter in params:
-            if (
-                parameter.requires_grad
-            ):  # it reduces what is trained when it is made, and nothing that is unfrozen later
+            if parameter.requires_grad:  # it reduces the parameters that are trainable at its construction, and none that are unfrozen later
                 self._averaged[parameter] = weakref.ref(ddp), members, weakref.ref(dist.group.WORLD)
         self._averaging = [*(one for one in self._averaging if one() not in (None, ddp)), weakref.ref(ddp)]
         if self.group is not ALONE and members.issuperset(self._members()):
@@ -113,13 +111,13 @@ class Agreement:
             )
 
     def _members(self) -> list[int]:
-        """The global numbers of the session's ranks."""
+        """Global numbers of the session's ranks."""
         return dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group)
 
     def settle_who_steps(self, here: bool) -> None:
-        """Exclude ranks that step no optimizer from the communication of each step. A collective of the session's ranks.
+        """Exclude ranks without an optimizer from the communication of each step. Collective over the session's ranks.
 
-        ``here``: whether this one steps any. Stages without parameters, or frozen ones, may have none.
+        ``here``: whether this rank steps an optimizer. Pipeline stages with no or only frozen parameters may have none.
         """
         ranks = self.ranks
         steps = [at for at, steps_there in enumerate(ranks.meet(here)) if steps_there]
@@ -132,7 +130,7 @@ class Agreement:
             self._steps = some if ranks.rank in steps else _NOT
 
     def check_even(self, call: str) -> None:
-        """Check that all ranks take the same steps: in torch's Join a rank that has ended no longer answers.
+        """Check that all ranks take the same steps: in torch's Join, a rank that has ended no longer answers.
 
         Raises:
             StateError: On every rank in its first step.
@@ -146,20 +144,20 @@ class Agreement:
 
     def _is_averaged(self, parameter: Tensor, members: Iterable[int]) -> bool:
         by, over, world = self._averaged.get(parameter, (_no_world, frozenset(), _no_world))
-        # the reducer is what it makes last: its construction can fail
+        # the reducer is created last, so it is missing if the construction failed
         return over.issuperset(members) and world() is dist.group.WORLD and hasattr(by(), "reducer")
 
     def can_differ(self) -> bool:
         """Whether ranks can have different gradients for some parameters, so that they must communicate.
 
-        They can with several ranks, unless DistributedDataParallel has averaged, over all of them, all that any of them trains.
-        They decide it together, at the first step and at the first after something has changed; a rank that trains nothing
-        takes part.
+        With several ranks they can, unless DistributedDataParallel has averaged over all ranks every parameter that any of them
+        trains. The ranks decide this together at the first step, and again at the first step after a change; a rank that trains
+        nothing takes part.
 
         Raises:
-            StateError: This rank had no optimizer when the others settled who steps.
+            StateError: This rank had no optimizer when the ranks determined which of them step.
         """
-        if not self._is_same_world():  # processes have met, or parted, or met anew
+        if not self._is_same_world():  # the process group was created, destroyed or replaced
             self.forget()
             self._note_world()
         known = self._can_differ
@@ -184,16 +182,16 @@ class Agreement:
 
     @property
     def undecided(self) -> bool:
-        """Whether :meth:`can_differ` must be decided, for the first time or again."""
+        """Whether :meth:`can_differ` needs a decision, for the first time or again."""
         return self._can_differ is None
 
     def as_decided(self) -> bool:
-        """The last decision of :meth:`can_differ`, without checking what is trained now."""
+        """The last decision of :meth:`can_differ`, without checking which parameters are trained now."""
         decided = self._can_differ if self._is_same_world() else None
         return self.can_differ() if decided is None else decided or self._is_local
 
     def _is_same_world(self) -> bool:
-        """Whether the default process group is still the one in which ranks decided."""
+        """Whether the default process group is still the one in which the ranks decided."""
         return self._world() is dist.group.WORLD if running() else self._world is _no_world
 
     def _note_world(self) -> None:
@@ -208,7 +206,7 @@ class Agreement:
         return self.ranks if self._steps is None else Ranks(self._steps)
 
     def _are_trained(self) -> list[bool]:
-        """By parameter, whether it is trained now; checked at each step if ranks have agreed that they cannot differ."""
+        """For each parameter, whether it is trained now; checked at each step if the ranks agreed that they cannot differ."""
         return [*map(_requires_grad, self._params())]
 
     def _reduce(self, number: Tensor, how: Any) -> None:
@@ -219,9 +217,9 @@ class Agreement:
             waiting.on_device(number)
 
     def agree(self, flag: Tensor) -> Tensor:
-        """Make a non-finite flag (0-dim fp32) the largest over all ranks, in place.
+        """Set a non-finite flag (0-dim fp32) to its maximum over all ranks, in place.
 
-        Nothing is sent where all must see the same, or where it travels with the norm.
+        Nothing is sent if all ranks must have the same flag, or if it is sent with the norm.
         """
         if not self._flags_wait and self.can_differ():
             summed, further = self._summed(), self.window is not None and self.window.in_backward
@@ -246,7 +244,7 @@ class Agreement:
         return flag
 
     def _summed(self) -> list[Optimizer]:
-        """Those of this rank's optimizers whose gradients should be a sum over ranks; determined once."""
+        """This rank's optimizers whose gradients should be a sum over ranks; returned once, then cleared."""
         if self.window is None or not self.window.summed:
             return []
         summed = [*self.window.summed]
@@ -254,10 +252,10 @@ class Agreement:
         return summed
 
     def _compare(self, summed: Sequence[Optimizer]) -> None:
-        """Check that gradients which should be a sum over ranks come from a rank that had a backward. A collective.
+        """Check that gradients that should be a sum over ranks come from a rank that ran a backward. Collective.
 
         Raises:
-            StateError: On all ranks.
+            StateError: On all ranks if the check fails.
         """
         window = self.window
         held = window.optimizers if window is not None else []
@@ -312,7 +310,7 @@ class Agreement:
         return norm
 
     def decide(self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer]) -> None:
-        """Unscale, and make these optimizers step or skip together on all ranks, with a single message."""
+        """Unscale, and make these optimizers step or skip together on all ranks, with one message."""
         flags = scaler._flags
         if self._unscale(window, optimizers):
             flags.set(optimizers, self.agree(flags.joint(optimizers, scaler.scale_tensor().device)))
@@ -343,7 +341,7 @@ class Agreement:
         else:
             scaler._flags.join(optimizers)
         norm = self.clip(params, max_norm)
-        if late:  # gradients may have changed since they were looked at
+        if late:  # gradients may have changed since they were checked
             window.note_norm(optimizers, norm)
         return norm
 
@@ -369,18 +367,18 @@ class Agreement:
         """Norm of the gradients over whole parameters, each counted once, combined with a flag in one number.
 
         Args:
-            params: Those whose gradients are meant, of a model or of its optimizer; those without one are skipped.
+            params: The parameters whose gradients count, of a model or of its optimizer; those without a gradient are skipped.
             norm_type: 2, any other positive power, or infinity.
-            joined: Ask all ranks, as :meth:`can_differ` says. They must all do.
-            flag: 0-dim fp32, 1 where a gradient on this rank is not finite. It becomes 1, in place, where that is so on
-                any rank, or where the norm is not finite; the norm is then infinite or NaN.
-            compared: Gradients that are supposed to be sums over ranks have been compared.
+            joined: Whether to include all ranks, as :meth:`can_differ` says; all ranks must then call this.
+            flag: 0-dim fp32, 1 if a gradient on this rank is not finite. It becomes 1, in place, if that holds on any rank, or
+                if the norm is not finite; the norm is then infinite or NaN.
+            compared: Whether gradients that should be sums over ranks have been compared.
 
         Returns:
             0-dim fp32, equal on all ranks. What all ranks hold whole counts with its mean over ranks.
 
         Raises:
-            StateError: With a flag, on all ranks: gradients of which it is not known whether they hold the loss scale.
+            StateError: With a flag, on all ranks: it is unknown whether some gradients include the loss scale.
         """
         infinite = math.isinf(norm_type)
         world = self.ranks.size if joined else 1
@@ -401,9 +399,7 @@ class Agreement:
             part = each.amax() if infinite else each.sum()
         if joined:
             summed = self._summed()
-            if (
-                flag is not None
-            ):  # one number is half as slow to send as two: an infinite norm says it as well
+            if flag is not None:  # one number halves the time of two, and an infinite norm carries the flag
                 found = flag.to(home) > 0
                 if summed:
                     part = torch.full_like(part, -math.inf if home.type == "cpu" else math.inf)
@@ -417,15 +413,15 @@ class Agreement:
                 if value is None and summed:
                     raise self._unknown([self.ranks.rank])
         if flag is not None:
-            flag.copy_(~torch.isfinite(part))  # fused kernels look for exactly 1
+            flag.copy_(~torch.isfinite(part))  # fused kernels test for exactly 1
         return part if infinite else part ** (1.0 / norm_type)
 
 
 def local_grad(parameter: Tensor) -> Tensor | None:
-    """This rank's part of a parameter's gradient, in the same memory; for a sparse one its values.
+    """This rank's part of a parameter's gradient, in the same memory; for a sparse gradient its values.
 
-    A DTensor gradient that is a partial sum, as tensor parallelism leaves for what every rank holds, is summed first, in
-    place of the partial one.
+    A DTensor gradient that is a partial sum, as tensor parallelism leaves for replicated parameters, is summed first and
+    replaces the partial sum.
     """
     grad = parameter.grad
     if grad is None:
@@ -456,7 +452,7 @@ def _clip_by(norm: Tensor, params: Iterable[Tensor], max_norm: float) -> None:
         grad = local_grad(parameter)
         if grad is not None:
             by_device.setdefault(grad.device, []).append(grad)
-    norm = norm.nan_to_num(0.0, 0.0)  # what is not finite stays to be seen
+    norm = norm.nan_to_num(0.0, 0.0)  # non-finite gradients stay visible
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device, grads in by_device.items():
         _torch.tensors.multiply_each(grads, factor.to(device))

@@ -1,4 +1,4 @@
-"""Groups of processes that act together, and actions that either all or none of them complete."""
+"""Groups of processes that act together, and actions that either all of them complete or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.errors import CastwiseError, RankError, StateError, place
 
 _T = TypeVar("_T")
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
-"""Groups by their use and the ranks that they hold, as long as the group of all."""
+"""Groups by use and member ranks, for each default process group."""
 
 
 class _Alone:
@@ -23,30 +23,30 @@ class _Alone:
 
 
 ALONE: Final = _Alone()
-"""Stands for a process group: this process alone, whatever groups it is in."""
+"""Placeholder for a process group: this process alone, whatever groups it belongs to."""
 
 
 def running() -> bool:
-    """Whether there is a process group."""
+    """Whether torch.distributed has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 class Ranks:
     """The processes of a group; without torch.distributed, this process alone.
 
-    Every method is called by all of them, in the same order.
+    All of the processes call each method, in the same order.
 
     Args:
         group: A process group, :data:`ALONE`, or None for all ranks.
-        error: What all ranks raise where one fails. Without it each raises its own exception where all have failed alike,
-            and a :class:`~castwise.errors.RankError` otherwise.
+        error: The exception type that all ranks raise if one fails. Without it each raises its own exception if all failed
+            alike, and a :class:`~castwise.errors.RankError` otherwise.
 
     Attributes:
-        size: How many there are.
-        rank: Which of them this process is.
+        size: Number of processes.
+        rank: Index of this process among them.
 
     Raises:
-        StateError: This process is none of them; or the type given as ``error``.
+        StateError: This process is not in the group; or the type given as ``error``.
     """
 
     def __init__(self, group: Any = None, error: type[CastwiseError] | None = None) -> None:
@@ -69,7 +69,7 @@ class Ranks:
         return heard
 
     def meet(self, value: _T) -> list[_T]:
-        """:meth:`gather` at a point that all reach together: a rank that waits for seconds names the missing ones."""
+        """:meth:`gather` at a point that all ranks reach together: a rank that waits for seconds names the missing ones."""
         if self.size == 1:
             return [value]
         with Waiting(self.group):
@@ -87,8 +87,8 @@ class Ranks:
         """Run a task on all ranks; returns all results, by rank.
 
         Raises:
-            RankError: It failed on some; raised on all, and names them. Or the type given as ``error``.
-            Exception: It failed on all alike: this rank's own exception.
+            RankError: The task failed on some ranks, which it names; raised on all. Or the type given as ``error``.
+            Exception: The task failed alike on all: this rank's own exception.
         """
         if self.size == 1 and self._error is None:
             return [task()]
@@ -128,7 +128,8 @@ class Ranks:
         """Run a task on the first rank only; returns its result on all.
 
         Raises:
-            RankError: It failed. Or the type given as ``error``; with neither, of a single process, its own exception.
+            RankError: The task failed. Or the type given as ``error``; with a single process and no ``error``, its own
+                exception.
         """
         if self.size == 1 and self._error is None:
             return task()
@@ -142,9 +143,9 @@ class Ranks:
         return value  # type: ignore[no-any-return]
 
     def duplicate(self, use: str) -> Ranks:
-        """The same ranks in a separate gloo group, made once for each use.
+        """The same ranks in a separate gloo group, created once for each use.
 
-        Collectives of one use must not meet another's on another thread.
+        A separate group keeps collectives of one use from mixing with those of another on a different thread.
         """
         if self.size == 1:
             return self
@@ -153,14 +154,14 @@ class Ranks:
 
     @classmethod
     def among(cls, members: Sequence[int], use: str) -> Ranks:
-        """Some of all ranks, by number, as a group made by :meth:`duplicate`."""
+        """A group of some ranks, by global number, created like :meth:`duplicate`."""
         return cls(ALONE if len(members) == 1 else _group(use, members))
 
     def some(self, places: Sequence[int], use: str) -> Ranks:
-        """Some of these ranks, by their numbers in this group, as a group with the same backend, made once for each use.
+        """A group of some of these ranks, by number in this group, with the same backend, created once for each use.
 
-        All of these call it. What is none of them gets a group of its own: torch names a group by how many a process has, so
-        that ranks which have made fewer could make no further one together (seen in torch 2.13).
+        All ranks of this group call it. Ranks outside the subset get a group of their own: torch names a group by the number of
+        groups that a process has, so ranks with fewer could create no further one together (seen in torch 2.13).
         """
         group: Any = self.group if self.group is not None else dist.group.WORLD
         members = [dist.get_global_rank(group, place) for place in places]
@@ -177,7 +178,7 @@ class Ranks:
         return self.first(lambda: join(given))
 
     def _say(self, failure: Exception) -> str:
-        """An error in the form in which other ranks get it."""
+        """An error in the form in which the other ranks receive it."""
         if self._error is None:
             where = place(failure)
             return f"{type(failure).__name__}: {first_line(failure)}" + (f" ({where})" if where else "")
@@ -202,7 +203,7 @@ def _group(use: str, members: Sequence[int], backend: str = "gloo") -> Any:
 def _attempt(task: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     try:
         return task(), None
-    except Exception as failure:  # the other ranks have to hear of it first
+    except Exception as failure:  # the other ranks must receive it first
         return None, failure
 
 
@@ -212,7 +213,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _by_rank(texts: Mapping[int, str]) -> str:
-    """``on rank 1: why; on ranks 2, 3: another``, at most five of them."""
+    """``on rank 1: why; on ranks 2, 3: another``, for at most five ranks."""
     ranks_of: dict[str, list[int]] = {}
     for at, text in texts.items():
         ranks_of.setdefault(text, []).append(at)

@@ -1,8 +1,7 @@
-"""Parameters that are sharded, and the number of their pieces on different ranks.
+"""Sharded parameters, and how many different pieces of each the ranks hold.
 
-A DTensor says so itself. What cannot be seen is declared once: a weight cut by hand (``mark``), and a module that is
-one stage of a pipeline, whose every parameter lies on the ranks of that stage alone (``mark_stage``). Whatever is
-neither is held whole by every rank.
+A DTensor carries this information. The rest is declared once: a weight cut by hand (``mark``), and a module that is one stage
+of a pipeline, whose parameters only the ranks of that stage hold (``mark_stage``). Every rank holds any other parameter whole.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from castwise.errors import StateError
 
 
 def summed(tensor: Any) -> Any:
-    """A DTensor with its partial sums reduced; any other tensor is returned unchanged. Collective over its mesh then."""
+    """A DTensor with its partial sums reduced, collective over its mesh; any other tensor is returned unchanged."""
     if not is_dtensor(tensor) or not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     from torch.distributed.tensor import Replicate
@@ -34,11 +33,11 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 class Pieces:
-    """Sharding that was declared by hand or is known from DTensors."""
+    """Sharding that is declared by hand or known from DTensors."""
 
     def __init__(self) -> None:
         self._cuts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """By hand: the group whose ranks hold the pieces, and the dimension where it is known."""
+        """Declared by hand: the group whose ranks hold the pieces, and the dimension if it is known."""
         self._stages: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._meshes: dict[int, Any] = {}
 
@@ -48,11 +47,11 @@ class Pieces:
         Args:
             parameter: The model's own parameter.
             group: The ranks that hold the other pieces; None for all.
-            dim: Along which dimension the whole was cut, in the order of ranks; needed by checkpoints alone.
+            dim: The dimension along which the whole was cut, in rank order; only checkpoints need it.
 
         Raises:
-            StateError: torch.distributed is not initialised, or it is a DTensor over these ranks, which says itself how
-                it is cut; one that FSDP2 made of a piece over other ranks is declared as the piece was.
+            StateError: torch.distributed is not initialised, or the parameter is a DTensor over these ranks, which already
+                describes its sharding. If FSDP2 made the DTensor from a piece over other ranks, it is declared like the piece.
         """
         if not running():
             raise StateError(
@@ -76,16 +75,16 @@ class Pieces:
             self._stages[parameter] = group
 
     def group_of(self, parameter: Tensor) -> Any:
-        """The ranks that hold the pieces of a declared parameter, else None."""
+        """The group whose ranks hold the pieces of a declared parameter, else None."""
         return self._cuts.get(parameter, (None, None))[0]
 
     def is_part(self, parameter: Tensor) -> bool:
-        """Whether a parameter was declared as sharded or as part of a stage, so that other ranks hold something else."""
+        """Whether a parameter was declared as sharded or as part of a stage, so that other ranks hold different values."""
         parameter = masters.model_param_of(parameter)
         return self.group_of(parameter) is not None or parameter in self._stages
 
     def piece(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Index of this rank's piece and number of pieces, for a parameter that :meth:`as_whole` cannot represent, else None."""
+        """This rank's piece index and number of pieces, if :meth:`as_whole` cannot represent the parameter, else None."""
         group, dim = self._cuts.get(parameter, (None, None))
         if group is None or (dim is not None and not is_dtensor(parameter)):
             return None
@@ -96,11 +95,11 @@ class Pieces:
 
         Args:
             parameter: The model's parameter, or its master.
-            values: Of the parameter's shape: itself, its gradient, its optimizer's state.
+            values: A tensor of the parameter's shape: the parameter, its gradient, or its optimizer state.
 
         Returns:
-            ``values`` themselves unless the parameter was declared with the dimension along which it was cut, and is not cut
-            further by FSDP2; pieces are taken to be of equal size.
+            ``values`` unchanged, unless the parameter was declared with a dimension and FSDP2 does not cut it further; pieces
+            are assumed to have equal size.
         """
         parameter = masters.model_param_of(parameter)
         group, dim = self._cuts.get(parameter, (None, None))
@@ -116,8 +115,8 @@ class Pieces:
     def count(self, parameter: Tensor) -> int:
         """Number of ranks with different pieces of the parameter, or with other parameters in its place.
 
-        A pipeline of 4 stages whose weights are cut in 2 by tensor parallelism gives 8, 1 is a parameter that every
-        rank holds whole.
+        A pipeline of 4 stages whose weights are cut in 2 by tensor parallelism gives 8; a parameter that every rank holds whole
+        gives 1.
         """
         parameter = masters.model_param_of(parameter)
         groups = [self.group_of(parameter), self._stages.get(parameter)]

@@ -1,4 +1,4 @@
-"""Detect ranks with different plans at the start, before their losses drift apart."""
+"""Detect ranks with different plans at the start, before their losses diverge."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def check_same_plan(plan: Plan, ranks: Ranks, failure: Exception | None = None) 
     """Check that all ranks have the same plan; collective.
 
     Args:
-        plan: This rank's.
-        ranks: All of them.
-        failure: Why this rank cannot go on.
+        plan: This rank's plan.
+        ranks: All ranks.
+        failure: The error because of which this rank cannot go on.
 
     Raises:
         PlanError: On every rank, naming the ranks and the fields that differ.
-        RankError: On every rank, where some cannot go on; the failure itself where all have failed alike.
+        RankError: On every rank, if some cannot go on; the failure itself if all have failed alike.
     """
 
     def own() -> str:
@@ -53,7 +53,7 @@ def check_same_plan(plan: Plan, ranks: Ranks, failure: Exception | None = None) 
 def check_patterns(plan: Plan, matched: set[str], ranks: Ranks) -> None:
     """Check that every region of a plan matches a module on some rank; collective.
 
-    ``matched`` has the patterns that match a module of this rank.
+    ``matched`` contains the patterns that match a module of this rank.
 
     Raises:
         PatternError: On every rank, naming the pattern.

@@ -1,7 +1,7 @@
-"""Reports of a waiting rank: within seconds it names the missing ranks, long before torch.distributed's timeout.
+"""Reports of a waiting rank: it names the missing ranks within seconds, long before torch.distributed's timeout.
 
-One thread of the process looks at what it waits for. Only a rank that has waited for a second writes into the store of the
-process group, so that others can tell it from one that has not come; a step costs a mark when it begins to wait and one when it ends.
+One thread per process watches its waits. Only a rank that has waited for a second writes to the store of the process group, so
+that others can distinguish it from a missing one. A step only records the start and the end of its wait.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from castwise.core.ranks.text import named
 from castwise.errors import is_users
 
 POSTED_AFTER_S = 1.0
-"""When a rank that waits says so to the others."""
+"""Seconds after which a waiting rank tells the other ranks."""
 SAID_AFTER_S = 5.0
-"""When it says so to the user."""
+"""Seconds after which it tells the user."""
 _TICK_S = 0.25
 _ALIVE_S = 1.0
-"""In what time a rank that waits has written again."""
+"""Seconds within which a waiting rank writes again."""
 _MOST_RANKS = 1024
-"""Larger groups ask nothing, since each question goes to one process."""
+"""Larger groups send no queries, because one process answers all of them."""
 
 _waits: dict[int, Waiting] = {}
 _process = 0
-"""Whose thread looks: a child that was forked has none."""
+"""The process in which the thread runs: a forked child has none."""
 _registry: dict[Any, Any] = {}
-"""Python's, of warnings that were shown."""
+"""Python's own record of warnings already shown."""
 
 
 class Waiting:
     """A wait that ends when all ranks of a group have arrived, or when a device event has occurred.
 
-    An error that ends it gets a note of who had not come, where that was said.
+    An error raised during the wait gets a note that names the missing ranks, if they were reported.
 
     Args:
         group: The process group; None for all ranks.
@@ -73,7 +73,7 @@ class Waiting:
             error.add_note(self._said)
 
     def on_device(self, tensor: Tensor) -> None:
-        """Inside the block: a device's collective is only queued, so wait until ``tensor`` is ready."""
+        """Use inside the block: a device's collective is only queued, so wait until ``tensor`` is ready."""
         if not tensor.is_cpu:
             self._event = torch.Event(tensor.device)
             self._event.record()
@@ -81,13 +81,13 @@ class Waiting:
     def _end(self) -> None:
         _waits.pop(id(self), None)
         if self._beats:
-            with contextlib.suppress(Exception):  # the store is gone with the process that keeps it
+            with contextlib.suppress(Exception):  # the store ends with the process that hosts it
                 _torch.distributed.default_store().set(self._key(dist.get_rank()), "")
 
     # --- on the thread that looks -----------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Do what is due: end, or inform the other ranks or the user."""
+        """End the wait, or inform the other ranks or the user, if due."""
         if self._event is not None and self._event.query():
             self._end()
             return
@@ -130,12 +130,12 @@ class Waiting:
             post = now.get(rank, b"")
             if rank == me:
                 continue
-            if post == first.get(rank, b""):  # nothing, or left there by a process that has ended
+            if post == first.get(rank, b""):  # no message, or one left by a process that has ended
                 missing.append(rank)
             elif (call := post.decode().partition(" ")[2]).partition(" ")[0] != name:
                 elsewhere[rank] = call
         if not missing and not elsewhere:
-            return  # all are here, and what they send takes long
+            return  # all are here, and their transfer takes long
         who = (
             f"{named(missing)}, which {'have' if len(missing) > 1 else 'has'} not made this call"
             if missing
@@ -150,7 +150,7 @@ class Waiting:
         file, line = (__file__, 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         try:
             warnings.warn_explicit(self._said, UserWarning, file, line, registry=_registry)
-        except UserWarning:  # where warnings are errors; on this thread one would end it
+        except UserWarning:  # with warnings as errors, the exception would end this thread
             print(f"castwise: {self._said}", file=sys.stderr, flush=True)
 
 
@@ -166,12 +166,12 @@ def _look_at_all() -> None:
         for waiting in list(_waits.values()):
             with contextlib.suppress(
                 Exception
-            ):  # of a store or group that has gone: who waits for it hears that itself
+            ):  # the store or group is gone; the waiting call gets that error itself
                 waiting.look()
 
 
 def _call_of(thread: int | None) -> tuple[str, FrameType | None]:
-    """The castwise function that a thread has called, and the user's line that called it; a step has no line."""
+    """The castwise function that a thread has called, and the user's line with the call; a step has no line."""
     name, frame = "step", None if thread is None else sys._current_frames().get(thread)
     while frame is not None and not is_users(frame.f_code.co_filename):
         if frame.f_globals.get("__name__", "").startswith("castwise."):

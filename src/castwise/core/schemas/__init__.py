@@ -1,7 +1,7 @@
-"""JSON Schemas of the files that castwise writes for others to read; they are package data beside this module.
+"""JSON Schemas of the files that castwise writes for other programs; they are package data beside this module.
 
-They are made from the dataclasses by ``scripts/schemas.py``. A version's schema lets fields come to it; one that goes, or
-changes its meaning, makes a new version.
+``scripts/schemas.py`` generates them from the dataclasses. New fields may be added within a version; removing a field or
+changing its meaning needs a new version.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ NAMES: Final = ("plan", "evidence")
 PLAN_VERSION: Final = 1
 """Version of ``plan.json``."""
 RECORD_VERSION: Final = 1
-"""Version of results: ``evidence.json``, ``bench.json``, ``result.json``."""
+"""Version of result files: ``evidence.json``, ``bench.json``, ``result.json``."""
 
 
 def schema(name: str) -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a file that castwise writes.
 
     Args:
-        name: ``plan``, of ``plan.json``, or ``evidence``, of ``evidence.json``.
+        name: ``plan`` for ``plan.json``, or ``evidence`` for ``evidence.json``.
 
     Raises:
-        UnknownNameError: Another name.
+        UnknownNameError: The name is neither.
     """
     if name not in NAMES:
         raise UnknownNameError(f"schema({name!r}): no such schema. Allowed: {', '.join(NAMES)}.")

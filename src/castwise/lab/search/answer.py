@@ -1,4 +1,4 @@
-"""A search's answer in words: what to do, how much faster that is, and why."""
+"""A search's answer in words: what to do, how much faster it is, and why."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from castwise.lab.search.state import Search
 from castwise.lab.timing import stats
 
 MOST_NAMED = 3
-"""Regions or operators that a sentence names; beyond it counts them."""
+"""A sentence names up to this many regions or operators; it counts larger numbers of them."""
 UNKNOWN = 10.0
-"""An interval whose upper end is this many times the lower says nothing."""
+"""An interval tells nothing if its upper end is this many times its lower end."""
 _SAME = 0.01
-"""A difference in peak memory that is not worth a word."""
+"""Sentences omit a smaller difference in peak memory."""
 
 
 def answer(search: Search) -> str:
-    """What to do, and what that brings, in a sentence."""
+    """What to do and what it gains, in a sentence."""
     plan = search.choice.plan
     if search.context.settings.goal == "numerics":
         return _numerics(search)
@@ -36,12 +36,12 @@ def answer(search: Search) -> str:
 
 
 def _arrived(search: Search) -> bool:
-    """Whether some of the model is stored low before any plan."""
+    """Whether the user's model already stores some tensors in a low format."""
     return search.begun is not None and search.begun.arrived
 
 
 def why(search: Search) -> tuple[str, ...]:
-    """What speaks for the answer, in sentences."""
+    """The reasons for the answer, in sentences."""
     goal, plan = search.context.settings.goal, search.choice.plan
     if goal == "numerics":
         return ()
@@ -51,12 +51,12 @@ def why(search: Search) -> tuple[str, ...]:
 
 
 def speed(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
-    """How many times as fast as another a plan is, by the final; None where one of them did not come to it."""
+    """How many times as fast as another a plan is, by the final; None if either did not finish it."""
     return search.final.ratio(plan, over) if search.final is not None else None
 
 
 def advice(plan: Plan, optimizer: str = "optimizer") -> str:
-    """A plan as what to do, for the user of an optimizer of this class: ``Stay in fp32, switch to channels_last``."""
+    """A plan as advice to the user of this optimizer class: ``Stay in fp32, switch to channels_last``."""
     low = plan.compute
     if low == "fp32":
         does = ["Stay in fp32"]
@@ -99,24 +99,26 @@ def _counted(names: list[str], what: str) -> str:
 
 
 def _speed_words(ratio: stats.Ratio | None) -> str:
-    """How fast a plan is beside another; no direction where the interval knows none."""
+    """How fast a plan is compared with another; names no direction if the interval includes 1."""
     if ratio is None:
         return ""
     if ratio.high > UNKNOWN * ratio.low:
         return "at a speed that is not known, since its times differ too much"
     interval = f"({ratio.low:.2f}-{ratio.high:.2f})"
-    if round(ratio.low, 2) <= 1.0 <= round(ratio.high, 2):  # as it is printed
+    if round(ratio.low, 2) <= 1.0 <= round(ratio.high, 2):  # as printed
         return f"equally fast within the error {interval}"
     return f"{ratio.value:.2f} times as fast {interval}"
 
 
 def _over_fp32(search: Search) -> str:
-    """How fast the chosen plan is beside fp32, and what was measured by itself where whole steps do not show it."""
+    """How fast the chosen plan is over fp32; quotes the separately timed saving if whole steps do not show it."""
     final, ratio = search.final, speed(search, search.choice.plan, FP32)
     said = _speed_words(ratio)
     if final is None or not final.to_choose or ratio is None or round(ratio.low, 2) > 1.0:
         return said
-    if run_with(FP32, search.choice.plan) != search.choice.plan:  # what sets it apart is more than that
+    if (
+        run_with(FP32, search.choice.plan) != search.choice.plan
+    ):  # the plans differ in more than those settings
         return said
     return f"timed alone it saves {100.0 * final.saves:.0f} % of a step; whole steps are {said}"
 
@@ -146,7 +148,7 @@ def _numerics(search: Search) -> str:
 
 
 def _timed(search: Search) -> list[Plan]:
-    """Plans other than the chosen one that came to the final's end."""
+    """Plans other than the chosen one that finished the final."""
     final = search.final
     return [] if final is None else [p for p in final.plans if p != search.choice.plan and final.seconds(p)]
 
@@ -156,7 +158,7 @@ def tied(search: Search) -> list[Plan]:
     out = []
     for plan in _timed(search):
         ratio = speed(search, search.choice.plan, plan)
-        simpler = complexity(plan) < complexity(search.choice.plan)  # it was rejected since another is faster
+        simpler = complexity(plan) < complexity(search.choice.plan)  # rejected because another plan is faster
         if not simpler and _is_sound(search, plan) and ratio is not None and ratio.low <= 1.0:
             out.append(plan)
     return out
@@ -172,7 +174,7 @@ def _is_sound(search: Search, plan: Plan) -> bool:
 
 
 def trains_like_fp32(search: Search, plan: Plan) -> bool:
-    """Whether training runs decided for a plan that its gradients left in doubt."""
+    """Whether training runs accepted the plan after its gradients left it in doubt."""
     trained = search.training.get(numerics_of(plan))
     return trained is not None and trained.verdict == "not worse"
 
@@ -200,7 +202,7 @@ def _why_fp32(search: Search) -> str:
 
 
 def _all_slower(search: Search) -> bool:
-    """Whether the race has seen plans, and each of them left it since it is slower, or none came to it for that."""
+    """Whether all raced plans left because they were slower; if none was raced, whether all were dropped as slower before."""
     entries = search.race.entries if search.race is not None else {}
     raced = [entry for plan, entry in entries.items() if plan != FP32]
     if not raced:
@@ -211,7 +213,7 @@ def _all_slower(search: Search) -> bool:
 
 
 def why_chosen(search: Search) -> str:
-    """Why the chosen plan was, in a clause."""
+    """The reason for choosing the plan, as a clause."""
     if search.context.settings.goal == "memory" and search.peaks.keys() - {search.choice.plan}:
         return "the sound plan with the smallest peak memory"
     if search.context.settings.goal == "numerics":
@@ -233,7 +235,7 @@ def why_chosen(search: Search) -> str:
 
 
 def _by_race(search: Search) -> str:
-    """What the race said of the chosen plan, where it decided since the final could not."""
+    """What the race measured for the chosen plan, if the race decided because the final could not."""
     ratio = speed(search, search.choice.plan, FP32)
     raced = search.final.behind.get((FP32, search.choice.plan)) if search.final is not None else None
     if raced is None or ratio is None or round(ratio.low, 2) > 1.0 or ratio.value <= MARGIN:
@@ -273,7 +275,7 @@ def _ties(search: Search) -> str:
 
 
 def _why_not_low(search: Search) -> str:
-    """What keeps a plan in fp32 from being one-line autocast, where that is known."""
+    """Why one-line autocast was not chosen, if the chosen plan computes in fp32 and the reason is known."""
     if search.choice.plan.compute != "fp32":
         return ""
     fate, reason = search.journal.fate(AUTOCAST), search.journal.refusal(AUTOCAST)

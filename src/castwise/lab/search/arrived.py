@@ -1,4 +1,4 @@
-"""A search on a model that arrives in bf16 or fp16: what a reader of its evidence should know."""
+"""Notes for a search on a model whose tensors are already bf16 or fp16."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from castwise.core.plans.words import in_words
 from castwise.lab.search.state import Search
 
 AS_GIVEN = "as given"
-"""What tables call the row of the model as it arrives."""
+"""Name of the table row for the model as the user gave it."""
 
 
 def arrival_notes(search: Search) -> Iterator[str]:
-    """Say what fp32 is here, what became of the model as it was given, and how the plan is put on it."""
+    """Say what fp32 means here, how the given model did, and how to apply the plan to it."""
     model = search.reference.model
     low = low_tensors(model)
     formats = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in low.values()}))

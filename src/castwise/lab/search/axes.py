@@ -1,7 +1,7 @@
-"""The whole-step axes of a search: what is decided for all of a training step at once.
+"""The whole-step axes of a search: settings that apply to a whole training step.
 
-Compute format, parameter storage with masters, what fp32 products may use inside, and memory format. They are few, so every
-combination is a candidate, and a race on real steps decides. Whether the optimizer is fused is found by itself
+The axes are compute format, parameter storage with masters, the precision inside fp32 products, and memory format. Every
+combination is a candidate because there are few, and a race on real steps decides. The fused optimizer is decided separately
 (:mod:`castwise.lab.search.fusing`).
 """
 
@@ -23,16 +23,16 @@ from castwise.errors import DeviceError, PlanError
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
 FORMATS = ("fp32", "tf32", *LOW)
-"""Formats that a search may choose from, the simplest first."""
+"""Formats that a search may choose from, simplest first."""
 
 
 def check_formats(formats: Iterable[str], goal: str) -> tuple[str, ...]:
-    """The formats that a user allows, without repetition, in the order of ``FORMATS``.
+    """The formats that a user allows, without duplicates, in the order of ``FORMATS``.
 
-    fp32 is always among them but for ``goal="numerics"``, which takes one low format.
+    fp32 is always included, except with ``goal="numerics"``, which takes one low format.
 
     Raises:
-        PlanError: A name that is none, or not one low format for ``numerics``.
+        PlanError: A name is not a format, or ``numerics`` did not get exactly one low format.
     """
     given = (formats,) if isinstance(formats, str) else tuple(formats)
     for name in given:
@@ -64,17 +64,17 @@ def whole_step_plans(
     """Every combination of the whole-step axes that the device has.
 
     Args:
-        formats: As :func:`check_formats` returns them.
-        device: That the model is to run on.
-        optimizer: The user's, on the model's parameters.
-        has_images: Whether channels_last means anything: there are convolutions over images.
-        goal: For ``memory`` parameters may be stored low without masters, and the optimizer is fused in all but fp32 where it can
-            be; for ``time`` attention may be unfused.
-        used: Operators that the model runs, as ``parts.operators_used`` names them.
-        sparse: Whether there are sparse gradients, which no fused kernel takes.
+        formats: As returned by :func:`check_formats`.
+        device: The device that the model will run on.
+        optimizer: The user's optimizer, on the model's parameters.
+        has_images: Whether the model has convolutions over images, so that channels_last matters.
+        goal: ``memory`` also allows low parameters without masters, and fuses the optimizer where possible except in fp32;
+            ``time`` also allows unfused attention.
+        used: Operators that the model runs, as named by ``parts.operators_used``.
+        sparse: Whether some gradients are sparse; no fused kernel takes those.
 
     Returns:
-        The plans, the simplest first, and by format why it is not among them.
+        The plans, simplest first, and the reason for each format that is left out.
     """
     numerics: list[Plan] = []
     dropped: dict[str, str] = {}
@@ -99,7 +99,7 @@ def whole_step_plans(
             consider(name, PRESETS[f"{name}-master"])
             if goal == "memory":
                 consider(name, PRESETS[f"{name}-true"])
-    # GPUs have fused kernels that win; a CPU's backward in a low format may lose to its own parts
+    # fused kernels win on GPUs; on a CPU a low-format backward may be slower than its unfused parts
     unfused = [
         (op, "unfused") for op in UNFUSED if op in set(used) and goal == "time" and device.type != "cuda"
     ]
@@ -111,7 +111,7 @@ def whole_step_plans(
         for plan, layout in itertools.product(numerics, layouts)
     ]
     if goal == "memory" and can_fuse(optimizer) and not is_fused(optimizer) and not sparse:
-        # the fused kernel never holds more than the loop it replaces
+        # the fused kernel never holds more memory than the loop it replaces
         plans = [PRESETS["fp32"], *(dataclasses.replace(plan, optimizer="fused") for plan in plans)]
     return sorted(plans, key=complexity), dropped
 
@@ -120,13 +120,14 @@ _MADE_OF = {
     "cross_entropy_loss": "nll_loss_forward", "group_norm": "native_group_norm", "layer_norm": "native_layer_norm",
     "log_softmax": "_log_softmax", "mse_loss": "mse_loss", "rms_norm": "_fused_rms_norm", "softmax": "_softmax",
 }  # fmt: skip
-"""Norms, softmax and losses, which tables keep in fp32 for caution: the operator, and what it runs as below autocast."""
+"""Norms, softmax and losses, which the tables keep in fp32 for caution: each operator, and the operator that it calls below
+autocast."""
 
 
 def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> Plan | None:
-    """A low plan whose norms, softmax and losses follow their inputs instead of being cast to fp32.
+    """A low plan whose norms, softmax and losses follow the dtype of their inputs instead of being cast to fp32.
 
-    None where the table of this device type casts none of the operators that are used, or another plan is given.
+    None if this device type's table casts none of the used operators, or if the plan does not qualify.
     """
     if plan.compute not in LOW or plan.rules != "native":
         return None
@@ -142,11 +143,11 @@ def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> P
 
 
 def complexity(plan: Plan) -> float:
-    """How much a person has to understand, 0 for fp32: of plans equally good the least complex is taken.
+    """How much a person must understand, 0 for fp32; between equally good plans the least complex is chosen.
 
-    Regions beside the preset's most of all, and overrides of operators; a low format and its storage less, and so does compiling,
-    which changes no numerics and takes its time at each start; the memory format, the fused optimizer and kept memory are nearly
-    free.
+    Regions beyond the preset's and operator overrides cost most. A low format and its storage cost less, and so does compiling,
+    which changes no numerics but takes time at each start. Memory format, the fused optimizer and kept memory cost almost
+    nothing.
     """
     usual = next(
         (p.regions for p in PRESETS.values() if (p.compute, p.params) == (plan.compute, plan.params)), ()
@@ -164,35 +165,35 @@ def complexity(plan: Plan) -> float:
 
 
 def numerics_of(plan: Plan) -> Plan:
-    """The part of a plan that gradients depend on: layout, the optimizer's kernel and how it is run set to their defaults."""
+    """The part of a plan that affects gradients: layout, optimizer kernel and run settings are set to their defaults."""
     return dataclasses.replace(as_raced(plan), memory_format="as_is")
 
 
 def storage_of(plan: Plan) -> tuple[str, str]:
-    """The format that a plan stores parameters in, and that of their masters."""
+    """The formats in which a plan stores parameters and masters."""
     return (plan.compute if plan.stores_low else "fp32", plan.master)
 
 
 def uncompiled(plan: Plan) -> Plan:
-    """The same plan as it is run without compiling."""
+    """The same plan without compiling."""
     return dataclasses.replace(plan, compile="as_given")
 
 
 def as_trained(plan: Plan) -> Plan:
-    """The same plan with nothing but what its training goes by: not compiled, its memory the process's."""
+    """The same plan with only the settings that affect training: not compiled, host memory as given."""
     return dataclasses.replace(plan, compile="as_given", host_memory="as_given")
 
 
 def as_raced(plan: Plan) -> Plan:
-    """The same plan as it runs beside others in one process: not compiled, its memory the process's, the optimizer as given."""
+    """The plan as it is raced in a shared process: not compiled, host memory and optimizer as given."""
     return dataclasses.replace(as_trained(plan), optimizer="as_given")
 
 
 def run_with(plan: Plan, how: Plan) -> Plan:
-    """A plan with another's kernel of the optimizer and its host memory, which change no gradients."""
+    """A plan with another plan's optimizer kernel and host memory, which change no gradients."""
     return dataclasses.replace(plan, optimizer=how.optimizer, host_memory=how.host_memory)
 
 
 def name_of(plan: Plan) -> str:
-    """A preset's name where the plan is one, else its line."""
+    """The preset's name if the plan is a preset, else the plan's line."""
     return next((name for name, preset in PRESETS.items() if preset == plan), str(plan))

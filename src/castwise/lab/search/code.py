@@ -1,4 +1,4 @@
-"""A digest of a workload's code: it changes with the code, and not with where that lies or when it was read."""
+"""A digest of a workload's code: it depends on the code, not on its location or on when it was read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, types.None
 
 
 def code_digest(model: nn.Module, functions: Iterable[Any]) -> str:
-    """Of the classes of a model's modules outside torch, of functions, and of what of a user's own these refer to."""
+    """Digest the classes of a model's modules outside torch, the given functions, and the user code that they refer to."""
     reader = _Reader()
     for kind in sorted({type(module) for module in model.modules()}, key=lambda kind: kind.__qualname__):
         reader.methods(kind)
@@ -29,13 +29,13 @@ def code_digest(model: nn.Module, functions: Iterable[Any]) -> str:
 class _Reader:
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
-        self._seen: dict[int, Any] = {}  # with the objects, whose addresses are not given away again as long
+        self._seen: dict[int, Any] = {}  # keeps each object, so that Python cannot reuse its address
 
     def _say(self, *words: object) -> None:
         self.digest.update(repr(words).encode())
 
     def methods(self, kind: type) -> None:
-        """Read a class of modules, an installed library's too, whose versions nothing else knows."""
+        """Read a module class, also one of an installed library, whose version is recorded nowhere else."""
         for cls in kind.__mro__:
             if cls is not object and not cls.__module__.startswith("torch."):
                 self._say(cls.__qualname__)
@@ -44,7 +44,7 @@ class _Reader:
                         self.read(value, inside=True)
 
     def read(self, thing: Any, inside: bool = False) -> None:
-        """Read something, and what it refers to where it is a user's own, or ``inside`` what is read."""
+        """Read an object, and whatever it refers to that is user code or lies ``inside`` the object."""
         if isinstance(thing, _PLAIN):
             self._say(thing)
             return
@@ -76,7 +76,9 @@ class _Reader:
         if inside or own:
             self._code(code)
         for held in (function.__defaults__, function.__kwdefaults__, _cells(function)):
-            if own or function.__module__.startswith("castwise."):  # whose closures hold what users gave
+            if own or function.__module__.startswith(
+                "castwise."
+            ):  # these have closures that hold what users gave
                 self.read(held)
         if own:
             self._globals(function)
@@ -86,7 +88,7 @@ class _Reader:
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant)
-            else:  # by its value: what is one object depends on whether the file was compiled just now
+            else:  # by value: object identity depends on whether the file has just been compiled
                 self._say(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
 
     def _globals(self, function: types.FunctionType) -> None:
@@ -117,13 +119,13 @@ def _cells(function: types.FunctionType) -> list[Any]:
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
-        except ValueError:  # nothing was put there
+        except ValueError:  # an empty cell
             continue
     return found
 
 
 def _parts(thing: Any) -> Iterator[Any]:
-    """What wraps functions, taken apart."""
+    """Unwrap objects that wrap functions."""
     if isinstance(thing, functools.partial):
         yield from (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, types.MethodType):

@@ -1,23 +1,24 @@
-"""Whether a plan can be compiled: one trial, in the process that it runs in.
+"""Whether a plan can be compiled: one trial, in the current process.
 
-A compiled model may be wrong without a word (pytorch issues 179804, 194329: a backward that forgets a block in fp32, garbage
-after a change of shapes under autocast). So its gradients are compared with those of the same plan run as it is, at the same
-weights, batches and random draws. What they may differ by is what the format leaves open: as much as they move when each
-weight moves by a unit in the format's last place.
+A compiled model may be silently wrong (pytorch issues 179804, 194329: a backward that omits a block in fp32, garbage after a
+shape change under autocast). The trial therefore compares its gradients with those of the same plan in eager mode, at the same
+weights, batches and random draws. The tolerance is the uncertainty of the format: how much the gradients move when each weight
+moves by one unit in the format's last place.
 
-One such draw is enough in a low format. In fp32 it may miss what is rare: a ReLU that lies at zero to the last place flips in
-one draw of sixteen, though in most where activations are rounded otherwise, as compiled code does, and moves the gradients
-before it a thousand times as far as a draw that flips none (ResNet, 7e-3 and 1e-6). So where they differ by more, weights are
-moved further, several times, until the whole gradient has once jumped about as far as the parameter's differs.
+One random move of the weights is enough in a low format. In fp32 it may miss rare events: a ReLU whose input is within rounding
+of zero flips in one draw of sixteen, but in most runs of compiled code, which rounds activations differently. A flip moves the
+gradients before it a thousand times as far as a draw without flips (ResNet, 7e-3 and 1e-6). If the gradients differ by more
+than the tolerance, the trial therefore moves the weights further, several times, until the whole gradient has once jumped about
+as far as the parameter's gradient differs.
 
-Some gradients are rounding and nothing else, that of a bias before a BatchNorm for one: zero in exact arithmetic. A unit in
-the last place moves such a gradient by as much as there is of it, and kernels that round otherwise make it 90 times as large
-(bf16 and channels_last on a CPU). No signal is lost in that; it has to be small beside the gradient of the whole model.
+Some gradients are only rounding error, for example that of a bias before a BatchNorm, which is zero in exact arithmetic. A unit
+in the last place moves such a gradient by its full size, and kernels that round differently make it 90 times as large (bf16 and
+channels_last on a CPU). It carries no signal; its difference only has to be small relative to the gradient of the whole model.
 
-That, and not a test against fp32, since the plan's numerics have been tested before, by means that only eager code allows.
-fp32 is asked where they differ by more: kernels that are not compiled may be those that round worse, and a gradient that is
-nearer to fp32's than the tested one is no fault. Over 4,096 rows a layer norm's backward in bf16 on a CPU is off by 7 %, and
-compiled by 0.2 % (bench/results/compare-causes-cpu.json).
+The trial does not compare with fp32 at first, because the plan's numerics have been tested before, with methods that need eager
+code. It uses fp32 when the gradients differ by more than the tolerance: the eager kernels may be the less accurate ones, and a
+compiled gradient that is closer to fp32 is no fault. Over 4,096 rows a layer norm's backward in bf16 on a CPU is off by 7 % in
+eager mode and by 0.2 % compiled (bench/results/compare-causes-cpu.json).
 """
 
 from __future__ import annotations
@@ -50,39 +51,41 @@ from castwise.lab.timing.timing import race, speedup
 from castwise.lab.workloads.workload import Workload
 
 BATCHES = 3
-"""Over which gradients are compared; with ``STEPS`` fewer than Dynamo compiles before it gives up in silence."""
+"""Batches on which gradients are compared; with ``STEPS`` they stay below the number of compilations at which Dynamo gives up
+silently."""
 STEPS, SETTLED = 4, 2
-"""Steps that are watched for compilations, and how many of the last have to be without any."""
+"""Steps that are watched for compilations, and how many of the last must have none."""
 TIMED, BLOCK_S = 5, 0.1
 FACTOR = 25.0
-"""A squared difference may be this many times the one that a unit in the last place of each weight makes."""
+"""A squared difference may be this many times the one caused by moving each weight by a unit in the last place."""
 MOST, SURE = 0.25, 4.0
-"""But no more than this part of its squared norm, or so many times that difference where that is more: a gradient that is
-forgotten differs by all of its norm, and five units in the last place of bf16 move one through twenty layers by as much."""
+"""But it may be at most ``MOST`` of the gradient's squared norm or ``SURE`` times that caused difference, whichever is more: an
+omitted gradient differs by its whole norm, and five units in the last place of bf16 can move a gradient through twenty layers
+by as much."""
 JUMPS, DRAWS, SHARE = 4.0, 24, 0.5
-"""In fp32 its relative size may besides be so many times that of the whole gradient's largest jump in so many draws, in which
-weights move by the root of ``FACTOR`` units; they may take so much of the time that compiling took."""
+"""In fp32 the relative difference may also be ``JUMPS`` times that of the whole gradient's largest jump in ``DRAWS`` draws,
+which move weights by the root of ``FACTOR`` units; the draws may take ``SHARE`` of the compile time."""
 NOISE = {"fp32": 0.01, "tf32": 0.5, "bf16": 0.5, "fp16": 0.5}
-"""A gradient has no signal where a unit in the last place moves it by so much of its squared norm, or more: in fp32 signals were
-seen to move by 1 % of their norm at most and noise by 18 %, in bf16 by 56 % and 100 %."""
+"""A gradient has no signal if a unit in the last place moves it by at least this share of its squared norm. Observed moves: in
+fp32 at most 1 % of the norm for signals and 18 % for noise, in bf16 56 % and 100 %."""
 NEAR = 0.25
-"""Squared relative error, of a gradient that is not compiled, up to which fp32 may say which of two is the better."""
+"""fp32 may decide which of two gradients is better if the eager one's squared relative error is at most this."""
 LEAST = {"fp32": 1e-6, "tf32": 1e-3, "bf16": 1e-3, "fp16": 1e-3}
-"""Squared relative difference of a parameter's gradient that is never held against a plan, by its coarsest format; relative to
-the gradient of the whole model where the parameter's own has no signal."""
+"""Squared relative difference of a parameter's gradient that is always accepted, by the plan's coarsest format; relative to the
+gradient of the whole model if the parameter's own has no signal."""
 
 
 @dataclass(frozen=True)
 class CompileTrial:
-    """What a trial found.
+    """Result of a trial.
 
     Attributes:
-        reason: Why the plan is not compiled; empty where it can be.
-        compile_s: Seconds that compiling took, with nothing of it on disk.
-        eager_s: Seconds per step as it is.
-        gain: How many times as fast it is compiled; None where it was not timed.
-        difference: The largest difference of a gradient, over what it may be.
-        late: Whether it is not compiled since the time was too short.
+        reason: Why the plan is not compiled; empty if it can be.
+        compile_s: Seconds that compiling took with an empty cache on disk.
+        eager_s: Seconds per step in eager mode.
+        gain: How many times as fast the compiled plan is; None if it was not timed.
+        difference: The largest ratio of a gradient's difference to its tolerance.
+        late: Whether it is not compiled because too little time was left.
     """
 
     reason: str = ""
@@ -94,21 +97,21 @@ class CompileTrial:
 
     @property
     def step_s(self) -> float:
-        """Seconds per step compiled."""
+        """Seconds per compiled step."""
         return self.eager_s / self.gain.value if self.gain is not None else math.nan
 
 
 def run_trial(_pipe: Connection, workload: bytes, line: str, device: str, seed: int) -> CompileTrial:
-    """Try a plan that compiles; what :class:`castwise.lab.timing.processes.Home` starts."""
+    """Try a compiled plan; :class:`castwise.lab.timing.processes.Home` calls this in a new process."""
     plan = Plan.from_json(line)
     belong_to(plan)
     return try_compiled(received(workload), plan, torch.device(device), seed)
 
 
 def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int) -> CompileTrial:
-    """Compile a plan, and compare its gradients and its steps with those of the same plan as it is.
+    """Compile a plan, and compare its gradients and step times with those of the same plan in eager mode.
 
-    Changes settings of the process that compiling follows: it should hold nothing else.
+    It changes process-wide settings of the compiler, so the process should do nothing else.
     """
     _torch.dynamo.refuse_to_give_up()
     eager = TrainingRun(workload, dataclasses.replace(plan, compile="as_given"), device, seed)
@@ -133,7 +136,7 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
                 "its format leaves open",
                 compiled.compile_s, difference=worst,
             )  # fmt: skip
-        if draws:  # what was compared is not what will run
+        if draws:  # the compared code is not the code that will run
             compiled.close()
             torch.compiler.reset()
             compiled = TrainingRun(workload, plan, device, seed)
@@ -168,7 +171,7 @@ def _in_force(run: TrainingRun) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _buffers_stay(model: torch.nn.Module) -> Iterator[None]:
-    """Running statistics, power iterations and counters put back: each pass of each model begins with the same."""
+    """Restore running statistics, power iterations and counters, so that every pass starts with the same buffers."""
     kept = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -185,7 +188,7 @@ def _buffers_stay(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _gradients(run: TrainingRun, workload: Workload, batch: Any, seed: int) -> dict[str, Tensor]:
-    """Unscaled gradients of one batch, by parameter; no step is taken, and no buffer moves."""
+    """Unscaled gradients of one batch, by parameter; takes no step and changes no buffer."""
     with _in_force(run), _buffers_stay(run.model):
         run.model.zero_grad(set_to_none=True)
         run_backward(run.amp, run.model, workload.loss, batch, f"workload {workload.name!r}", seed)
@@ -209,7 +212,7 @@ def _difference(
     data: Sequence[Any],
     device: torch.device,
 ) -> tuple[float, str]:
-    """The largest squared difference of a parameter's gradient over what it may be, and whose it is; NaN where none is finite."""
+    """The largest ratio of a squared gradient difference to its tolerance, and its parameter; NaN if none is finite."""
     coarsest = next((name for name in ("bf16", "fp16") if name in plan.formats), "fp32")
     if coarsest == "fp32" and plan.fp32_matmul in FORMATS:
         coarsest = plan.fp32_matmul
@@ -223,9 +226,11 @@ def _difference(
             near = _gradients(eager, workload, batch, seed)
         got = _gradients(compiled, workload, batch, seed)
         for name, mine in want.items():
-            beside = [other.get(name, torch.zeros_like(mine)) for other in (near, got)]  # none is zero
+            beside = [
+                other.get(name, torch.zeros_like(mine)) for other in (near, got)
+            ]  # a missing gradient counts as zero
             if not all(bool(torch.isfinite(one).all()) for one in (mine, beside[0])):
-                continue  # a loss scale that is too high, or at the edge: nothing to compare
+                continue  # a loss scale that is too high, or just at the limit: nothing to compare
             for found, one in zip((moved, error), beside, strict=True):
                 d = float((one - mine).double().square().sum())
                 found[name] = found.get(name, 0.0) + (d if math.isfinite(d) else math.inf)
@@ -254,7 +259,7 @@ def _over(
     coarsest: str,
     jump: float = 0.0,
 ) -> dict[str, float]:
-    """Squared differences over what they may be, by parameter."""
+    """Ratio of each parameter's squared difference to its tolerance."""
     whole, least = sum(signal.values()), LEAST[coarsest]
     over = {}
     for name, mine in signal.items():
@@ -269,7 +274,7 @@ def _over(
 
 
 def _jumps(eager: TrainingRun, workload: Workload, data: Sequence[Any], eps: float) -> Iterator[float]:
-    """After each draw the largest so far: a squared move of a batch's whole gradient, over its squared norm."""
+    """The largest jump so far after each draw: a squared move of a batch's whole gradient over its squared norm."""
     wants = [_gradients(eager, workload, batch, seed) for seed, batch in enumerate(data)]
     norms = [sum(float(mine.square().sum()) for mine in want.values()) for want in wants]
     largest = 0.0
@@ -288,7 +293,7 @@ def _jumps(eager: TrainingRun, workload: Workload, data: Sequence[Any], eps: flo
 def _nearer(
     eager: TrainingRun, compiled: TrainingRun, workload: Workload, data: Sequence[Any], device: torch.device
 ) -> set[str]:
-    """Parameters whose compiled gradients are no further from fp32's than the others, which are near enough to tell."""
+    """Parameters whose compiled gradients are no further from fp32's than the eager ones, if those are accurate."""
     signal: dict[str, float] = {}
     errors: dict[str, list[float]] = {}
     with contextlib.closing(TrainingRun(workload, REFERENCE, device, 0)) as reference:
@@ -306,7 +311,7 @@ def _nearer(
 
 @contextlib.contextmanager
 def _moved(model: torch.nn.Module, eps: float, seed: int) -> Iterator[None]:
-    """Weights moved at random by up to a unit in the last place of a format, and put back."""
+    """Move weights at random by up to a unit in a format's last place; restore them at the end."""
     kept = {p: p.detach().clone() for p in model.parameters() if p.is_floating_point() or p.is_complex()}
     try:
         with torch.no_grad():
@@ -320,7 +325,7 @@ def _moved(model: torch.nn.Module, eps: float, seed: int) -> Iterator[None]:
 
 
 def _timed(eager: TrainingRun, compiled: TrainingRun, device: torch.device) -> tuple[float, Ratio | None]:
-    """Median seconds per step of the one, and how many times as fast the other is."""
+    """Median seconds per step of the first, and how many times as fast the second is."""
     laps = race(
         [("eager", eager), ("compiled", compiled)], rounds=TIMED, device=device, hopeless=math.inf,
         steps=lambda step_s: dict.fromkeys(step_s, max(1, min(64, round(BLOCK_S / min(step_s.values()))))),

@@ -1,8 +1,8 @@
-"""Finalists compiled: each is tried in a process of its own, and those that may win come to the final.
+"""Compile finalists: each is tried in its own process, and those that may win enter the final.
 
-A trial takes as long as compiling does, so the fastest finalist is the first, and none begins that the time is too short for.
-Each plan compiles into a folder of its own on disk: what a trial takes is what a first training takes, and the starts of
-the final, which find there what the trial has left, are soon over.
+A trial takes as long as compiling, so the fastest finalist is tried first, and no trial begins that the remaining time cannot
+cover. Each plan compiles into its own folder on disk. The trial therefore measures what a user's first compiled training takes,
+and the starts of the final are short because they reuse that folder.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from castwise.lab.timing.served import COMPILED
 MODE = "default"
 """torch.compile's mode that a search tries."""
 LEAST_S = 12.0
-"""With less time than this no trial begins."""
+"""No trial begins with less time than this."""
 ENDED_S = 2.0
-"""What is killed is gone after this, or waits for a device and will be."""
+"""Seconds to wait for a killed process; one that is still there waits for a device and will end later."""
 AGAIN = 0.25
-"""A start of the final compiles from what is on disk, in about this share of the time; that much is kept for each."""
+"""A start in the final recompiles from the disk cache in about this share of the compile time; this much is reserved for each
+start."""
 MOST = 2
-"""So many compiled plans come to the final: each of its starts waits for all of them."""
+"""At most this many compiled plans enter the final: each start waits for all of them to compile."""
 
 
 @contextlib.contextmanager
 def own_cache() -> Iterator[None]:
-    """A block whose processes keep compiled code in a folder that is gone after it."""
+    """A block in which processes keep compiled code in a temporary folder, deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="castwise-", ignore_cleanup_errors=True) as folder:
         os.environ[COMPILED] = folder
         try:
@@ -65,18 +66,19 @@ def compile_finalists(
     """Try finalists compiled, the fastest first.
 
     Args:
-        context: Of the search.
-        contest: In which they raced.
-        trials: To which each is added that has been tried.
+        context: The search's context.
+        contest: The race that the plans took part in.
+        trials: Each trial is added here.
         plans: Sound plans.
-        until: Clock time at which the last trial has to be over, and time be left for its starts in the final.
-        first_until: The same for the first, which is the likeliest to win: it may take what the final can spare.
+        until: Clock time at which the last trial must end, with time left for the starts in the final.
+        first_until: The same for the first trial, of the plan likeliest to win: it may use all time that the final does not
+            need.
 
     Returns:
         The compiled plans that may win the final.
     """
     ranks, journal = context.ranks, context.journal
-    each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they are to run in the final
+    each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they will run in the final
     order = contest.order(list(each))
     try:
         payload = context.payload(partial(_try_elsewhere, context))
@@ -120,7 +122,7 @@ def compile_finalists(
 
 
 def _try_elsewhere(context: Context, payload: bytes) -> None:
-    """Train for a step in another process: after that, what a trial raises is about compiling."""
+    """Train one step in another process, so that a later exception in the trial is due to compiling."""
     with contextlib.closing(
         SeparateRun(context.home, payload, FP32, context.device, context.settings.seed)
     ) as run:
@@ -148,16 +150,16 @@ def _tried(context: Context, payload: bytes, plan: Plan, timeout_s: float) -> Co
         raise
     except CastwiseError as error:
         return CompileTrial(f"does not compile: {error}")
-    except Exception as error:  # raised there before anything was compiled
+    except Exception as error:  # raised in that process before anything was compiled
         if not cannot_run(error):
             raise
         return CompileTrial(unfit(error))
     finally:
-        process.close(ENDED_S)  # they write into a folder that goes
+        process.close(ENDED_S)  # they write into the folder that is deleted next
 
 
 def pays_after(search: Search, plan: Plan) -> int | None:
-    """Steps after which compiling a plan has paid; None where that is not known, or never."""
+    """Number of steps after which compiling a plan has paid off; None if unknown or never."""
     trial, final = search.trials.get(plan), search.final
     if trial is None or trial.reason:
         return None
@@ -170,7 +172,7 @@ def pays_after(search: Search, plan: Plan) -> int | None:
 
 
 def said(search: Search, plan: Plan) -> str:
-    """What compiling the chosen plan takes and when it pays; empty where it is not compiled."""
+    """How long compiling the chosen plan takes and when it pays off; empty if the plan is not compiled."""
     trial = search.trials.get(plan)
     if trial is None:
         return ""

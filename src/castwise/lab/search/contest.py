@@ -1,9 +1,8 @@
-"""Plans raced against one another on real training steps, by successive halving.
+"""Race plans against each other on real training steps, by successive halving.
 
-All candidates take a few interleaved steps, those that are clearly behind leave, and the rest go on with more rounds;
-fp32 stays to the end as what ratios are taken to. What could still be the fastest never leaves for lack of luck: a
-candidate goes only if its best round is behind the leader's typical one. Who of those left is chosen is decided
-elsewhere (:mod:`castwise.lab.search.final`).
+All candidates take a few interleaved steps, the clearly slower ones leave, and the rest run more rounds. fp32 stays to the end
+because all ratios refer to it. Bad luck alone cannot remove a candidate: it leaves only if its best round is slower than the
+leader's median by a margin. The final (:mod:`castwise.lab.search.final`) chooses among the remaining plans.
 """
 
 from __future__ import annotations
@@ -33,28 +32,28 @@ from castwise.lab.workloads.workload import Workload
 
 BASELINE = PRESETS["fp32"]
 BLOCK_S = 0.06
-"""A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
+"""A block of steps lasts at least about this long, so that timer and scheduler effects are negligible."""
 TOGETHER_BYTES = 4 << 30
-"""Weights, gradients and optimizer state that may lie in memory at once."""
+"""Bytes of weights, gradients and optimizer state that may be in memory at once."""
 LEAVES, LEAVES_OTHER, LEAVES_EARLY = 1.04, 1.08, 1.2
-"""A candidate whose best round is this many times the leader's median leaves; the second where the leader stores parameters in
-another format: processes of their own, which have caches and heap for themselves, move two storages by up to 4 % against each
-other (bench/results/race-cpu.json); the third before it had so many rounds:"""
+"""A candidate leaves if its best round is this many times the leader's median. The second value applies if the leader stores
+parameters in another format: in separate processes, with their own caches and heaps, the ratio of two storages shifts by up to
+4 % (bench/results/race-cpu.json). The third applies before a candidate has had this many rounds:"""
 EARLY = 6
 HEATS = 2
-"""Rounds of further heats tell hardly anybody apart: who is left differs by a few percent, and the final decides on that."""
+"""Further heats have few rounds because they separate few plans: the rest differ by a few percent, which the final resolves."""
 LATE = Fate("late", "not tried: the time was spent", "race")
 
 
 @dataclass
 class Entry:
-    """A plan in the contest.
+    """A plan in the race.
 
     Attributes:
-        plan: What it trains by.
-        times_s: Seconds per step, per round; None in rounds without it.
-        left: Why it left; None while it is in.
-        losses: Of the steps it trained.
+        plan: The plan it trains with.
+        times_s: Seconds per step, by round; None in rounds that it did not run.
+        left: Why it left; None while it is in the race.
+        losses: Losses of its training steps.
     """
 
     plan: Plan
@@ -64,29 +63,29 @@ class Entry:
 
     @property
     def rounds(self) -> int:
-        """Rounds it was timed in."""
+        """Number of rounds in which it was timed."""
         return len(self.lap.seconds)
 
     @property
     def lap(self) -> Lap:
-        """Its times, to be paired with another's."""
+        """The plan's times, for pairing with another plan's."""
         return Lap(self.times_s)
 
 
 class Contest:
-    """Races plans of one workload; a context manager that lets go of all models at its end.
+    """Race plans of one workload; a context manager that releases all models at its end.
 
     Args:
         workload: What is trained.
         device: Device that every entry trains on.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
         deadline: Clock time (``ranks.now``) after which no further round starts.
-        ranks: Who race together.
-        on_progress: Called with what is being done, how much of it is done and how much there is.
+        ranks: The ranks that race together.
+        on_progress: Called with the current activity, the amount done and the total.
 
     Attributes:
-        entries: By plan, in the order they came.
-        steps: Training steps taken so far.
+        entries: By plan, in the order in which they joined.
+        steps: Number of training steps taken so far.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Contest:
         self.steps = 0
 
     def __enter__(self) -> Self:
-        """Keep the memory of a CPU meanwhile: in one that all plans share, whom its page faults hit is luck."""
+        """Keep freed CPU memory during the race: all plans share the heap, so page faults would hit plans at random."""
         if self._device.type == "cpu" and can_keep():
             self._memory.take()
         return self
@@ -124,27 +123,27 @@ class Contest:
         self.close()
 
     def close(self) -> None:
-        """Let go of all models, and of memory; times stay, and a plan that is run again is built again."""
+        """Release all models and kept memory; times stay, and a plan that runs again is rebuilt."""
         try:
             self.make_room()
         finally:
             self._memory.close()
 
     def make_room(self, but: Collection[Plan] = ()) -> None:
-        """Let go of the models of all plans but some: other work needs the memory."""
+        """Release the models of all other plans, because other work needs the memory."""
         for plan in [plan for plan in self._runs if plan not in but]:
             self._close(plan)
 
     # --- racing -------------------------------------------------------------------------------------------
 
     def halve(self, plans: Sequence[Plan], keep: int = 6, rounds: int = 3, heats: int = HEATS) -> list[Plan]:
-        """Race plans in heats, fp32 with them, and let go of those that are clearly behind.
+        """Race plans and fp32 in heats, and remove those that are clearly slower.
 
-        There are so many heats at most, none after no more than ``keep`` plans are left; the first has so many interleaved
-        ``rounds``, each later one two more.
+        There are at most ``heats`` heats, and none after at most ``keep`` plans are left. The first heat has ``rounds``
+        interleaved rounds; each later one has two more.
 
         Returns:
-            Those left, the fastest first, fp32 among them if it is.
+            The remaining plans, fastest first, including fp32 if it remains.
 
         Raises:
             Exception: As :meth:`run`.
@@ -177,7 +176,7 @@ class Contest:
         return left
 
     def _best(self, plan: Plan, leader: Plan) -> float:
-        """The plan's best round against the leader; by way of fp32 where the two ran in different heats."""
+        """The plan's best round against the leader; compared through fp32 if the two ran in different heats."""
         together = self._ratios(plan, leader)
         if together:
             return max(together)
@@ -192,10 +191,10 @@ class Contest:
     def run(
         self, plans: Sequence[Plan], rounds: int, *, admit_late: bool = True, until: float | None = None
     ) -> None:
-        """Run interleaved rounds, in each of which every plan, and fp32, runs one block of steps.
+        """Run interleaved rounds; in each, every plan and fp32 run one block of steps.
 
-        With ``admit_late`` plans that have not run yet may still join after the deadline. No round but the first begins after
-        ``until``, which is the deadline if it is not given.
+        With ``admit_late``, plans that have not run yet may join after the deadline. Except for the first, no round begins
+        after ``until``, which defaults to the deadline.
 
         Raises:
             Exception: What fp32 raised, without which there is nothing to compare with; what another plan raised, unless it
@@ -237,21 +236,22 @@ class Contest:
         last: float,
         enough: Callable[[Lap, Lap], bool] = lambda _one, _other: False,
     ) -> tuple[Lap, Lap]:
-        """Interleaved rounds of two plans in which the optimizer's part of each step is timed for itself.
+        """Run interleaved rounds of two plans, and time only the optimizer's part of each step.
 
-        On an accelerator whole steps are: what an optimizer makes the host wait for is lost where it is waited for anyway.
+        On an accelerator whole steps are timed: host time in the optimizer costs nothing where the host would wait for the
+        device anyway.
 
         Args:
             one: A plan.
             other: Another.
-            rounds: How many rounds there are at most.
-            least: How many of them there are though ``until`` is over.
-            until: Clock time after which no further one begins.
-            last: Clock time after which none of the least begins either, but the first.
-            enough: Asked after each round, of what both took, whether no other is needed; on ranks all say the same.
+            rounds: The largest number of rounds.
+            least: Number of rounds that run even after ``until``.
+            until: Clock time after which no round beyond ``least`` begins.
+            last: Clock time after which no round begins at all, except the first.
+            enough: Called after each round with the times of both; returns whether to stop. All ranks must agree.
 
         Returns:
-            Of each the median seconds of those parts, by round; none where one of the two cannot run.
+            For each plan the median seconds of those parts, by round; empty if one of the two cannot run.
 
         Raises:
             Exception: As :meth:`run`.
@@ -287,7 +287,7 @@ class Contest:
         return laps
 
     def _too_late(self, plan: Plan, admit_late: bool) -> bool:
-        """Whether a plan stays out for want of time; fp32 never does, nor one that was timed before."""
+        """Whether a plan is left out for lack of time; never fp32 or a plan that was timed before."""
         entry = self.entries[plan]
         late = not admit_late and plan != BASELINE and not entry.rounds and self._ranks.now() > self._deadline
         if late:
@@ -307,7 +307,7 @@ class Contest:
                 self._lost(plan, lap.error)
 
     def _warm(self, plans: Sequence[Plan], admit_late: bool) -> None:
-        """First steps, which build kernels and optimizer state; hopeless candidates end here."""
+        """Run first steps, which build kernels and optimizer state; hopeless candidates leave here."""
         for number, plan in enumerate(plans):
             if self._too_late(plan, admit_late):
                 continue
@@ -331,7 +331,7 @@ class Contest:
                 self._block = max(1, min(16, round(BLOCK_S / min(lap.seconds))))
 
     def _open(self, plan: Plan) -> None:
-        def build() -> None:  # a run that another rank could not build is closed with the others
+        def build() -> None:  # a run that another rank could not build is closed on all ranks
             run = TrainingRun(self._workload, plan, self._device, self._seed, self._initial)
             self._runs[plan] = run
             self._initial = self._initial or run.weights()
@@ -349,17 +349,17 @@ class Contest:
         self.entries[plan].left = Fate("failed", unfit(error), "race")
         if plan != BASELINE:
             self._close(plan)
-            self.entries[plan].losses = []  # cut short, and not at the same step on every rank
+            self.entries[plan].losses = []  # cut short, possibly at different steps on different ranks
 
     def _close(self, plan: Plan) -> None:
         run = self._runs.pop(plan, None)
         if run is not None:
             self.entries[plan].losses = run.losses
-            with contextlib.suppress(Exception):  # a run that failed half way may not close
+            with contextlib.suppress(Exception):  # closing a run that failed half way may fail too
                 run.close()
 
     def _heats(self, plans: Sequence[Plan]) -> Iterator[list[Plan]]:
-        """The field in parts that fit into memory together; all of them where it does."""
+        """Split the plans into groups that fit into memory together; one group if all fit."""
         self.run([], 0)
         model = self._runs[BASELINE].model
         each = 24 * sum(p.numel() for p in model.parameters()) + (32 << 20)
@@ -377,25 +377,25 @@ class Contest:
     # --- comparing ----------------------------------------------------------------------------------------
 
     def _ratios(self, plan: Plan, over: Plan = BASELINE) -> list[float]:
-        """How many times as fast as another a plan was, in each round that both ran."""
+        """How many times as fast as another a plan was, for each round that both ran."""
         both = paired(self.entries[over].lap, self.entries[plan].lap)
         return [before / after for before, after in zip(*both, strict=True)]
 
     def ratio(self, plan: Plan, over: Plan = BASELINE) -> stats.Ratio | None:
-        """How many times as fast as another a plan is, by the rounds that both ran; None without any."""
+        """How many times as fast as another a plan is, over the rounds that both ran; None without any."""
         if plan not in self.entries or over not in self.entries:
             return None
         return speedup(self.entries[over].lap, self.entries[plan].lap)
 
     def times_as_fast(self, plan: Plan, over: Plan) -> float:
-        """The same as a number, by way of fp32 where no round had both; NaN where one was not timed."""
+        """The ratio as a number, through fp32 if no round had both; NaN if either was not timed."""
         if (together := self.ratio(plan, over)) is not None:
             return together.value
         own, other = (self.ratio(one) for one in (plan, over))
         return own.value / other.value if own is not None and other is not None else math.nan
 
     def order(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Plans by speed over fp32, the fastest first."""
+        """Plans by speed over fp32, fastest first."""
 
         def speed(plan: Plan) -> float:
             return 1.0 if plan == BASELINE else statistics.median(self._ratios(plan) or [0.0])

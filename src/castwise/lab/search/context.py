@@ -1,4 +1,4 @@
-"""What every stage of a search has: what is asked, where it is measured, and the journal of what has been found."""
+"""What every stage of a search shares: the request, the place of measurement, and the journal of findings."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ GOALS = ("time", "memory", "numerics")
 COMPILE = ("never", "auto", "always")
 
 Say = Callable[[str, str, int, int], None]
-"""Called with the stage, what is tried, and how much is done of how much."""
+"""Called with the stage, the current subject, the amount done and the total."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asks of a search: arguments of :func:`castwise.tune`, formats as ``axes.check_formats`` returns them.
+    """The user's settings: arguments of :func:`castwise.tune`, with formats as returned by ``axes.check_formats``.
 
     Raises:
-        PlanError: One out of its range.
+        PlanError: A setting is out of its range.
     """
 
     formats: Sequence[str] = ("fp32", "bf16", "fp16")
@@ -71,18 +71,18 @@ class Settings:
 
 @dataclass
 class Journal:
-    """What a search writes down as it goes, and the clock that it goes by.
+    """The log and the clock of a search.
 
     Attributes:
-        ranks: Who search together: rank 0 has the clock.
-        say: Told how far the search is.
-        count: Passes of the numerics and steps of the race so far.
-        stages: What was done.
-        notes: What a reader should know.
-        undecided: What was left open, and what would decide it: a longer budget, a quieter machine.
-        fates: What became of plans, where the race or the final does not say.
-        unsound: Why no plan of some numerics can be chosen: its gradients, its updates or its training.
-        now: The stage that is running.
+        ranks: The ranks that search together; rank 0 has the clock.
+        say: Called with the progress of the search.
+        count: Returns the numerics passes and race steps so far.
+        stages: The completed stages.
+        notes: Notes for the reader of the results.
+        undecided: Open questions, and what would settle each: a longer budget, a quieter machine.
+        fates: The fate of each plan, unless the race or the final states it.
+        unsound: By numerics, the reason why its plans cannot be chosen: gradients, updates or training.
+        now: The current stage.
         start: Clock time at which the search began.
     """
 
@@ -103,7 +103,7 @@ class Journal:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Note what is done inside as a stage of the search."""
+        """Record the enclosed work as a stage of the search."""
         start, (passes, steps), ended = self.ranks.now(), self.count(), False
         around, self.now = self.now, name
         self.tell("")
@@ -111,57 +111,59 @@ class Journal:
             yield
             ended = True
         finally:
-            end = self.ranks.now() if ended else time.monotonic()  # a rank that fails may be alone in it
+            end = (
+                self.ranks.now() if ended else time.monotonic()
+            )  # a rank that fails may be the only one here
             passes_then, steps_then = self.count()
             self.stages.append(Stage(name, end - start, passes_then - passes, steps_then - steps))
             self.tell("", 1)
             self.now = around
 
     def tell(self, subject: str, done: int = 0, total: int = 1) -> None:
-        """Say what begins; a search that is out of time ends at the next of these."""
+        """Report what begins; a search that is out of time stops at the next such report."""
         self.say(self.now, subject, done, total)
 
     def decide(self, plan: Plan, fate: Fate) -> None:
-        """Note what becomes of a plan; what speaks against one stays, unless it is said anew."""
+        """Record a plan's fate; a refusal can be replaced only by another refusal."""
         if fate.refused or not self.refusal(plan):
             self.fates[plan] = fate if fate.stage else dataclasses.replace(fate, stage=self.now)
 
     def refuse(self, plan: Plan, why: str) -> None:
-        """Note that a plan is not sound, and with it every plan of the same numerics."""
+        """Record that a plan and all plans with the same numerics are unsound."""
         self.decide(plan, Fate("unsound", why))
         self.unsound[numerics_of(plan)] = self.fates[plan]
 
     def clear(self, numerics: Plan) -> None:
-        """Take back what was noted against plans of some numerics."""
+        """Remove the refusals of all plans with these numerics."""
         del self.unsound[numerics]
         for plan, fate in list(self.fates.items()):
             if fate.kind == "unsound" and numerics_of(plan) == numerics:
                 del self.fates[plan]
 
     def fate(self, plan: Plan) -> Fate | None:
-        """What became of a plan: that it cannot run, or what speaks against all of its numerics, before anything else."""
+        """The fate of a plan; first that it cannot run, next that its numerics are unsound, then anything else."""
         own = self.fates.get(plan)
         return own if own is not None and own.kind == "failed" else self.unsound.get(numerics_of(plan), own)
 
     def refusal(self, plan: Plan) -> str:
-        """Why a plan cannot be chosen; empty where nothing speaks against it."""
+        """Why a plan cannot be chosen; empty if it can."""
         fate = self.fate(plan)
         return fate.reason if fate is not None and fate.refused else ""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What is tuned, by what, and where.
+    """The job to tune, and how and where to measure it.
 
     Attributes:
-        workload: What is tuned.
-        device: Where its steps run.
-        settings: What the user asks for.
-        spec: How another process finds the workload, where it can.
-        ranks: Who search together.
-        elsewhere: Plans that were found for the same job on other devices or by other versions.
-        home: Where the processes start that it measures in.
-        journal: What has been found so far; of the same ranks.
+        workload: The workload to tune.
+        device: The device of its steps.
+        settings: The user's settings.
+        spec: The name by which another process can load the workload, if there is one.
+        ranks: The ranks that search together.
+        elsewhere: Plans found for the same job on other devices or by other versions.
+        home: Starts the processes in which the search measures.
+        journal: The findings so far, for the same ranks.
     """
 
     workload: Workload
@@ -174,22 +176,22 @@ class Context:
     journal: Journal = field(default_factory=Journal)
 
     def left_s(self) -> float:
-        """Seconds of the budget that are left, by rank 0's clock; collective."""
+        """Seconds left of the budget, by rank 0's clock; collective."""
         return self.until(1.0) - self.ranks.now()
 
     def left_here_s(self) -> float:
-        """The same by this process's clock: for progress, which rank 0 alone shows."""
+        """Seconds left by this process's clock: for progress, which only rank 0 shows."""
         return self.until(1.0) - time.monotonic()
 
     def until(self, share: float) -> float:
-        """Clock time at which a share of the budget is spent."""
+        """Clock time at which this share of the budget is spent."""
         return self.journal.start + share * self.settings.budget_s
 
     def payload(self, then: Callable[[bytes], object] = lambda _sent: None) -> bytes:
-        """The workload for a process of its own; ``then`` is called with it, and may say that it does not run there.
+        """The workload, serialised for another process; ``then`` is called with it, and may report that it cannot run there.
 
         Raises:
-            NotThereError: It cannot leave this process, or not another rank's: all ranks raise it.
+            NotThereError: The workload cannot be sent from this process or from another rank's; all ranks raise it.
         """
         sent = b""
 

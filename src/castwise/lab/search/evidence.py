@@ -1,6 +1,6 @@
-"""What a search for a plan leaves behind: plain records, written as ``evidence.json`` and shown as a page.
+"""The results of a search: plain records, written as ``evidence.json`` and shown as a page.
 
-Times are in seconds per training step, sizes in bytes. JSON holds all of it; numbers that are not finite are null there.
+Times are in seconds per training step, sizes in bytes. The JSON holds all of it, with null for numbers that are not finite.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ LINES = {"pass": PASS, "fail": FAIL, "adam_pass": ADAM_PASS, "adam_fail": ADAM_F
 
 @dataclass(frozen=True)
 class Damage:
-    """What a plan does to one update, relative to the expected square of the update itself.
+    """The error that a plan adds to one update, relative to the expected square of the update itself.
 
     Attributes:
-        verdict: Judged against the lines of the parity test; ``decided by training`` of the chosen plan where its gradients
-            did not pass and pairs of training runs spoke for it.
+        verdict: By the thresholds of the parity test; ``decided by training`` if the chosen plan's gradients did not pass and
+            training runs accepted it.
         value: (bias + noise / m) / (signal + data noise / m), with m microbatches per update; infinite where a
             gradient was not finite. ``low`` and ``high`` are its bootstrap interval.
-        bias: The part of ``value`` that is the same in every batch.
+        bias: The part of ``value`` that is equal in every batch.
         noise: The part that averages out over batches.
-        reason: In a clause, what made the verdict.
+        reason: The cause of the verdict, as a clause.
     """
 
     verdict: Verdict | Literal["decided by training"]
@@ -48,28 +48,29 @@ class Damage:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was considered.
+    """A plan that the search considered.
 
     Attributes:
-        name: A preset's name or the plan's line; what tables call it.
+        name: A preset's name or the plan's line; tables show it.
         plan: The plan's line, which ``Plan.parse`` reads.
-        words: The plan as people read it.
+        words: The plan in words.
         status: ``baseline`` (fp32, chosen or not), ``chosen``, ``tie`` (sound, and not known to be slower than the chosen one),
-            ``sound`` (nothing else is known of it), ``rejected``, or ``not tried`` (to the end, for want of time or since another
-            as good was in).
+            ``sound`` (nothing else is known), ``rejected``, or ``not tried`` (not to the end, for lack of time or because an
+            equally good plan was already there).
         reason: Why ("not faster", "gradient bias 0.31 in encoder.layers.3.norm", "out of memory", "not supported by this
-            device: ..."); of the chosen one why it was chosen.
-        stage: Stage of the search in which that was decided; empty where it was at the end.
-        late: Whether it was not tried for want of time.
-        rounds: Timed rounds it took part in.
-        time: Time per training step, None where it was not timed.
-        speedup: Over fp32, by the final; > 1 is faster. None for those that left before it.
+            device: ..."); for the chosen plan, why it was chosen.
+        stage: The stage that decided this; empty if it was decided at the end.
+        late: Whether it was not tried for lack of time.
+        rounds: Number of timed rounds that it ran.
+        time: Time per training step, None if it was not timed.
+        speedup: Over fp32, by the final; > 1 is faster. None for plans that left before the final.
         versus_autocast: Over one-line ``torch.autocast`` in bf16 (``bf16-mixed``).
-        peak_bytes: Peak memory of a training step, None where it was not measured.
-        parity: The gradient parity test's finding, None where it was not made.
-        loss: Mean loss of the last steps that it trained in the first start of the final (without one, in the race), None where there were none.
-        compile_s: Seconds that compiling it took, with none of its code on disk; None where it was not compiled.
-        pays_after_steps: Steps that take as much longer uncompiled; None where that is not known, or never.
+        peak_bytes: Peak memory of a training step, None if it was not measured.
+        parity: Result of the gradient parity test, None if it was not run.
+        loss: Mean loss of its last training steps in the first start of the final (without a final, in the race), None if it
+            trained no steps.
+        compile_s: Seconds that compiling it took with an empty code cache on disk; None if it was not compiled.
+        pays_after_steps: Number of steps after which the time spent on compiling is recovered; None if unknown or never.
     """
 
     name: str
@@ -92,21 +93,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RegionEvidence:
-    """A region of the model: one module, or modules of one structure at the same place of repeated blocks.
+    """A region of the model: one module, or modules of equal structure at the same place in repeated blocks.
 
     Attributes:
-        pattern: As a plan's region names it, such as ``blocks.*.norm``.
+        pattern: The pattern in a plan's region, such as ``blocks.*.norm``.
         kind: Class name of its modules.
-        parameters: Elements in their parameters.
-        format: Format it runs in under the chosen plan.
-        reason: Why that, where it is not the plan's own format.
-        time_fp32_s: Forward and backward of all its modules in fp32, None where it was not timed alone.
+        parameters: Number of elements in their parameters.
+        format: Format in which it runs under the chosen plan.
+        reason: The reason for that format, if it is not the plan's own.
+        time_fp32_s: Forward and backward of all its modules in fp32, None if it was not timed alone.
         time_low_s: The same in the plan's compute format, casts at its border included.
-        damage: Its share of the damage to the update when it alone runs low, or None where it was not probed alone.
+        damage: The damage to the update when only this region runs low, None if it was not probed alone.
         share: Its parameters' share of the whole model's damage under the chosen plan: ``bias`` and ``noise`` together.
-        data_noise: Variance of its gradient over batches in the same unit (share of signal + data noise / m).
-        grad_largest: Largest magnitude in its output's gradients, unscaled.
-        grad_smallest: Magnitude below which lies at most a thousandth of the squared norm of these.
+        data_noise: Variance of its gradient over batches, in the same unit (share of signal + data noise / m).
+        grad_largest: Largest magnitude in the gradients of its output, unscaled.
+        grad_smallest: Magnitude below which at most a thousandth of their squared norm lies.
     """
 
     pattern: str
@@ -128,11 +129,11 @@ class RegionEvidence:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the search and what it cost.
+    """A stage of the search and its cost.
 
     Attributes:
         name: Such as ``reference``, ``costs`` or ``race``.
-        passes: Forward/backwards spent on numerics; steps of races are not among them.
+        passes: Forward/backward passes spent on numerics; race steps do not count.
         steps: Training steps spent on timing.
     """
 
@@ -148,9 +149,9 @@ class Verification:
 
     Attributes:
         difference: Mean over pairs of the loss under the plan minus that in fp32, over the last steps.
-        upper: Upper 95 % confidence bound of it.
-        margin: What it had to stay below: a share of how far fp32's loss fell (``lab/search/pairs.py::MARGIN``).
-        detectable: The smallest difference that these runs would have shown four times out of five.
+        upper: Its upper 95 % confidence bound.
+        margin: The limit for the upper bound: a share of the decrease of fp32's loss (``lab/search/pairs.py::MARGIN``).
+        detectable: The smallest difference that such runs would detect with 80 % probability.
         verdict: ``not worse``, ``worse`` or ``not shown``.
     """
 
@@ -165,31 +166,31 @@ class Verification:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that a search measured.
+    """Everything that a search measured.
 
     Attributes:
-        command: What repeats the search.
+        command: The command that repeats the search.
         goal: ``time``, ``memory`` or ``numerics``.
-        formats: Formats that were allowed.
+        formats: The allowed formats.
         plan: The chosen plan's line.
-        compute: The format that it computes in, apart from its regions.
-        answer: What to do and what it brings, in a sentence.
-        why: What speaks for it, in sentences.
-        complete: False where the search was interrupted or ran out of its budget.
+        compute: The plan's compute format, apart from its regions.
+        answer: What to do and what it gains, in a sentence.
+        why: The reasons for it, in sentences.
+        complete: False if the search was interrupted or ran out of its budget.
         settings: ``accumulate``, ``world_size``, ``compile``, ``warmup_steps``, ``seed``, ``budget_s`` and such.
-        world_size: Ranks that measured together, 1 for a process alone. Every time is the slowest rank's, every peak the
-            largest, and every damage the worst.
-        candidates: The plans considered, the chosen one first, then by time.
-        regions: The model's regions, in the model's order.
+        world_size: Number of ranks that measured together, 1 for a single process. Every time is the slowest rank's, every peak
+            the largest, and every damage the worst.
+        candidates: The considered plans, the chosen one first, then by time.
+        regions: The model's regions, in model order.
         histograms: Of the gradients.
-        scale: The range of loss scales, where fp16 was in the running.
-        floor: Damage of fp32 against itself, rounding differently.
-        repeat: Damage of fp32 against itself, repeated exactly; above 0 where the loss is not deterministic.
-        lines: Damage below which the parity test passes, and above which it fails.
-        stages: What was done, in order, and what it cost.
-        verification: Of ``verify_steps``, where asked for.
-        notes: Sentences that a reader should not miss.
-        undecided: What was left open, and what would decide it: a longer budget, or a quieter machine.
+        scale: The range of loss scales, if fp16 was considered.
+        floor: Damage between two fp32 runs with different rounding.
+        repeat: Damage between two identical fp32 runs; above 0 if the loss is not deterministic.
+        lines: The damage thresholds: below the first the parity test passes, above the second it fails.
+        stages: The stages in order, with their costs.
+        verification: The training runs, if ``verify_steps`` was given.
+        notes: Sentences that every reader should see.
+        undecided: Open questions, and what would settle each: a longer budget, or a quieter machine.
     """
 
     workload: str
@@ -220,5 +221,5 @@ class Evidence:
 
     @property
     def passes(self) -> int:
-        """Forward/backwards spent on numerics, over all stages."""
+        """Forward/backward passes spent on numerics, over all stages."""
         return sum(stage.passes for stage in self.stages)

@@ -1,4 +1,4 @@
-"""``goal="numerics"``: the smallest set of regions to keep in fp32 for one low format, whatever the speed here."""
+"""``goal="numerics"``: find the smallest set of regions to keep in fp32 for one low format, ignoring speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from castwise.lab.search.repair import Repair
 from castwise.lab.search.state import Choice, Search
 
 ATTEMPTS = 3
-"""Plans that are tried on fresh batches before the answer is fp32."""
+"""Number of plans tried on fresh batches before the answer is fp32."""
 
 
 def find_exemptions(search: Search) -> None:
@@ -47,7 +47,7 @@ def find_exemptions(search: Search) -> None:
 
 
 def _widened(parts: Sequence[Part], base: Plan, kept: Mapping[str, str], result: ParityResult) -> Repair:
-    """Keep one more part in fp32: the one whose parameters show the most damage, else half of what is left."""
+    """Keep one more part in fp32: the one whose parameters show the most damage, or else half of the remaining parts."""
     owners = [name.rpartition(".")[0] for name in result.stopped]
     for path in (*owners, *(region.path for region in result.worst(len(result.regions)))):
         part = next((p for p in parts if path in p.paths and p.pattern not in kept), None)

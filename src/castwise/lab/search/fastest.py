@@ -1,4 +1,4 @@
-"""``goal="time"`` and ``goal="memory"``: the fastest, or lightest, plan whose gradients pass."""
+"""``goal="time"`` and ``goal="memory"``: find the fastest, or lightest, plan whose gradients pass."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ from castwise.lab.search.state import Choice, Search
 from castwise.lab.timing.stats import Ratio
 
 COSTS_SHARE, COSTS_S = 0.1, 12.0
-"""The costs of parts may take this share of the budget, and this long."""
+"""Measuring the costs of parts may take at most this share of the budget and at most this many seconds."""
 RACE_SHARE, COMPILE_SHARE = 0.35, 0.6
-"""After this share of what is left no round of the race begins; after this of the budget no second plan is compiled."""
+"""No round of the race begins after this share of the remaining time, and no second plan is compiled after this share of the
+budget."""
 
 
 def find_fastest(search: Search) -> None:
@@ -67,7 +68,9 @@ def find_fastest(search: Search) -> None:
         has_images=reference.images, goal=settings.goal, used=reference.used, sparse=reference.test.prober.sparse,
     ))  # fmt: skip
     for name, reason in dropped.items():
-        if name != "tf32" or settings.formats != FORMATS:  # nobody who allows all formats asks for that one
+        if (
+            name != "tf32" or settings.formats != FORMATS
+        ):  # a user who allows all formats does not ask for tf32 in particular
             journal.notes.append(f"{name}: {reason}")
     with journal.stage("costs"):
         plans = with_plans_from_elsewhere(search, _by_costs(search, plans))
@@ -101,7 +104,7 @@ def _fastest(search: Search, plans: Sequence[Plan]) -> None:
     if how != as_raced(how):
         running = run_as(journal, contest.order(running), how)
     compiled = _compiled(search, running)
-    # what sets it apart from its twin was measured by itself, which knows more than whole steps will
+    # the saving over its twin was measured separately, more precisely than whole steps can show
     shown = [FP32] if numerics_of(how) == FP32 and run_with(FP32, how) in set(running) - {FP32} else []
     eager = [plan for plan in dict.fromkeys([FP32, *running]) if plan not in shown]
     only = bool(compiled) and always
@@ -127,9 +130,9 @@ def _is_slower(final: Final, ratio: Ratio) -> bool:
 
 
 def _how(search: Search, plan: Plan) -> tuple[Plan, float]:
-    """A plan with what spares it time and changes no numerics, and the share of a step that this saves.
+    """Add the settings that save time without changing numerics; also returns the share of a step that they save.
 
-    It is the fused optimizer, and memory that is kept.
+    These are the fused optimizer and kept memory.
     """
     with search.journal.stage("fused optimizer"):
         fused = fused_saves(search.context, search.reference, search.contest, plan)
@@ -141,7 +144,7 @@ def _how(search: Search, plan: Plan) -> tuple[Plan, float]:
 
 
 def _compiled(search: Search, plans: Sequence[Plan]) -> list[Plan]:
-    """Finalists compiled; the first may take all that a final has no need of."""
+    """Compile finalists; the first may use all time that the final does not need."""
     context, contest = search.context, search.contest
     if context.settings.compile == "never":
         return []
@@ -169,7 +172,7 @@ def _lightest(search: Search, plans: Sequence[Plan]) -> None:
             journal.decide(late, LATE)
 
     def lightness(plan: Plan) -> tuple[float, float]:
-        """Peak memory to within a hundredth, then complexity; a plan that was not measured comes last."""
+        """Sort key: peak memory to within 1 %, then complexity; plans without a measurement come last."""
         peak = peaks.get(plan)
         return (math.inf if peak is None else round(math.log(peak) * 100), complexity(plan))
 
@@ -188,7 +191,7 @@ def _lightest(search: Search, plans: Sequence[Plan]) -> None:
 
 
 def _by_costs(search: Search, plans: Sequence[Plan]) -> list[Plan]:
-    """Drop formats that are faster nowhere, and add candidates with the losing parts in fp32."""
+    """Drop formats that are faster in no region, and add candidates that keep the slower parts in fp32."""
     context, journal, reference = search.context, search.journal, search.reference
     settings, prober, parts = context.settings, reference.test.prober, reference.parts
     layout = "channels_last" if reference.images else "as_is"
@@ -206,14 +209,14 @@ def _by_costs(search: Search, plans: Sequence[Plan]) -> list[Plan]:
             reason = f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}"
         if reason:
             journal.notes.append(f"{name} was dropped before the race: {reason}.")
-            # where the device has no units for it, a step of it would take as long as all others
+            # without units for the format, one step would take as long as all other plans together
             shown = None if lacks_units(name, search.costs) else AUTOCAST
             out = _without(search, out, name, reason, but=shown)
             continue
         if settings.goal == "memory":
             continue
         losers = losing_parts(name, search.costs, parts)
-        if hopeless:  # no whole step of it is ever run
+        if hopeless:  # no whole step in this format is run
             out = _without(search, out, name, f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}")
         least = sum(not set(hopeless).isdisjoint(group) for group in losers)
         sets = {sum(losers[:count], ()) for count in (len(losers), max(least, len(losers) // 2))} - {()}
@@ -233,7 +236,7 @@ def _by_costs(search: Search, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def each_numerics_first(plans: Sequence[Plan]) -> list[Plan]:
-    """The simplest plan of each numerics, then the next of each: a race that ends early has seen something of all."""
+    """The simplest plan of each numerics, then the next of each, so that a short race still covers all numerics."""
     seen: dict[Plan, int] = {}
     order = []
     for plan in sorted(plans, key=complexity):
@@ -243,9 +246,9 @@ def each_numerics_first(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def with_plans_from_elsewhere(search: Search, plans: Sequence[Plan]) -> list[Plan]:
-    """What was chosen for the same job elsewhere, where its formats are raced here, and candidates."""
+    """Candidates plus the plans chosen for the same job elsewhere, if the race includes their formats."""
     raced = {plan.compute for plan in plans}
-    # what a search does not find out by itself is part of the plan
+    # keep the settings that this search does not determine itself
     bare = as_raced if search.context.settings.goal == "time" else as_trained
     elsewhere = (bare(plan) for plan in search.context.elsewhere if plan.formats <= raced)
     return list(dict.fromkeys([*elsewhere, *plans]))
@@ -254,7 +257,7 @@ def with_plans_from_elsewhere(search: Search, plans: Sequence[Plan]) -> list[Pla
 def _without(
     search: Search, plans: Sequence[Plan], low: str, why: str, but: Plan | None = None
 ) -> list[Plan]:
-    """The plans that compute in another format, or are the one to keep; of the rest it is noted why they are gone."""
+    """Remove the plans that compute in this format, except the one to keep, and record the reason."""
     gone = [plan for plan in plans if plan.compute == low and plan != but]
     for plan in gone:
         search.journal.decide(search.scaled(plan), Fate("worse", why))
@@ -262,9 +265,9 @@ def _without(
 
 
 def _with_operators(search: Search, left: list[Plan]) -> list[Plan]:
-    """Race the leaders with norms, softmax and losses that follow their inputs."""
+    """Race the leaders with norms, softmax and losses that follow the dtype of their inputs."""
     contest, used, device = search.contest, search.reference.used, search.context.device
-    # autocast that is raced to be shown, of a format that was dropped, leads to nothing
+    # autocast that is raced only for display, in a dropped format, gets no variants
     others = any(plan.compute == AUTOCAST.compute for plan in contest.entries if plan != AUTOCAST)
     leaders = [plan for plan in left[:2] if others or plan != AUTOCAST]
     variants = [with_operators_as_is(plan, used, device.type) for plan in leaders]
@@ -273,7 +276,7 @@ def _with_operators(search: Search, left: list[Plan]) -> list[Plan]:
 
 
 def formats_not_reached(search: Search) -> list[str]:
-    """Low formats of which there were candidates, and no time for any."""
+    """Low formats whose candidates all lacked time."""
     entries = search.race.entries if search.race is not None else {}
     late = {plan.compute for plan, entry in entries.items() if entry.left == LATE}
     slow = {
@@ -285,14 +288,14 @@ def formats_not_reached(search: Search) -> list[str]:
 
 
 def _choose(search: Search, order: Iterable[Plan], kept: Mapping[Plan, Mapping[str, str]]) -> Choice:
-    """The first of some plans that passes on fresh batches, or that trains like fp32 where it is in doubt.
+    """Choose the first plan that passes on fresh batches, or that is in doubt and trains like fp32.
 
-    ``kept`` says why plans that were repaired keep parts in fp32, by numerics.
+    ``kept`` gives, by numerics, why repaired plans keep parts in fp32.
     """
     journal = search.journal
     for plan in order:
         numerics = numerics_of(plan)
-        if journal.refusal(plan):  # refused as another of the same numerics was
+        if journal.refusal(plan):  # refused with another plan of the same numerics
             continue
         if numerics == FP32:
             return Choice(plan)
@@ -316,13 +319,13 @@ def _choose(search: Search, order: Iterable[Plan], kept: Mapping[Plan, Mapping[s
 
 
 def _judge_as_given(search: Search, plan: Plan) -> None:
-    """Find out what the model's own storage does to its gradients and its updates."""
+    """Measure what the model's own storage does to its gradients and updates."""
     found, search.lost_as_given = search.find(plan), _lost(search, plan)
     said = [search.why(plan, found)] if found is None or found.verdict != "pass" else []
     if search.lost_as_given is not None and search.lost_as_given > LOST:
         said.append(f"rounding drops {search.lost_as_given:.0%} of its updates")
     if said:
-        search.journal.decide(plan, Fate("unsound", "; ".join(said)))  # of the model as it is stored
+        search.journal.decide(plan, Fate("unsound", "; ".join(said)))  # about the model as it is stored
 
 
 def _lost(search: Search, plan: Plan) -> float | None:

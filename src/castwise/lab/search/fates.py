@@ -1,4 +1,4 @@
-"""What becomes of the plans of a search, noted where it is decided."""
+"""Fates of the plans of a search, recorded where they are decided."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Kind = Literal["unsound", "failed", "worse", "spared", "untried", "late"]
 
 @dataclass(frozen=True)
 class Fate:
-    """Why a plan is not the answer.
+    """Why a plan was not chosen.
 
     Attributes:
-        kind: ``unsound``: its gradients, its updates or its training speak against it. ``failed``: it cannot run. ``worse``: slower
-            or heavier, or no better than a simpler one. ``spared``: nothing speaks against it, and another as good went on, or
-            the same with other settings. ``untried``: nothing is known of it. ``late``: nor is there since the time was spent,
-            so that a longer budget would tell.
-        reason: Why, in a clause.
-        stage: Of the search, in which it was decided.
+        kind: ``unsound``: its gradients, updates or training fail. ``failed``: it cannot run. ``worse``: slower or heavier, or
+            no better than a simpler plan. ``spared``: nothing is wrong with it, but an equally good plan, or the same plan with
+            other settings, went on instead. ``untried``: nothing is known about it. ``late``: untried because the time ran out,
+            so a longer budget would help.
+        reason: The reason, as a clause.
+        stage: The stage of the search that decided it.
     """
 
     kind: Kind
@@ -27,10 +27,10 @@ class Fate:
 
     @property
     def refused(self) -> bool:
-        """Whether the plan cannot be chosen, however fast it is."""
+        """Whether the plan cannot be chosen at any speed."""
         return self.kind in ("unsound", "failed")
 
     @property
     def unknown(self) -> bool:
-        """Whether nothing is known of the plan."""
+        """Whether nothing is known about the plan."""
         return self.kind in ("untried", "late")

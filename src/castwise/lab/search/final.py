@@ -1,6 +1,6 @@
-"""The final: the plans that are left are started anew, again and again, each in a process of its own, until one is chosen.
+"""The final: restart the remaining plans repeatedly, each in its own process, until one is chosen.
 
-fp32 and one-line autocast run beside them, so that every speed that is shown comes from the same starts.
+fp32 and one-line autocast run with them, so that every reported speed comes from the same starts.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from castwise.lab.search.fates import Fate
 from castwise.lab.timing import stats
 
 Refused = Callable[[Plan], object]
-"""Whether a plan cannot be chosen."""
+"""Tells whether a plan cannot be chosen."""
 
 
 def nobody(_plan: Plan) -> bool:
-    """No plan is refused."""
+    """Refuse no plan."""
     return False
 
 
 @dataclass
 class Final:
-    """Plans in their last race.
+    """The last race between plans.
 
     Attributes:
-        plans: Who took part.
-        times_s: Of each, per start and per round seconds per step.
-        losses: Of each plan's steps in the first start, all over the same batches.
-        failed: Those that did not come to their end.
-        choice: Those that may be chosen; empty: all.
-        decision: Between those.
-        apart: Whether each had a process of its own.
-        saves: Where fp32 is only shown, the share of a step that its twin saves, which was measured by itself.
-        behind: How many times as fast as the one the other was in the race, where it was known to be ahead and both run uncompiled.
-        go_on: Starts some plans, and what is shown beside them, until the choice between them is decided as well, as long as
-            there is time; others are refused.
+        plans: The plans that took part.
+        times_s: For each plan, seconds per step by start and round.
+        losses: Losses of each plan's steps in the first start, all on the same batches.
+        failed: Plans that did not finish.
+        choice: Plans that may be chosen; if empty, all may.
+        decision: The decision between those.
+        apart: Whether each plan had a process of its own.
+        saves: If fp32 is only shown, the separately measured share of a step that its twin saves.
+        behind: By pair (slower, faster), how many times as fast the second was in the race, if it was known to be faster and
+            both run uncompiled.
+        go_on: Starts these plans and the shown ones until the choice between them is decided or the time runs out; takes which
+            plans are refused.
     """
 
     plans: Sequence[Plan]
@@ -54,13 +55,13 @@ class Final:
     go_on: Callable[[Collection[Plan], Refused], None] = lambda _left, _refused: None
 
     def __post_init__(self) -> None:
-        """Nobody has been timed yet."""
+        """Initialise the times: no plan has been timed yet."""
         self._ratios: Mapping[tuple[int, int], stats.Ratio] = {}
         self._known: tuple[int, Decision | None] = 0, None
 
     @property
     def starts(self) -> int:
-        """How often those that came to the end were started."""
+        """Number of starts of the plans that finished."""
         return max(map(len, self.times_s), default=0)
 
     def seconds(self, plan: Plan) -> list[float]:
@@ -70,7 +71,7 @@ class Final:
         return [time for start in self._times(plan) for time in start]
 
     def ratio(self, plan: Plan, over: Plan) -> stats.Ratio | None:
-        """How many times as fast as another a plan is; None where one of them was not in it."""
+        """How many times as fast as another a plan is; None if either did not take part."""
         if plan == over or not self.seconds(plan) or not self.seconds(over):
             return None
         if self._known != (self.starts, self.decision):
@@ -78,9 +79,11 @@ class Final:
         return self._ratios[self.plans.index(over), self.plans.index(plan)]
 
     def _all_ratios(self) -> Mapping[tuple[int, int], stats.Ratio]:
-        """Of all pairs; those of which both are left by their own starts alone, as they were decided on."""
+        """Ratios of all pairs; if both plans are still in, only from the starts of such plans, as the decision used them."""
         shown = any(plan not in self.choice for plan in self.plans) and bool(self.choice)
-        out = stats.restarts(self.times_s, expected=shown)  # what is only shown decides nothing
+        out = stats.restarts(
+            self.times_s, expected=shown
+        )  # plans that are only shown do not affect the decision
         if self.decision is None:
             return out
         left = [
@@ -94,14 +97,14 @@ class Final:
         return {**out, **{(left[i], left[j]): ratio for (i, j), ratio in near.items()}}
 
     def in_turn(self, plans: Sequence[Plan], refused: Refused = nobody) -> Iterator[Plan]:
-        """The plan to choose, and, each time that one is refused, the one to choose among the others.
+        """Yield the plan to choose and, each time that plan is refused, the best of the others.
 
-        One that left since it is slower comes after all that did not, until one is refused: then the others, who may have
-        left for its speed alone, are started again, as long as there is time and the choice between them is not decided.
+        Plans that left because they were slower come last until a plan is refused. Then they are started again with the others,
+        because only the refused plan may have beaten them, until the choice is decided or the time runs out.
 
         Args:
-            plans: To choose among.
-            refused: Whether one cannot be any more; may become so between the turns.
+            plans: Plans to choose from.
+            refused: Tells whether a plan cannot be chosen any more; its answer may change between turns.
         """
         left = [plan for plan in dict.fromkeys(plans) if self.seconds(plan) and plan not in self.failed]
         running = [plan for plan in left if len(self._times(plan)) == self.starts] or left
@@ -118,25 +121,25 @@ class Final:
         return self.times_s[self.plans.index(plan)]
 
     def fate(self, plan: Plan, chosen: Plan) -> Fate | None:
-        """Why a plan that was in to the end was not chosen; None for one that was not in it."""
+        """Why a plan that finished was not chosen; None for a plan that did not finish."""
         ratio = self.ratio(chosen, plan)
         if ratio is None or plan in self.failed:
             return None
         twin = self._twin(plan) if self.choice and plan not in self.choice else None
-        if twin is not None and round(ratio.low, 2) <= 1.0:  # as it is printed
+        if twin is not None and round(ratio.low, 2) <= 1.0:  # as printed
             alone = f"only shown: the part in which it differs from {in_words(twin)} was timed alone"
             return Fate("spared", alone, "final") if plan == FP32 else ran_as(twin)
         return Fate("worse", self._no_better(plan, chosen, ratio), "final")
 
     def _no_better(self, plan: Plan, chosen: Plan, ratio: stats.Ratio) -> str:
-        if round(ratio.low, 2) > 1.0:  # as it is printed
+        if round(ratio.low, 2) > 1.0:  # as printed
             return f"not faster: takes {_interval(ratio)} times as long"
         if complexity(plan) < complexity(chosen) and (ahead := self._ahead(plan, chosen)):
             return f"not faster: {ahead}"
         simpler = complexity(chosen) < complexity(plan)
         if ratio.value < 1.0 and simpler:
             sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"
-            if round(ratio.high, 2) < 1.0 and ratio.low <= 1.0 / MARGIN:  # as it is printed
+            if round(ratio.high, 2) < 1.0 and ratio.low <= 1.0 / MARGIN:  # as printed
                 sure = f"faster, but not as surely as a choice asks ({SURE:.0%}),"
             return f"{sure} than the chosen plan, which is simpler"
         same = "as fast as" if ratio.high < MARGIN else "not known to be slower than"
@@ -144,15 +147,15 @@ class Final:
 
     @property
     def to_choose(self) -> str:
-        """Which plans are meant, where fp32 is only shown."""
+        """A phrase for texts: only plans that can be chosen are meant, if fp32 is only shown."""
         return " to choose among" if self.choice and FP32 not in self.choice else ""
 
     def _twin(self, plan: Plan) -> Plan | None:
-        """The same plan with another optimizer's kernel or other memory, which may be chosen."""
+        """The plan that may be chosen and differs only in optimizer kernel or host memory."""
         return next((one for one in self.choice if run_with(one, plan) == plan), None)
 
     def _ahead(self, plan: Plan, chosen: Plan) -> str:
-        """A plan that this one is known to be slower than, and by how much; empty if there is none."""
+        """A plan that is known to be faster than this one, and by how much; empty if there is none."""
         for other in self.plans:
             ratio = self.ratio(other, plan)
             if ratio is not None and round(ratio.low, 2) > 1.0:
@@ -162,7 +165,7 @@ class Final:
         return f"{in_words(best)} was {ahead[best]:.2f} times as fast in the race" if best is not None else ""
 
     def _ahead_in_race(self, plan: Plan) -> dict[Plan, float]:
-        """What was how many times as fast as a plan in the race, where that is believed."""
+        """Plans that were faster than this one in the race, with the ratio, if the final does not contradict it."""
         return {
             two: ahead
             for (one, two), ahead in self.behind.items()
@@ -173,7 +176,7 @@ class Final:
         }
 
     def doubt(self, chosen: Plan, refused: Refused = nobody) -> str:
-        """What to tell where it was not decided whether another plan that could be chosen is faster; empty where it was."""
+        """What to report if it is undecided whether another eligible plan is faster; empty if it is decided."""
         if self.decision is None or self.decision.decided:
             return ""
         could = [one for one in self.choice or self.plans if one not in self.failed and not refused(one)]
@@ -193,11 +196,11 @@ class Final:
 
 
 _TOLD = 20.0
-"""Per cent up to which an open difference says how large it may be: a wider interval says nothing of it."""
+"""Largest difference, in per cent, that the text quotes for an undecided pair: a wider interval tells nothing."""
 
 
 def ran_as(plan: Plan) -> Fate:
-    """Why a plan was not chosen, or not timed, that came to the final as another."""
+    """Why a plan was not chosen or not timed, if the final ran it with other settings."""
     return Fate("spared", f"the final ran it as {in_words(plan)}", "final")
 
 

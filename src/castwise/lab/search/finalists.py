@@ -1,7 +1,9 @@
-"""Who comes to the final, and how: what was near in the race, with the settings that change no gradients and are the same for all.
+"""Select the finalists, and the settings that they share.
 
-Whether the optimizer is fused and whether freed memory is kept are not raced plan by plan: each is found once
-(:mod:`castwise.lab.search.fusing`, :mod:`castwise.lab.search.keeping`), by what it saves the likeliest plan.
+Plans near the fastest in the race enter the final, all with the same settings among those that change no gradients.
+
+The fused optimizer and kept memory are not raced for each plan. Each is decided once, by what it saves for the plan most likely
+to win (:mod:`castwise.lab.search.fusing`, :mod:`castwise.lab.search.keeping`).
 """
 
 from __future__ import annotations
@@ -25,51 +27,52 @@ from castwise.lab.timing.timing import WARMUP
 
 FINALISTS = 5
 FAR = 1.1
-"""What takes this many times as long as the fastest in the race does not come to the final."""
+"""A plan that takes this many times as long as the fastest in the race does not enter the final."""
 WORTH, AT_MOST = 1.01, 1.05
-"""A plan is in vain beside a simpler one if the race has it less than the first times as fast, and its interval ends below the
-second."""
+"""A plan is in vain next to a simpler one if its speed ratio in the race is below the first value and its interval ends below
+the second."""
 AS_GOOD = "is no more complicated, and about as fast in the race"
 FINAL_SHARE = 0.85
-"""Share of the budget after which no further start of the final begins."""
+"""Share of the budget after which no start of the final begins, except the first."""
 START_S = 0.5
-"""What starting a process and building a model in it takes, about."""
+"""Approximate seconds to start a process and build a model in it."""
 SHOWN_ROUNDS = 3
-"""Rounds that the model as it arrived, and a plan that was repaired, run in the race, so that they can come to the final."""
+"""Rounds in the race for the model as given and for a repaired plan, so that they can enter the final."""
 
 
 def room_in_final(context: Context, contest: Contest) -> int:
-    """As many plans as can be started as often as they have to be, with fp32, autocast and some more, in the final.
+    """How many plans fit into the final, given the required starts and time for fp32, autocast and some reserve.
 
-    Two at least: the fastest of the race, and the simplest of those that were about as fast.
+    At least two: the fastest of the race, and the simplest of those about as fast.
     """
     left_s = context.until(FINAL_SHARE) - context.ranks.now()
     return max(2, min(FINALISTS, int(left_s / STARTS / start_s(contest)) - 2))
 
 
 def start_s(contest: Contest) -> float:
-    """What one start of one plan takes in the final, about."""
+    """Approximate seconds for one start of one plan in the final."""
     step_s = statistics.median(contest.entries[FP32].lap.seconds)
     return START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
 
 
 def _slowness(contest: Contest, sound: Sequence[Plan]) -> dict[Plan, float]:
-    """By plan, fp32 among them, the fastest first, how many times as long as the fastest it takes."""
+    """How many times as long as the fastest each plan takes; fastest first, including fp32."""
     order = contest.order([FP32, *(plan for plan in sound if plan != FP32)])
     return {plan: contest.times_as_fast(order[0], over=plan) if plan != order[0] else 1.0 for plan in order}
 
 
 def favourite(contest: Contest, sound: Sequence[Plan]) -> Plan:
-    """The simplest of those about as fast as the fastest: what the final is likeliest to choose."""
+    """The simplest of the plans that are about as fast as the fastest; the final is most likely to choose it."""
     return min((p for p, slower in _slowness(contest, sound).items() if slower <= MARGIN), key=complexity)
 
 
 def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
-    """Plans but for fp32, those first that the final wants first: the simplest of those as fast as the fastest, and that one.
+    """Plans other than fp32, the best candidates for the final first.
 
-    Of those that are near one of each numerics comes next, simpler ones first: the luck of the race alone would decide whether
-    the final can fall back on it, and in which memory format, so that it is the simplest of those as fast as the fastest of its
-    numerics. Then who else is near; then the others by their speed.
+    First comes the simplest plan of those about as fast as the fastest, then the fastest. Next comes one plan of each numerics
+    among the near ones, simpler numerics first, so that the final can fall back on each numerics whatever the noise of the
+    race; it is the simplest of those about as fast as the fastest of its numerics. Then come the other near plans, then the
+    rest by speed.
     """
     over = _slowness(contest, plans)
     order = [plan for plan in over if plan != FP32]
@@ -87,17 +90,17 @@ def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _is_far(contest: Contest, plan: Plan, over: Mapping[Plan, float]) -> bool:
-    """Whether a plan is too far behind for a final: by a tenth, and not by what may be the luck of their rounds."""
+    """Whether a plan is too slow for the final: by more than a tenth, and by more than the noise of its rounds."""
     ratio = contest.ratio(next(iter(over)), plan)
     return over[plan] > FAR and (ratio is None or ratio.low > 1.0)
 
 
 def in_vain(contest: Contest, plan: Plan, sound: Sequence[Plan]) -> Plan | None:
-    """A sound plan for whose sake another need not be looked at: it is no more complicated, and about as fast in the race.
+    """A sound plan that makes another one unnecessary: no more complicated, and about as fast in the race.
 
-    There is none for one-line autocast, which is shown in any case, nor of another storage of parameters, which the race does not
-    tell apart. Since it may be refused later, it has to be one of two that differ by more than rules of operators, or to be
-    fp32, or of the same numerics.
+    One-line autocast is never unnecessary because it is always shown. Plans that store parameters differently are not compared,
+    because the race cannot separate them. As the sound plan may be refused later, it must be fp32, have the same numerics, or
+    be one of at least two that differ in more than operator rules.
     """
     if plan == AUTOCAST:
         return None
@@ -113,7 +116,7 @@ def in_vain(contest: Contest, plan: Plan, sound: Sequence[Plan]) -> Plan | None:
 
 
 def in_order_of_promise(contest: Contest, left: Sequence[Plan]) -> list[Plan]:
-    """What the race has left, the fastest first, as it is worth testing: promising plans, and fp32 before those it beats."""
+    """The remaining plans in the order in which to test them: promising ones, with fp32 before the plans that it beats."""
     ahead = set(left[: left.index(FP32)]) if FP32 in left else set(left)
     order = promising(contest, left)
     return [
@@ -124,9 +127,9 @@ def in_order_of_promise(contest: Contest, left: Sequence[Plan]) -> list[Plan]:
 
 
 def likeliest(journal: Journal, contest: Contest, sound: Sequence[Plan], most: int = FINALISTS) -> list[Plan]:
-    """As many of the promising that are near as a final has time for, those last that are in vain beside the others.
+    """The near, promising plans that a final has time for; plans in vain next to others come last.
 
-    The fastest that computes in fp32 comes in any case.
+    The fastest plan with fp32's numerics is always included.
     """
     over = _slowness(contest, sound)
     lossless = [plan for plan in over if numerics_of(plan) == FP32 != plan][:1]
@@ -152,7 +155,7 @@ def likeliest(journal: Journal, contest: Contest, sound: Sequence[Plan], most: i
 
 
 def race_repaired(contest: Contest, sound: Sequence[Plan]) -> list[Plan]:
-    """Race plans that came by a repair, which were not timed yet, beside fp32; the sound plans but for those that cannot run."""
+    """Race untimed repaired plans with fp32, and return the sound plans that can run."""
     repaired = [plan for plan in sound if plan not in contest.entries]
     if not repaired:
         return list(sound)
@@ -161,7 +164,7 @@ def race_repaired(contest: Contest, sound: Sequence[Plan]) -> list[Plan]:
 
 
 def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
-    """Sound plans and the fastest of the race that computes in fp32: what is repaired can be slower than that."""
+    """The sound plans plus the fastest plan with fp32's numerics: a repaired plan can be slower than that one."""
     raced = [plan for plan, entry in contest.entries.items() if entry.rounds and plan == as_raced(plan)]
     fastest = contest.order([plan for plan in raced if numerics_of(plan) == FP32])[0]
     if fastest in sound:
@@ -171,9 +174,10 @@ def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
 
 
 def run_as(journal: Journal, plans: Sequence[Plan], how: Plan) -> list[Plan]:
-    """Finalists, the fastest first, with the optimizer and host memory of a plan; fp32 too if nothing else computes in it.
+    """Finalists, fastest first, with one plan's optimizer and host memory; includes fp32 if no other plan has its numerics.
 
-    As they raced they do not come to the final: what they are spared was measured, which says more than times of both.
+    They do not enter the final as raced: the saving was measured directly, which is more precise than comparing the times of
+    both.
     """
     lossless = [plan for plan in plans if numerics_of(plan) == FP32]
     running = [plan for plan in plans if plan != FP32 or lossless[:1] == [FP32]]

@@ -1,8 +1,8 @@
-"""Whether finalists should step with the fused optimizer, whose kernel changes no gradients: its own time shows what it saves.
+"""Decide whether finalists use the fused optimizer: it changes no gradients, and its own time shows what it saves.
 
-The optimizer's part of a step is the same whatever the model computes in. Timed for itself, within steps of the plan that the
-final is likeliest to choose, a gain of one step in a hundred shows in a few rounds; as a candidate beside itself every plan would
-race twice, and a gain of that size is lost in the noise of the rest of the step. Where it gains anything all finalists have it.
+The optimizer's part of a step does not depend on the compute format. Timed separately, within steps of the plan most likely to
+win the final, a gain of 1 % of a step shows in a few rounds. As a separate candidate it would make every plan race twice, and
+the noise in the rest of the step would hide such a gain. If it gains enough, all finalists use it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from castwise.lab.search.reference import Reference
 from castwise.lab.timing.timing import WARMUP, Lap, speedup
 
 LEAST_ROUNDS, ROUNDS, MOST_ROUNDS = 4, 8, 128
-"""Rounds are run until they decide: that is looked at after ``ROUNDS``, and after twice as many each time."""
+"""Rounds run until they decide; this is checked after ``ROUNDS`` and after each doubling."""
 SHARE, MOST_SHARE = 0.1, 0.2
-"""Shares of the budget: after the one there are only the least rounds, and none where these would take more than the other."""
+"""Shares of the budget: after ``SHARE`` only the least rounds run, and none run if they would take more than ``MOST_SHARE``."""
 WORTH = 0.01
-"""Share of a step that the fused kernel has to save for the finalists to use it."""
+"""Share of a step that the fused kernel must save for the finalists to use it."""
 
 
 def fused_saves(context: Context, reference: Reference, contest: Contest, plan: Plan) -> float:
-    """The share of a plan's step that the fused kernel saves; 0 where it is not known to save enough, on ranks on one of them.
+    """The share of a plan's step that the fused kernel saves; 0 if that is not known to be enough on every rank.
 
-    A note says how long either takes.
+    It adds a note with the time of each.
     """
     ranks, journal = context.ranks, context.journal
     optimizer = context.workload.optimizer(reference.model.parameters())
@@ -66,7 +66,7 @@ def fused_saves(context: Context, reference: Reference, contest: Contest, plan: 
         begin + MOST_SHARE * budget_s,
         decided,
     )
-    entry.left = standing  # it ran before: memory that two do not find here is no reason against it
+    entry.left = standing  # it ran before; lack of memory for two models at once does not count against it
     saved = _saved(given_s, fused_s, step_s)
     if saved is None:  # it cannot run
         return 0.0
@@ -92,11 +92,11 @@ def fused_saves(context: Context, reference: Reference, contest: Contest, plan: 
 
 
 def _saved(given_s: Lap, fused_s: Lap, step_s: float) -> tuple[float, float, float] | None:
-    """The share of a step that the fused kernel saves at least, likely and at most; None where it cannot run."""
+    """The share of a step that the fused kernel saves: lower bound, estimate, upper bound; None if it cannot run."""
     ratio = speedup(given_s, fused_s)
     if ratio is None:
         return None
     part_s = statistics.median(given_s.seconds)
-    share = part_s / max(step_s, part_s)  # the step was timed at another moment
+    share = part_s / max(step_s, part_s)  # the step was timed at a different moment
     least, likely, most = (1.0 - (1.0 / r if r else math.inf) for r in (ratio.low, ratio.value, ratio.high))
     return share * least, share * likely, share * most

@@ -1,11 +1,11 @@
-"""What searches found before, in the user's cache folder, for the next search for the same job.
+"""Results of earlier searches, in the user's cache folder, for the next search for the same job.
 
-A job is known by what a search is asked, by the structure of its model and optimizer and by the shapes of its first batch; that
-the weights, the data and the loss are those of before is told by the loss and the norm of its gradient on that batch. Where
-device, threads and versions are the same too, the evidence of before is the answer; a plan from elsewhere is a first
-candidate, and so is one that was found by other code, or with less time or fewer measurements than are asked for now. Only
-searches that came to their end are kept. Files that cannot be read or written are as if they were not there, and so are those
-that another user than this one or root has written, or could write: the folder may be shared (``CASTWISE_CACHE_DIR``).
+A job is identified by the settings of the search, the structure of its model and optimizer, and the shapes of its first batch.
+The loss and the gradient norm on that batch tell whether weights, data and loss are the same. If device, threads and versions
+are the same too, the earlier evidence is the answer. A plan found elsewhere, by other code, with less time or with fewer
+measurements than now requested becomes a first candidate. Only completed searches are kept. Files that cannot be read or
+written are ignored, and so are files that a user other than this one or root has written or could write: the folder may be
+shared (``CASTWISE_CACHE_DIR``).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from castwise.lab.timing.runners import build_model
 from castwise.lab.workloads.workload import Workload
 
 ALIKE = 0.01
-"""Two losses, and two norms, are of one job where they differ by no more than this share."""
+"""Two losses, and two norms, belong to one job if they differ by no more than this share."""
 _FREE = ("budget_s", "memory", "verify_seeds", "seed")
-"""Settings that change how well a plan is known, and not which is sought."""
+"""Settings that change how well a plan is known, but not which plan is sought."""
 _LARGEST = 1 << 26
 _DEEPEST = 200
-"""Bytes of an entry, and levels of its JSON: more has none that was written here."""
+"""Limits for an entry: its bytes, and the depth of its JSON; larger files were not written here."""
 _HEAP = re.compile("MALLOC_|GLIBC_TUNABLES$|LD_PRELOAD$")
-"""Variables that decide where tensors on the host lie, and with it whether each step meets page faults."""
+"""Variables that decide where host tensors are allocated, and thus whether each step meets page faults."""
 _SAID = (
     "Found on {date} for the same model, optimizer, loss, data and code, on the same device and with the same versions; nothing was "
     "measured again. --fresh, or tune(fresh=True), searches anew."
@@ -60,14 +60,14 @@ _SAID = (
 
 @dataclass(frozen=True)
 class Job:
-    """What a search is for.
+    """The identity of a job.
 
     Attributes:
-        digest: Of the settings, and of the structures of model, optimizer and batch.
-        loss: On the first batch in fp32.
-        norm: Of its gradient.
-        code: A digest of the code of model, loss, optimizer and batches, and of the operators that a forward runs: what may
-            change how fast a step is and not what it gives.
+        digest: Digest of the settings and of the structures of model, optimizer and batch.
+        loss: Loss on the first batch in fp32.
+        norm: Norm of its gradient.
+        code: Digest of the code of model, loss, optimizer and batches, and of the operators of a forward: they may change the
+            speed of a step without changing its results.
     """
 
     digest: str
@@ -76,7 +76,7 @@ class Job:
     code: str
 
     def is_like(self, other: Mapping[str, float]) -> bool:
-        """Whether another's loss and norm are this one's but for rounding."""
+        """Whether another job's loss and norm equal this one's up to rounding."""
         return all(
             math.isclose(mine, other[name], rel_tol=ALIKE)
             for name, mine in (("loss", self.loss), ("norm", self.norm))
@@ -84,7 +84,7 @@ class Job:
 
 
 def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job | None:
-    """Look at a job, at the cost of one forward and backward; None for one that fails, which its search says better."""
+    """Identify a job by one forward and backward; None if they fail, because the search reports that better."""
     try:
         with undisturbed():
             model = build_model(workload, device, settings.seed)
@@ -98,7 +98,7 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
             gradients = [_torch.tensors.dense_values(p.grad.coalesce() if p.grad.is_sparse else p.grad) for p in model.parameters() if p.grad is not None]  # fmt: skip
             norm = math.sqrt(sum(float(as_real(gradient).double().square().sum()) for gradient in gradients))
             said = repr([_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)])
-            said = re.sub(r" at 0x[0-9a-f]+", "", said)  # where an object lies in memory
+            said = re.sub(r" at 0x[0-9a-f]+", "", said)  # remove memory addresses
             functions = (workload.model, workload.loss, workload.optimizer, type(optimizer), workload.batches)
             code = _digest(repr([code_digest(model, functions), [*map(str, seen.ran)]]))
             return Job(_digest(said), float(loss.detach()), norm, code)
@@ -132,7 +132,7 @@ def _shapes(batch: Any) -> str:
 
 
 def folder() -> Path | None:
-    """Where it is kept: ``CASTWISE_CACHE_DIR``, or ``castwise`` in the user's cache folder; None where that variable is empty."""
+    """The cache folder: ``CASTWISE_CACHE_DIR``, or ``castwise`` in the user's cache folder; None if that variable is empty."""
     chosen = os.environ.get("CASTWISE_CACHE_DIR")
     if chosen == "":
         return None
@@ -140,7 +140,7 @@ def folder() -> Path | None:
 
 
 def _users_cache() -> Path:
-    """``castwise`` where the system wants what programs can make again."""
+    """``castwise`` in the system's folder for files that programs can recreate."""
     home = Path.home()
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "castwise" / "Cache"
@@ -150,7 +150,7 @@ def _users_cache() -> Path:
 
 
 def _place(device: torch.device) -> dict[str, Any]:
-    """What a plan's speed and numerics depend on beside the job."""
+    """Everything besides the job that a plan's speed and numerics depend on."""
     now = dataclasses.asdict(environment(device))
     place = {key: value for key, value in now.items() if key not in ("command", "date")}
     if device.type == "cpu" and (
@@ -161,30 +161,32 @@ def _place(device: torch.device) -> dict[str, Any]:
 
 
 def keep(job: Job, device: torch.device, plan: Plan, record: Mapping[str, Any]) -> None:
-    """Remember what a search found: its plan, and its evidence as JSON's own types."""
+    """Store the result of a search: its plan, and its evidence as JSON types."""
     where, place = folder(), _place(device)
     if where is None:
         return
     path = where / f"{job.digest}-{_digest(repr(sorted(place.items())))}.json"
     found = [plan.to_json(), record]
     entry = {"job": dataclasses.asdict(job), "place": place, "found": found, "seal": _seal(found)}
-    with contextlib.suppress(OSError):  # without it the next search takes as long as this one
+    with contextlib.suppress(OSError):  # if this fails, the next search only takes as long as this one
         where.parent.mkdir(parents=True, exist_ok=True)
         where.mkdir(mode=0o700, exist_ok=True)
         if where.stat().st_uid == getattr(os, "getuid", int)():
-            where.chmod(0o700)  # an earlier castwise made it as the umask has it
+            where.chmod(0o700)  # an earlier castwise created it with the umask's permissions
         if not _is_ours(where.stat()):
             return
         partial = path.with_suffix(f".{os.getpid()}.partial")
         partial.unlink(missing_ok=True)
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # nobody's link is followed
+        handle = os.open(
+            partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
+        )  # never follow another user's link
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(entry, file)
         partial.replace(path)
 
 
 def _is_ours(about: os.stat_result) -> bool:
-    """Whether only this user and root can have written a file or a folder; on Windows folders of users are theirs anyway."""
+    """Whether only this user and root can have written a file or folder; on Windows, users' folders are always private."""
     if os.name == "nt":
         return True
     return about.st_uid in (os.getuid(), 0) and not stat.S_IMODE(about.st_mode) & (
@@ -193,35 +195,35 @@ def _is_ours(about: os.stat_result) -> bool:
 
 
 def _read(path: Path) -> str:
-    """A plain file of this user or of root, which no other user can write.
+    """Read a plain file that belongs to this user or root and that no other user can write.
 
     Raises:
-        OSError: It is anything else, or a link.
+        OSError: It is a link or any other kind of file.
     """
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(handle, encoding="utf-8") as file:
-        about = os.fstat(handle)  # of what was opened
+        about = os.fstat(handle)  # checks the opened file itself
         if not stat.S_ISREG(about.st_mode) or not _is_ours(about) or about.st_size > _LARGEST:
             raise OSError("not a plain file of this user's")
         return file.read()
 
 
 def _seal(found: Any) -> str:
-    """Of what an entry says was found, as JSON has it: an edited answer is not used."""
+    """Digest of an entry's JSON, so that an edited answer is not used."""
     return _digest(json.dumps(found, sort_keys=True))
 
 
 def find(
     job: Job, device: torch.device, settings: Settings
 ) -> tuple[tuple[Plan, Evidence] | None, list[Plan]]:
-    """What a search for the same job found here, if it answers what is asked now, and the plans that are candidates if not."""
+    """The stored answer to the current request, if there is one, and stored plans to try as candidates."""
     here: tuple[Plan, Evidence] | None = None
     elsewhere: list[Plan] = []
     where, place = folder(), _place(device)
     with contextlib.suppress(OSError):
         where = None if where is None or not _is_ours(where.stat()) else where
     for path in sorted(where.glob(f"{job.digest}-*.json")) if where is not None else ():
-        with contextlib.suppress(Exception):  # of another version, cut off, edited: as if it were not there
+        with contextlib.suppress(Exception):  # from another version, truncated or edited: ignore it
             entry = read_json(_read(path), deepest=_DEEPEST)
             if not job.is_like(entry["job"]) or _seal(entry["found"]) != entry["seal"]:
                 continue
@@ -237,7 +239,7 @@ def find(
 
 
 def _answers(found: Evidence, settings: Settings) -> bool:
-    """Whether a search with other ``_FREE`` settings knows all that one with these would."""
+    """Whether a search with those ``_FREE`` settings determines everything that one with these would."""
     asked = found.settings
     if settings.verify_steps and settings.verify_seeds > asked["verify_seeds"]:
         return False
@@ -252,7 +254,7 @@ def _answers(found: Evidence, settings: Settings) -> bool:
 
 
 def restored(kind: Any, value: Any) -> Any:
-    """Records from JSON's types, by the types that their fields are declared with; a float that JSON has not is infinite."""
+    """Rebuild records from JSON types by their fields' declared types; null becomes infinity for a float."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)

@@ -1,10 +1,10 @@
-"""Whether finalists should keep the memory that a step gives back: on a CPU page faults can be a tenth of it, or half.
+"""Decide whether finalists keep freed memory: on a CPU page faults can take a tenth of a step, or half.
 
-Page faults show in a process of a plan's own alone, where the memory lies as it will in training; in the race all plans share
-one. So the plan that the final is likeliest to choose runs some steps by itself, as given and keeping memory (blocks above
-32 MiB go back all the same), and where the faults that this spares it cost anything the finalists come to the final with
-``host_memory="keep"``. They do not race themselves as they are: faults are counted, which says more than times, whose noise
-they are most of.
+Page faults show only in a plan's own process, where memory is laid out as in training; in the race all plans share one process.
+The plan most likely to win the final therefore runs some steps in its own process, once as given and once keeping memory
+(blocks above 32 MiB are freed all the same). If the avoided faults cost enough, the finalists enter the final with
+``host_memory="keep"``. The finalists are not raced with and without it: counting faults is more precise than comparing times,
+whose noise comes mostly from faults.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from castwise.lab.timing.processes import NotThereError
 
 STEPS, LEAST_DRAWS, DRAWS = 2, 2, 3
 SHARE = 0.05
-"""Share of the budget after which no further process is drawn than the least, since one alone may be lucky."""
+"""Share of the budget after which only the least number of processes is tried; several are tried because one may have few
+faults by chance."""
 LEFT = 0.25
-"""With less than this share of the budget left none is drawn: the final has to have it."""
+"""No process is started with less than this share of the budget left, which the final needs."""
 FAULT_S = 2.5e-7
-"""Seconds that a page fault takes, and rather less than it does."""
+"""A low estimate of the seconds that a page fault takes."""
 WORTH = 0.01
-"""Share of a step that its page faults have to take for the finalists to keep memory."""
+"""Share of a step that its page faults must take for the finalists to keep memory."""
 
 
 def keeping_saves(context: Context, plan: Plan) -> float:
-    """The share of a plan's step, in a process of its own, that page faults take which keeping memory spares it; 0 where it is small.
+    """The share of a plan's step, in its own process, that keeping memory saves in page faults; 0 if it is small.
 
-    On ranks, the largest share.
+    On several ranks it is the largest share.
     """
     if context.device.type != "cpu" or not can_keep():
         return 0.0
@@ -48,7 +49,7 @@ def keeping_saves(context: Context, plan: Plan) -> float:
     context.journal.tell(f"page faults of {in_words(plan)}")
     try:
         payload = context.payload()
-    except NotThereError:  # the final says so
+    except NotThereError:  # the final reports it
         return 0.0
     share, given, kept = context.ranks.at("page faults").worst(lambda: _met(context, payload, plan), tuple)
     if share <= WORTH:
@@ -61,9 +62,9 @@ def keeping_saves(context: Context, plan: Plan) -> float:
 
 
 def _met(context: Context, payload: bytes, plan: Plan) -> tuple[float, float, float]:
-    """The least share of a step that keeping memory saves, and a step's page faults as given and kept; none where it fails.
+    """Lower bound of the share of a step saved, and page faults per step as given and kept; zeros if the runs fail.
 
-    Of some processes the one whose heap has it give back most: which of them a training will be is luck.
+    Several processes are tried, and the one that saves most counts: a training may meet any of them by chance.
     """
     until = time.monotonic() + SHARE * context.settings.budget_s
     try:
@@ -74,13 +75,13 @@ def _met(context: Context, payload: bytes, plan: Plan) -> tuple[float, float, fl
             most = max(most, ((given - kept) * FAULT_S / step_s, given, kept))
             if most[0] > WORTH or (draw + 1 >= LEAST_DRAWS and time.monotonic() > until):
                 break
-    except Exception:  # the final says what it raises
+    except Exception:  # the final reports it
         return 0.0, 0.0, 0.0
     return most
 
 
 def _faults(context: Context, payload: bytes, plans: Sequence[Plan]) -> list[tuple[float, float]]:
-    """Page faults per step of each in a process of its own, and the seconds of one; they are built together, and step in turn."""
+    """Page faults per step and seconds per step of each plan in its own process; all are built at once and step in turn."""
     with contextlib.ExitStack() as stack:
         runs = [
             stack.enter_context(

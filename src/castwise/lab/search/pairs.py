@@ -1,8 +1,9 @@
 """Short training runs of a plan against fp32, paired by seed, with a test of non-inferiority.
 
-The mean over the last steps of (loss under the plan - loss in fp32) is taken per pair; the plan is *not worse* if the upper
-95 % bound of its mean over pairs is below a margin, a share of how far fp32's loss fell that was fixed before: what plans that
-pass by their gradients may cost. A constant in the loss changes neither. A run never shows that two plans are equal, so what it could have shown is reported beside.
+Each pair gives the mean over the last steps of (loss under the plan - loss in fp32). The plan is *not worse* if the upper 95 %
+bound of the mean over pairs is below a margin. The margin is a fixed share of the decrease of fp32's loss: the cost of plans
+that pass by their gradients. A constant in the loss changes neither. No run can show that two plans are equal, so the smallest
+detectable difference is reported too.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.workloads.workload import Workload
 
 FEWEST, MOST = 20, 100
-"""Steps of training runs that decide what gradients leave in doubt."""
+"""Fewest and most steps of the training runs that decide about a plan whose gradients leave it in doubt."""
 DOUBT = 30.0
-"""Up to this many times the lines below which a plan passes, 3 times those above which it fails, training runs may show that
-it does no harm."""
+"""Training runs may accept a plan whose damage is up to this many times the pass thresholds, or 3 times the fail thresholds."""
 LAST = 0.2
-"""Share of the steps, at their end, whose losses count."""
+"""Share of the steps, at the end of a run, whose losses count."""
 MARGIN = 0.0056
-"""Share of how far fp32's loss fell by which a plan's may be worse: the most that a format cost in the calibration whose damage
-lies below the lines of the gradient test. What a few short runs spread over seeds would be wider the noisier they are.
+"""A plan's loss may be worse than fp32's by this share of the decrease of fp32's loss. It is the largest loss in the
+calibration among formats whose damage passes the gradient test. A margin from the spread of a few short runs would grow with
+their noise.
 
 Source: bench/results/calibration-cpu.json, by bench/bench_calibration.py.
 """
@@ -41,7 +42,7 @@ _T95 = (
 )  # fmt: skip
 """One-sided 95 % points of Student's t for 1, 2, ... degrees of freedom."""
 _POWER = 0.842
-"""The normal distribution's 80 % point."""
+"""The 80 % quantile of the normal distribution."""
 
 
 def train_pairs(
@@ -56,10 +57,11 @@ def train_pairs(
     ranks: Lockstep = BY_ITSELF,
     until_hopeless: bool = False,
 ) -> Verification:
-    """Train pairs of runs, one by the plan and one in fp32 from equal weights on equal batches, and judge their losses.
+    """Train pairs of runs, one with the plan and one in fp32, from equal weights on equal batches, and judge their losses.
 
-    ``seeds`` is how many pairs there are, from ``first_seed`` on; ``on_progress`` is called with pairs done and pairs in all. With
-    ``until_hopeless`` half of them are enough where the others could not make it "not worse" even without any difference.
+    ``seeds`` is the number of pairs, starting at ``first_seed``; ``on_progress`` is called with the pairs done and the total.
+    With ``until_hopeless`` the runs stop after half of the pairs if the rest could not give "not worse" even without any
+    difference.
 
     Raises:
         PlanError: Fewer than 5 steps or 2 seeds.
@@ -96,7 +98,7 @@ def train_pairs(
 
 
 def _end(run: TrainingRun, steps: int, last: int) -> float:
-    """The mean of a run's last losses; NaN where it diverges, whatever that raises."""
+    """The mean of a run's last losses; NaN if the run diverges, whatever exception it raises then."""
     try:
         run.block(steps)
     except Exception as error:
@@ -107,28 +109,28 @@ def _end(run: TrainingRun, steps: int, last: int) -> float:
 
 
 def is_doubtful(found: ParityResult) -> bool:
-    """Whether a plan that did not pass the gradient test is near enough to its lines to be decided by training runs.
+    """Whether a plan that failed the gradient test is close enough to the thresholds for training runs to decide.
 
-    The lines come from a few workloads, and gradients at fresh weights can show damage that is gone after some steps.
+    The thresholds come from a few workloads, and gradients at fresh weights can show damage that disappears after some steps.
     """
     own = max(found.floor, found.repeat)
     near = found.severity <= DOUBT and own <= COMPARABLE * found.damage.value
     return (
         near and not found.strayed and not found.stopped
-    )  # losses in training know nothing of running statistics
+    )  # training losses do not depend on running statistics
 
 
 def affordable_steps(room_s: float, a_pair_s: float, pairs: int, asked: int = 0) -> int:
-    """How many steps each run of so many pairs can have within ``room_s`` seconds; 0 where there is no time for enough.
+    """Steps that each run of this many pairs can have within ``room_s`` seconds; 0 if there is too little time.
 
-    ``a_pair_s`` is one step in fp32 and one of the plan, ``asked`` how many were asked for, if any.
+    ``a_pair_s`` is the time of one step in fp32 and one of the plan, ``asked`` the requested number of steps, if any.
     """
-    steps = int(0.8 * room_s / (a_pair_s * pairs))  # models have to be built too
+    steps = int(0.8 * room_s / (a_pair_s * pairs))  # building the models takes time too
     return min(asked or MOST, steps) if steps >= min(asked or FEWEST, FEWEST) else 0
 
 
 def is_hopeless(reference: Sequence[float], candidate: Sequence[float], pairs: int, margin: float) -> bool:
-    """Whether so many pairs could not be "not worse" any more though those that are left differed by nothing at all."""
+    """Whether the result cannot be "not worse" any more, even if the remaining pairs show no difference."""
     left = [0.0] * (pairs - len(reference))
     best = judge_losses([*reference, *left], [*candidate, *left], 0, margin)
     return best.verdict != "not worse"
@@ -137,10 +139,10 @@ def is_hopeless(reference: Sequence[float], candidate: Sequence[float], pairs: i
 def judge_losses(
     reference: Sequence[float], candidate: Sequence[float], steps: int, margin: float
 ) -> Verification:
-    """Judge pairs of final losses, fp32's and the plan's by seed, after runs of so many steps.
+    """Judge pairs of final losses, fp32's and the plan's by seed, after runs of this many steps.
 
-    ``not worse`` if the upper bound of the mean difference is not above the margin, ``worse`` if its lower bound is or a loss
-    of the plan is not finite, else ``not shown``: also where fp32's is not finite, which no plan can be compared with.
+    ``not worse`` if the upper bound of the mean difference is not above the margin; ``worse`` if the lower bound is, or if a
+    loss of the plan is not finite; else ``not shown``, also if fp32's loss is not finite, which leaves nothing to compare with.
     """
     differences = [c - r for c, r in zip(candidate, reference, strict=True)]
     n = len(differences)
@@ -155,7 +157,7 @@ def judge_losses(
 
 
 def in_training(trained: Verification) -> str:
-    """What training runs found, in a clause."""
+    """The result of training runs, as a clause."""
     if not math.isfinite(trained.difference):
         whose = "its" if trained.verdict == "worse" else "fp32's own"
         return f"within {trained.steps} steps {whose} loss is no longer finite"

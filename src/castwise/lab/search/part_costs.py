@@ -1,8 +1,8 @@
-"""What each region costs in each format: unique modules timed alone, forward and backward, casts included.
+"""The cost of each region in each format: unique modules timed alone, forward and backward, casts included.
 
-A module is called with what it gets in a training step. Three ways are timed, in turns: fp32 among fp32; low among low;
-and fp32 among low, which pays for casts at its border. Where the last beats the second, keeping the region in fp32 saves
-time. This says what is worth a race, and a race on whole steps decides.
+A module is called with its inputs from a training step. Three cases are timed in turns: fp32 among fp32, low among low, and
+fp32 among low, which includes the casts at its border. If the third beats the second, keeping the region in fp32 saves time.
+This only selects candidates; a race on whole steps decides.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 from castwise.lab.timing.timing import Calls, Name, race
 
 HOPELESS = 10.0
-"""A format that takes this many times fp32's time on a small piece of the input is not tried on all of it."""
+"""A format that takes this many times fp32's time on a small piece of the input is not timed on the whole input."""
 SMALL_ELEMENTS = 1 << 14
-"""Size of that piece."""
+"""Elements in that piece."""
 ROUNDS = 6
 FAR = 3.0
-"""What takes this many times fp32's time is timed twice alone."""
+"""A case that takes this many times fp32's time is timed only twice."""
 GAIN = 0.93
-"""A region loses by the low format if fp32 with its casts takes less than this share of the low time, and a format gains
-nothing where its regions, the losing ones in fp32, take more than this share of fp32's."""
+"""The low format makes a region slower if fp32 with its casts takes less than this share of the low time. A format gains
+nothing if all regions, with the slower ones in fp32, take more than this share of fp32's time."""
 SLOWER = 1.15
-"""A format is dropped before the race if its regions' times add up to this many times fp32's: what happens between regions
-can still make up for less. Where the device has no units for it, so that most of the time would be ``FAR`` times as long, nothing
-between them makes up for anything: it is dropped if its regions gain nothing."""
+"""A format is dropped before the race if its regions' times add up to this many times fp32's: operations between regions can
+make up for less. If the device has no units for the format, so that most of the time would be ``FAR`` times as long, they
+cannot make up for it: the format is dropped if its regions gain nothing."""
 MINOR = 0.25
-"""Parts that one region names are kept in fp32 together if those of them that gain by the low format give up less than this share
-of what the region saves."""
+"""Parts with one region name are kept in fp32 together if those that are faster in the low format lose less than this share of
+what the region saves."""
 WORTH = 0.004
-"""A region whose gain is below this share of all regions' time is not worth a candidate."""
+"""A region that saves less than this share of all regions' time is not worth a candidate."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds that one training step spends in a part, all its modules together.
+    """Seconds that one training step spends in all modules of a part.
 
     Attributes:
         times_s: Per format, among regions of the same format; ``fp32`` is always there.
         bordered_s: fp32 among regions of the low format, per low format.
-        reasons: Per format that was not timed, why.
+        reasons: The reason for each format that was not timed.
     """
 
     times_s: dict[str, float]
@@ -67,7 +67,7 @@ class Cost:
 
 @dataclass
 class _Call:
-    """A module as it was called, and how often each part calls modules like it."""
+    """A module with its inputs, and how often each part calls modules like it."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -76,7 +76,7 @@ class _Call:
 
     @property
     def work(self) -> int:
-        """About how much there is to do: elements of the largest input, over all calls."""
+        """Approximate amount of work: elements of the largest input, over all calls."""
         return max((tensor.numel() for tensor in tensors_in(self.args)), default=1) * self.counts.total()
 
 
@@ -93,19 +93,19 @@ def measure_costs(
     on_progress: Callable[[str], None] = lambda _what: None,
     ranks: Lockstep = BY_ITSELF,
 ) -> dict[str, Cost]:
-    """Time every part that has no other inside, what has most to do first.
+    """Time every part without inner parts, those with the most work first.
 
     Args:
-        model: In fp32, on the device; its modules are copied.
-        loss: Called with the model and the batch, to see with which inputs each module is called.
+        model: In fp32, on the device; its modules are copied first.
+        loss: Called with the model and the batch, to record the inputs of each module.
         batch: On the device.
-        parts: As :func:`~castwise.lab.search.regions.find_parts` gives them.
-        formats: Low ones to time beside fp32.
-        device: Of model and batch.
-        channels_last: Time modules over images in this memory format.
-        budget_s: Once it is spent, remaining modules go without.
-        on_progress: Told what is timed.
-        ranks: Who measure together.
+        parts: As returned by :func:`~castwise.lab.search.regions.find_parts`.
+        formats: Low formats to time besides fp32.
+        device: Device of model and batch.
+        channels_last: Whether to time modules over images in this memory format.
+        budget_s: Once it is spent, the remaining modules are not timed.
+        on_progress: Called with the name of what is timed.
+        ranks: The ranks that measure together.
 
     Returns:
         Costs by the part's pattern; parts with a module that does not run by itself are missing.
@@ -146,17 +146,17 @@ def _sum(costs: list[tuple[int, Cost]]) -> Cost:
 def losing_parts(low: str, costs: dict[str, Cost], parts: Sequence[Part] = ()) -> list[tuple[str, ...]]:
     """Parts that take less time in fp32, casts included, than in a low format.
 
-    Parts of one kind that are written as one region (``Part.like``) come together where that saves much more than it takes from
-    those of them that gain by the low format: which of them lose by themselves is then the luck of their times, and one region is
-    simpler than some. They do not where one was not timed, or cannot run low.
+    Parts of one kind that can be written as one region (``Part.like``) are grouped if this saves much more than it costs the
+    parts that are faster in the low format: timing noise then determines which parts are slower by themselves, and one region
+    is simpler than several. They are not grouped if one was not timed or cannot run low.
 
     Args:
-        low: The format.
+        low: The low format.
         costs: By pattern.
-        parts: Those that may come together; without them each comes by itself.
+        parts: Parts that may be grouped; without them each part stands alone.
 
     Returns:
-        Groups of patterns, what saves most seconds first, and before all what cannot run low.
+        Groups of patterns, by seconds saved, largest first; parts that cannot run low come before all others.
     """
     whole = sum(cost.times_s.get(low, cost.times_s["fp32"]) for cost in costs.values())
     groups: dict[str, list[Part]] = {}
@@ -176,12 +176,12 @@ def losing_parts(low: str, costs: dict[str, Cost], parts: Sequence[Part] = ()) -
 
 
 def _difference(low: str, cost: Cost) -> float:
-    """Seconds by which fp32 among a low format is faster than that format."""
+    """Seconds saved by running the part in fp32 inside a low format."""
     return cost.times_s.get(low, math.inf) - cost.bordered_s.get(low, cost.times_s["fp32"])
 
 
 def _saved(low: str, costs: Sequence[Cost], whole: float) -> float:
-    """The same of some parts together; 0 where that is not worth a candidate."""
+    """Seconds saved by keeping these parts in fp32; 0 if that is not worth a candidate."""
     saved = sum(_difference(low, cost) for cost in costs)
     taken = sum(cost.times_s.get(low, math.inf) for cost in costs)
     worth = taken == math.inf or (taken - saved < GAIN * taken and saved > WORTH * whole)
@@ -226,11 +226,13 @@ def _key(module: nn.Module, args: Any, kwargs: Any) -> str:
 def _time(
     call: _Call, formats: Sequence[str], device: torch.device, channels_last: bool, ranks: Lockstep
 ) -> Cost | None:
-    """What one call costs in each format; None for a module that does not run by itself."""
+    """Times of one call in each format; None for a module that does not run by itself."""
 
     def alone() -> tuple[nn.Module, Any, Any, Callable[[], None]]:
         module, given = copy.deepcopy(call.module), (call.args, call.kwargs)
-        for inner in module.modules():  # its inputs are leaves here, which nothing may write to
+        for (
+            inner
+        ) in module.modules():  # the inputs are leaves here, and in-place operators may not write to them
             if getattr(inner, "inplace", False) is True:
                 inner.inplace = False  # type: ignore[assignment]
         if channels_last:
@@ -238,12 +240,12 @@ def _time(
             given = map_tensors(_to_channels_last, given)
         run = _runner(module, *given, None, False, device)
         run()
-        run()  # one that keeps its state may fail the second time
+        run()  # a module that keeps state may fail the second time
         return module, *given, run
 
     try:
         module, args, kwargs, in_fp32 = ranks.at("a module by itself").each(alone)
-    except Exception:  # it ran within its model: what it needs from there, or cannot be copied, is missing
+    except Exception:  # it ran inside its model, so it needs something from there, or it cannot be copied
         return None
     ways: dict[tuple[str, bool], Callable[[], None]] = {("fp32", False): in_fp32}
     reasons: dict[str, str] = {}
@@ -270,7 +272,7 @@ def _time(
 def _both(
     module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A module among others of a low format, in that format and in fp32; each has run once, which builds kernels."""
+    """Run a module inside a low format, in that format and in fp32; each has run once, to build its kernels."""
     in_low, in_fp32 = (_runner(module, args, kwargs, low, bordered, device) for bordered in (False, True))
     in_low()
     in_fp32()
@@ -286,7 +288,7 @@ def _to_channels_last(tensor: Tensor) -> Tensor:
 def _least_s(
     ways: Mapping[Name, Callable[[], None]], device: torch.device, ranks: Lockstep, hopeless: float = FAR
 ) -> dict[Name, float]:
-    """The least seconds of each; one that takes ``hopeless`` times as long as the first is timed no more than twice."""
+    """The least seconds of each; one that takes ``hopeless`` times as long as the first is timed at most twice."""
     laps = race(
         [(name, Calls(way)) for name, way in ways.items()], rounds=ROUNDS, steps=1, device=device, warmup=0, hopeless=hopeless,
         ranks=ranks,
@@ -297,7 +299,7 @@ def _least_s(
 def _runner(
     module: nn.Module, args: Any, kwargs: Any, low: str | None, bordered: bool, device: torch.device
 ) -> Callable[[], None]:
-    """Forward and backward of a module in fp32, in a low format, or in fp32 between casts from and to it."""
+    """Forward and backward of a module in fp32, in a low format, or in fp32 with casts at its border."""
     dtype = None if low is None else FORMATS[low].dtype
     held = args if dtype is None else _as_leaves(cast_floating(args, dtype), args)
     named = kwargs if dtype is None else _as_leaves(cast_floating(kwargs, dtype), kwargs)
@@ -331,7 +333,7 @@ def _as_leaves(cast: Any, original: Any) -> Any:
 def _slowdown_on_a_piece(
     module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device, ranks: Lockstep
 ) -> float:
-    """How many times fp32's time a format that a CPU may lack takes on a small piece of the input; 1 where none can be cut."""
+    """How many times fp32's time a format without CPU units takes on a small piece of the input; 1 if no piece can be cut."""
     if device.type != "cpu" or (low == "bf16" and _torch.cpu.cpu_has_bf16()):
         return 1.0
     for features_first in (False, True):
@@ -339,21 +341,21 @@ def _slowdown_on_a_piece(
         plain, reduced = (_runner(module, cut, kwargs, name, False, device) for name in (None, low))
         try:
             ranks.at("a module on a piece").each(plain)
-        except Exception:  # the module does not take such a piece
+        except Exception:  # the module does not accept such a piece
             continue
         break
     else:
         return 1.0
     ranks.at(f"a module on a piece in {low}").each(reduced)
     seconds = _least_s({"fp32": plain, low: reduced}, device, ranks, math.inf)
-    return seconds[low] / max(seconds["fp32"], 2e-5)  # dispatch alone says nothing
+    return seconds[low] / max(seconds["fp32"], 2e-5)  # dispatch overhead alone proves nothing
 
 
 def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:
-    """The start of a tensor's samples and of its pixels, tokens or frames, never of its features.
+    """The first samples of a tensor, and the first of its pixels, tokens or frames; all of its features.
 
-    Three axes are ``[batch, tokens, features]`` for some modules and ``[batch, features, frames]`` for others: both are
-    offered, and a module refuses the one that is not its own.
+    Three axes are ``[batch, tokens, features]`` for some modules and ``[batch, features, frames]`` for others: both are tried,
+    and a module rejects the wrong one.
     """
     cut = tensor
     if cut.dim() == 4:
@@ -370,14 +372,14 @@ def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:
 
 
 def lacks_units(low: str, costs: Mapping[str, Cost]) -> bool:
-    """Whether most of the time of parts would be ``FAR`` times as long in a low format, or more."""
+    """Whether most of the parts' time would be at least ``FAR`` times as long in a low format."""
     base_s = {pattern: cost.times_s["fp32"] for pattern, cost in costs.items()}
     far_s = sum(s for pattern, s in base_s.items() if costs[pattern].times_s.get(low, math.inf) >= FAR * s)
     return 2.0 * far_s > sum(base_s.values())
 
 
 def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str:
-    """Why a low format out of ``formats`` cannot be in the fastest plan, by the costs of parts alone; empty if it may be."""
+    """Why a low format out of ``formats`` cannot be in the fastest plan, by the costs of parts alone; empty if it can."""
     timed = {pattern: cost for pattern, cost in costs.items() if name in cost.times_s or name in cost.reasons}
     if not timed:
         return ""

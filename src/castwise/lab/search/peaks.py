@@ -13,9 +13,9 @@ from castwise.lab.search.context import Context
 from castwise.lab.timing.memory import measure_memory
 
 LEAST_S = 10.0
-"""With less time left than this peak memory is not measured at all."""
+"""With less time left than this, peak memory is not measured at all."""
 EACH_S = 8.0
-"""With less time left than this no further process is started that measures peak memory."""
+"""With less time left than this, no further process that measures peak memory is started."""
 
 
 def measure_peaks(
@@ -24,16 +24,16 @@ def measure_peaks(
     plans: Sequence[Plan],
     compiles_s: Mapping[Plan, float] = MappingProxyType({}),
 ) -> Sequence[Plan]:
-    """Measure peak memory, in bytes, of plans that are not among the ``peaks``, and add it there.
+    """Measure the peak memory, in bytes, of plans that are missing in ``peaks``, and add it there.
 
     Args:
-        context: Of the search.
+        context: The search's context.
         peaks: Bytes by plan.
-        plans: What is to be measured.
-        compiles_s: How long those take to compile that are compiled.
+        plans: The plans to measure.
+        compiles_s: Compile time of each plan that is compiled.
 
     Returns:
-        Those for which there was no time.
+        The plans that were not measured for lack of time.
     """
     journal = context.journal
 

@@ -1,4 +1,4 @@
-"""A search as evidence: turns what a :class:`~castwise.lab.search.state.Search` holds into plain records."""
+"""Convert the findings of a :class:`~castwise.lab.search.state.Search` to plain records."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from castwise.lab.timing import stats
 from castwise.lab.timing.environment import environment
 
 LAST = 5
-"""Steps whose losses a candidate's loss is the mean of."""
+"""A candidate's loss is the mean over this many steps."""
 _PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "tie", "rejected", "not tried")
 
 
 def evidence(search: Search) -> Evidence:
-    """All that a search, ended or interrupted, has found so far."""
+    """The findings of a search so far, whether it has ended or was interrupted."""
     asked, plan = dataclasses.asdict(search.context.settings), search.choice.plan
     test = search.begun.test if search.begun is not None else None
     where = environment(search.context.device)
@@ -61,7 +61,7 @@ def evidence(search: Search) -> Evidence:
 
 
 def _finding(search: Search, plan: Plan) -> ParityResult | None:
-    """What is known of a plan's gradients: on fresh batches rather than on the search's own."""
+    """The known result for a plan's gradients: on fresh batches if there is one, else on the search's own."""
     verified = search.choice.verified if plan == search.choice.plan else None
     return verified if verified is not None else search.parity.get(numerics_of(plan))
 
@@ -112,7 +112,7 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
 
 
 def _time(search: Search, times: Sequence[float], over_fp32: stats.Ratio | None) -> stats.Summary | None:
-    """Seconds per step: fp32's median over a plan's speed, since not all were timed in the same starts."""
+    """Seconds per step: fp32's median divided by the plan's speed, because not all plans ran in the same starts."""
     if not times:
         return None
     own, final = stats.summarise(times), search.final
@@ -123,7 +123,7 @@ def _time(search: Search, times: Sequence[float], over_fp32: stats.Ratio | None)
 
 
 def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | None) -> tuple[Status, Fate]:
-    """What became of a plan, and why."""
+    """The status of a plan, and the reason."""
     final, noted = search.final, search.journal.fate(plan)
     if plan == search.choice.plan:
         return ("baseline" if plan == FP32 else "chosen"), Fate("spared", why_chosen(search))
@@ -157,7 +157,7 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
 
 
 def _heavier(search: Search, plan: Plan) -> Fate | None:
-    """What a plan's peak memory says against it, where memory is what was asked for."""
+    """Why a plan's peak memory counts against it, if memory is the goal."""
     peaks = search.peaks
     if search.context.settings.goal != "memory" or plan not in peaks or search.choice.plan not in peaks:
         return None
@@ -168,7 +168,7 @@ def _heavier(search: Search, plan: Plan) -> Fate | None:
 
 
 def _race_speed(search: Search, plan: Plan) -> str:
-    """How fast a plan was in the race, in a clause; the final alone has intervals."""
+    """A plan's speed in the race, as a clause; only the final gives intervals."""
     ratio = search.race.ratio(plan) if search.race is not None else None
     return f": about {ratio.value:.2f} times as fast as fp32 in the race" if ratio is not None else ""
 
@@ -183,7 +183,7 @@ def _not_asked(search: Search) -> str:
 
 
 def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | None:
-    """A finding as a record: of the plain damage, with the verdict over all that was asked."""
+    """A parity result as a record: the plain damage, with the verdict over all tests."""
     if found is None:
         return None
     d, trained = found.damage, search.training.get(numerics_of(plan))

@@ -1,13 +1,13 @@
-"""The regions a search may decide about, found in a model's module tree.
+"""Find the regions that a search may decide about in a model's module tree.
 
-A *part* is a module that computes something itself, or modules of one structure at the same place of repeated blocks
-(``blocks.*.norm``): identical blocks share one probe and one timing. What a module computes itself is seen by running
-it: operators, and Python functions with a backward of their own, are attributed to the innermost module whose ``forward``
-is running. Views, copies and sums of what its children made (a residual connection) are nothing to decide about, so a
-module that does only these joins its surroundings.
+A *part* is a module that computes something itself, or modules of equal structure at the same place in repeated blocks
+(``blocks.*.norm``): identical blocks share one probe and one timing. A run shows what a module computes itself: operators, and
+Python functions with their own backward, are attributed to the innermost module whose ``forward`` is running. Views, copies and
+sums of its children's outputs (a residual connection) need no decision, so a module that does only these joins its
+surroundings.
 
-A called module around parts is a *container*. It can be decided about as a whole, with what it does between its parts;
-where all its parts are decided alike it is one region.
+A called module around parts is a *container*. The search can decide about it as a whole, including what it computes between its
+parts. If all its parts get the same decision, it becomes one region.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _TRIVIAL = frozenset({
     "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "transpose",
     "unbind", "unsqueeze", "view", "zeros", "zeros_like",
 })  # fmt: skip
-"""Operators that neither round nor amplify: they move values, or add what has been rounded anyway."""
+"""Operators that neither round nor amplify: they move values, or add values that are already rounded."""
 _SUMS = frozenset({"add", "add_"})
-"""Those that are no residual where they add a number, or run in a module without children."""
+"""Of those, operators that are no residual if they add a number or run in a module without children."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """A module around parts, or modules of one structure at the same place of repeated blocks.
+    """A module around parts, or modules of equal structure at the same place in repeated blocks.
 
     Attributes:
-        pattern: As a plan's region names it.
-        like: As :attr:`Part.like`.
+        pattern: The pattern in a plan's region.
+        like: As for :attr:`Part.like`.
     """
 
     pattern: str
@@ -60,15 +60,15 @@ class Part:
     """A region of a model, as a search sees it.
 
     Attributes:
-        pattern: As a plan's region names it; matches exactly ``paths``.
+        pattern: The pattern in a plan's region; matches exactly ``paths``.
         kind: Class name of its modules.
-        paths: Module paths, in the model's order.
-        parameters: Elements in the parameters that are its modules' own (not their children's).
-        inner: Patterns of parts inside it. Where a part has some, the part itself is what its modules' ``forward``
-            computes beside calling them.
-        like: The pattern with every number as a ``*``, where all modules that it matches belong to parts that share it;
-            else empty. Parts that are decided alike are so written as one region.
-        around: Containers that it lies in, the innermost first, itself with what lies in it among them; the model is none.
+        paths: Module paths, in model order.
+        parameters: Number of elements in its modules' own parameters (not their children's).
+        inner: Patterns of parts inside it. If it has any, the part itself is what its modules' ``forward`` computes besides
+            calling them.
+        like: The pattern with every number replaced by ``*``, if all modules that it matches belong to parts that share it;
+            else empty. It lets parts with equal decisions form one region.
+        around: Containers that contain it, innermost first, including itself with its inner parts; the whole model is not one.
     """
 
     pattern: str
@@ -81,7 +81,7 @@ class Part:
 
 
 class _Attribution(Observer):
-    """Notes which modules compute on floating tensors themselves."""
+    """Record which modules compute on floating tensors themselves."""
 
     def __init__(self) -> None:
         self.leaves: set[str] = set()
@@ -95,7 +95,7 @@ class _Attribution(Observer):
         return modules.items()
 
     def enter(self, call: Call, args: Args, kwargs: Kwargs) -> None:
-        self._look_back(args)  # what made these is the doing of the module around
+        self._look_back(args)  # the surrounding module made these arguments
         self.called.add(call.path)
 
     def leave(self, call: Call, output: Any) -> None:
@@ -113,7 +113,7 @@ class _Attribution(Observer):
         return self.running[-1].path in self.leaves or not all(isinstance(arg, Tensor) for arg in args[:2])
 
     def _look_back(self, values: Any) -> None:
-        """Find the functions with a backward of their own that made some values since the last look."""
+        """Find the functions with their own backward that made these values since the last look."""
         nodes = [tensor.grad_fn for tensor in tensors_in(values)]
         while nodes:
             node = nodes.pop()
@@ -126,9 +126,9 @@ class _Attribution(Observer):
 
 
 def find_parts(model: nn.Module, forward: Callable[[], Any]) -> tuple[Part, ...]:
-    """Find the parts of a model in fp32, in its order; modules that are never called are in none.
+    """Find the parts of a model in fp32, in model order; modules that are never called belong to none.
 
-    ``forward`` runs its forward pass as training does: ``lambda: loss(model, batch)``.
+    ``forward`` runs the forward pass of training: ``lambda: loss(model, batch)``.
     """
     seen = _Attribution()
     with torch.enable_grad(), observed(model, seen):
@@ -152,7 +152,7 @@ def find_parts(model: nn.Module, forward: Callable[[], Any]) -> tuple[Part, ...]
 
 
 def _grouped(model: nn.Module, keys: Mapping[str, str], paths: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Modules as regions can name them: those of one structure under one pattern, where it matches them exactly."""
+    """Group modules so that regions can name them: equal structure, under a pattern that matches exactly these."""
     modules = dict(model.named_modules())
     groups: dict[tuple[str, str], list[str]] = {}
     for path in paths:
@@ -167,7 +167,7 @@ def _grouped(model: nn.Module, keys: Mapping[str, str], paths: Iterable[str]) ->
 
 
 def _alike(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """By pattern without its numbers the same, where it matches nothing but the modules that are given."""
+    """By pattern, the pattern with its numbers replaced, if that matches only the given modules."""
     together: dict[str, list[str]] = {}
     for pattern, own in paths.items():
         together.setdefault(_numberless(pattern), []).extend(own)
@@ -177,7 +177,7 @@ def _alike(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> dict[str, st
 def _with_containers(
     model: nn.Module, parts: Sequence[Part], nests: Sequence[tuple[str, list[str]]]
 ) -> list[Part]:
-    """The parts, each with the modules around it that hold all or nothing of every part."""
+    """The parts, each with the modules around it that contain every other part wholly or not at all."""
     held: dict[str, list[Part]] = {}
     for pattern, paths in nests:
         inside = [[_is_in(path, paths) for path in part.paths] for part in parts]
@@ -204,9 +204,9 @@ def _is_in(path: str, outer: Iterable[str]) -> bool:
 
 
 def operators_used(forward: Callable[[], Any]) -> frozenset[str]:
-    """Names of the ATen operators that run in a forward pass, composite ones as what they are made of.
+    """Names of the ATen operators that run in a forward pass; composite ones appear as their components.
 
-    Attention is named as it is called too: with dropout on a CPU it is nothing but its parts.
+    Attention also appears under the name of the called function, because with dropout on a CPU only its components run.
     """
     seen, called = Operators(), _Called()
     with torch.no_grad(), observed(nn.Module(), seen), called:
@@ -215,7 +215,7 @@ def operators_used(forward: Callable[[], Any]) -> frozenset[str]:
 
 
 class _Called(TorchFunctionMode):
-    """Notes functions by name, since torch takes these apart before it calls an operator that an observer could see."""
+    """Record functions by name, because torch decomposes them before any observer of operators sees them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,13 +247,13 @@ def _literal(path: str, module: nn.Module) -> str:
 
 
 def _structure(module: nn.Module) -> str:
-    """What makes two modules the same but for their weights."""
+    """A key that is equal for two modules that differ only in their weights."""
     shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
     return f"{type(module).__module__}.{type(module).__qualname__} {module!r} {shapes}"
 
 
 def _keys(model: nn.Module) -> dict[str, str]:
-    """Path -> pattern in which the numbers of structurally equal siblings are a ``*``."""
+    """Path -> pattern in which ``*`` replaces the numbers of structurally equal siblings."""
     keys = {"": f"type:{type(model).__name__}"}
 
     def walk(module: nn.Module, path: str) -> None:
@@ -281,16 +281,16 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
 
 
 def exempt(plan: Plan, parts: Sequence[Part], kept: Iterable[str]) -> Plan:
-    """A plan with regions that keep parts of these patterns in fp32, and containers of which all parts are kept whole.
+    """A plan with regions that keep parts of these patterns in fp32, and keep containers whole if all their parts are kept.
 
-    Where a part has others inside that are not kept, these are given back to the plan's own format.
+    Inner parts that are not among the patterns return to the plan's own format.
     """
     regions = _nested(parts, set(kept), "fp32", plan.compute)
     return dataclasses.replace(plan, regions=(*plan.regions, *regions))
 
 
 def only(low: Plan, parts: Sequence[Part], chosen: Iterable[str]) -> Plan:
-    """A low plan's format, rules and loss scale for parts of these patterns alone; all else runs in fp32."""
+    """Run only the parts of these patterns by a low plan's format, rules and loss scale; the rest runs in fp32."""
     regions = _nested(parts, set(chosen), low.compute, "fp32")
     return dataclasses.replace(
         low, compute="fp32", params="fp32", master="fp32", regions=tuple(regions), memory_format="as_is",
@@ -299,13 +299,13 @@ def only(low: Plan, parts: Sequence[Part], chosen: Iterable[str]) -> Plan:
 
 
 def whole(parts: Sequence[Part], container: Container) -> tuple[str, ...]:
-    """Patterns that choose a container: of all its parts, and where that is one alone, whose choice it is not, its own."""
+    """Patterns that select a container: those of its parts, plus its own if it has one part, which alone selects only itself."""
     own = tuple(part.pattern for part in parts if container in part.around)
     return own if len(own) > 1 else (*own, container.pattern)
 
 
 def _nested(parts: Sequence[Part], chosen: set[str], inner: str, outer: str) -> list[Region]:
-    """Regions that put the chosen parts, and no others, into a format."""
+    """Nested regions that put exactly the selected parts into a format."""
     held = {c: whole(parts, c) for part in parts for c in part.around}
     chosen_whole = {c for c, patterns in held.items() if chosen.issuperset(patterns)}
     regions: list[tuple[int, bool, str, str]] = []
@@ -326,7 +326,7 @@ def _nested(parts: Sequence[Part], chosen: set[str], inner: str, outer: str) -> 
             same = len(like) > 1 and (like <= chosen or not like & chosen)
             wanted = inner if part.pattern in chosen else outer
             regions.append((len(part.inner), False, _name(part, same), wanted))
-    # what holds more comes first, since the last match wins; a part's own forward before a container inside it
+    # the last match wins, so outer regions come first, and a part's own forward before a container inside it
     regions.sort(key=lambda region: (-region[0], region[1]))
     return [Region(name, compute=wanted) for name, wanted in dict.fromkeys(region[2:] for region in regions)]
 

@@ -1,13 +1,13 @@
-"""The numerics side of a search: does a plan pass, and if it does not, which parts have to be kept in fp32.
+"""The numerics side of a search: does a plan pass, and if not, which parts must stay in fp32?
 
-Damage adds up over the parts that run low (measured: 0.99 to 1.03 of the joint one), so a plan's damage is traced to
-its source by halving: run one half of the parts low and the rest in fp32, then the other half, and go on inside the
-worse one until what is left unexplained fits under the line. One bad part among n costs about 4 log2(n) passes,
-whatever the depth, since blocks of one structure are one part.
+Damage is additive over the parts that run low (measured: the sum is 0.99 to 1.03 of the joint damage), so bisection finds its
+source: run one half of the parts low and the rest in fp32, then the other half, and continue in the worse one until the
+unexplained rest is below the threshold. One bad part among n costs about 4 log2(n) passes at any depth, because blocks of equal
+structure are one part.
 
-Where parts do not add up to what is seen, it comes from what lies between them: between two that each lose nothing, or
-between two that are kept in fp32, whose outputs are cast to the low format at their borders. The smallest container that
-explains or cures it is then kept whole.
+If the parts do not add up to the measured damage, it arises between them: between two parts that are harmless alone, or between
+two parts in fp32 whose outputs are cast to the low format at their borders. The smallest container that explains or cures it is
+then kept whole.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 T = TypeVar("T")
 
 MOST_PASSES = 120
-"""Forward/backwards that the numerics of one search may take, whatever the depth of the model."""
+"""Forward/backward passes that the numerics of one search may take, whatever the model's depth."""
 QUICK = 2
-"""Microbatches of a probe that looks for the source of damage."""
+"""Microbatches of a probe that searches for the source of damage."""
 JOINT = 4
 """Microbatches on which a repaired plan is tried before it is verified."""
 VERIFYING = 2 * (LEAST - JOINT)
-"""Passes that are kept for the plan that is chosen: fresh microbatches in fp32 and under the plan."""
+"""Passes reserved for the chosen plan: fresh microbatches in fp32 and under the plan."""
 SPENT = 0.7
-"""Share of the line that parts which are not kept may use up together; the rest is for what does not add up."""
+"""Share of the threshold that the parts which stay low may use together; the rest allows for damage that does not add up."""
 MISFIT = 3.0
-"""Damage above this many times the sum of the parts' does not come from them: probes of few microbatches err by less."""
+"""Damage above this many times the sum over parts does not come from the parts: probes of few microbatches err by less."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """What a probe of some parts alone said.
+    """Result of a probe of some parts alone.
 
     Attributes:
         patterns: The parts that ran low.
-        severity: Damage over the line it must stay below; above 1 it is too much.
+        severity: Damage over its threshold; above 1 it is too much.
         damage: Plain damage.
-        reason: Why it is infinite, where it is.
-        whole: They are a container, whose damage is not that of its parts: it is kept whole.
+        reason: Why the damage is infinite, if it is.
+        whole: Whether they form a container whose damage exceeds that of its parts, so that it is kept whole.
     """
 
     patterns: tuple[str, ...]
@@ -68,12 +68,13 @@ class Blame:
 
 @dataclass
 class Repair:
-    """A plan made sound.
+    """A repaired plan.
 
     Attributes:
-        plan: With its regions.
-        kept: Per part that is kept in fp32, why; of a container that is kept whole each part, and itself if that is one.
-        result: Finding on the microbatches of the search, None where the passes ran out before.
+        plan: The plan with its regions.
+        kept: For each part that is kept in fp32, the reason; for a container kept whole, each of its parts, and itself if it is
+            a part.
+        result: Result on the search's microbatches, None if the passes ran out first.
     """
 
     plan: Plan
@@ -82,12 +83,13 @@ class Repair:
 
 
 class NumericsSearch:
-    """Judges plans against one reference, and repairs them.
+    """Judge plans against one reference, and repair them.
 
-    The test's reference has run; ``on_progress`` is called with what is being tried; the ranks go by the worst that one finds.
+    The test's reference must have run. ``on_progress`` is called with the current subject. All ranks use the worst result of
+    any rank.
 
     Attributes:
-        alone: What is known of single parts that ran low alone, by pattern.
+        alone: Results of single parts that ran low alone, by pattern.
     """
 
     def __init__(
@@ -103,23 +105,25 @@ class NumericsSearch:
         self._say = on_progress
         self._ranks = ranks
         self._first = len(test.prober.micros)
-        self._followed: set[Plan] = set()  # by numerics, what state follows as in fp32
-        self._below: dict[Plan, int] = {}  # by numerics, how many microbatches said that a plan passes
+        self._followed: set[Plan] = set()  # by numerics: plans whose state evolves as in fp32
+        self._below: dict[
+            Plan, int
+        ] = {}  # by numerics: number of microbatches on which the plan was shown to pass
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
         self._joints: dict[Plan, ParityResult | None] = {}
         self.alone: dict[str, Blame] = {}
 
     def left(self) -> int:
-        """Forward/backwards that it may still take."""
+        """Forward/backward passes that are left."""
         return MOST_PASSES - self._test.prober.passes
 
     def find(self, plan: Plan) -> ParityResult:
-        """Test a plan on the microbatches of the search, and on fresh ones while its interval alone is not below the line.
+        """Test a plan on the search's microbatches, and on fresh ones while only the interval exceeds the threshold.
 
-        What so few microbatches cannot show :meth:`verify` looks for.
+        :meth:`verify` looks for faults that so few microbatches cannot show.
 
         Raises:
-            Exception: What the plan raised, where it cannot run.
+            Exception: Raised by the plan, if it cannot run.
         """
         self._say(f"gradients under {plan}")
 
@@ -129,9 +133,9 @@ class NumericsSearch:
         return self._with_state(self._judged(plan, 0, self._first, hangs))
 
     def verify(self, plan: Plan) -> ParityResult:
-        """Test a plan on fresh microbatches, which had no part in choosing it, on as many as it takes to pass.
+        """Test a plan on fresh microbatches, which were not used to choose it, on as many as a pass requires.
 
-        Where these leave it open, on more while there are passes left.
+        If the result is open, the test uses more while passes are left.
         """
         self._say("fresh batches")
         before, least = self._below.get(numerics_of(plan), 0), self._test.least()
@@ -152,7 +156,7 @@ class NumericsSearch:
         before: int = 0,
         least: int = 0,
     ) -> ParityResult:
-        """Judge a plan on microbatches from ``start`` on, and on more while they may decide and its verdict hangs on it."""
+        """Judge a plan on microbatches from ``start`` on; add more while its verdict is open and more may settle it."""
         test, prober, probe, end = self._test, self._test.prober, Probe(plan), start
         while True:
             short = least - before - (end - start)
@@ -171,7 +175,7 @@ class NumericsSearch:
                 return found
 
     def _with_state(self, found: ParityResult) -> ParityResult:
-        """A finding that passes, after a look at what the model keeps beside its weights; made once per numerics."""
+        """If a result passes, also test the state that the model keeps besides its weights; done once per numerics."""
         key = numerics_of(found.plan)
         if found.verdict != "pass" or key in self._followed:
             return found
@@ -181,7 +185,7 @@ class NumericsSearch:
         return looked
 
     def _worst(self, what: str, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
-        """The worst that ranks in lockstep find; the passes it took are counted alike on all."""
+        """The worst result over ranks in lockstep; all ranks then count the same number of passes."""
         prober = self._test.prober
         try:
             found = self._ranks.at(what).worst(work, weight)
@@ -196,18 +200,18 @@ class NumericsSearch:
         return ("pass", "undecided", "fail").index(found.verdict), math.inf if math.isnan(size) else size
 
     def repair(self, plan: Plan, found: ParityResult | None = None, reserve: int = 0) -> Repair:
-        """Keep as few parts in fp32 as make a plan pass that failed, or, without a finding, could not run.
+        """Keep as few parts in fp32 as possible so that a plan passes that failed or, without ``found``, could not run.
 
-        The ``result`` of the repair says whether it passes. So many passes as ``reserve`` are left for what comes after.
+        The ``result`` of the repair says whether it passes. ``reserve`` passes are left for later work.
 
         Raises:
-            Exception: What a part raised in a low format, unless it says that the part cannot run there.
+            Exception: Raised by a part in a low format, unless it says that the part cannot run there.
         """
         patterns = tuple(part.pattern for part in self._parts)
         kept: dict[str, str] = {}
         together: dict[
             frozenset[str], float
-        ] = {}  # what is given back as one or not at all, with its severity
+        ] = {}  # groups that can return to the low format only as one, with their severity
         order = itertools.count()
         start = math.inf if found is None else found.severity
         queue = [(-start, next(order), Blame(patterns, start, math.nan))]
@@ -235,18 +239,18 @@ class NumericsSearch:
                     return self._pruned(plan, wider, together | dict.fromkeys(added, 0.0), cured, reserve)
             if not queue:
                 break
-            # what is left does not add up to what is seen: keep the worst of it too
+            # the rest does not add up to the measured damage: keep its worst part too
             for pattern in heapq.heappop(queue)[-1].patterns:
                 kept.setdefault(pattern, "the rest of the model does not pass without it")
         return Repair(exempt(plan, self._parts, kept), kept, result)
 
     def _traced(self, plan: Plan, group: Blame, reserve: int) -> list[Blame]:
-        """What each half of a group does, and, where they do not add up to the group, a container that does."""
+        """Probe each half of a group; if the halves do not add up to the group, also find a container that does."""
         middle = len(group.patterns) // 2
         halves = [self._probe(plan, half) for half in (group.patterns[:middle], group.patterns[middle:])]
         if group.severity <= MISFIT * sum(half.severity for half in halves):
             return halves
-        cut = [  # containers that ran whole with neither half
+        cut = [  # containers that neither half ran whole
             patterns
             for patterns in self._containers()
             if not any(
@@ -263,17 +267,17 @@ class NumericsSearch:
         return halves
 
     def _containers(self) -> list[tuple[str, ...]]:
-        """What chooses every container."""
+        """The patterns that select each container."""
         containers = dict.fromkeys(container for part in self._parts for container in part.around)
         return [whole(self._parts, container) for container in containers]
 
     def _widened(
         self, plan: Plan, kept: dict[str, str], reserve: int
     ) -> tuple[dict[str, str], ParityResult | None, list[frozenset[str]]]:
-        """Keep the containers around what is kept, ever wider ones, until that passes or would be all of the model.
+        """Keep ever wider containers around the kept parts, until the plan passes or would be fp32 everywhere.
 
         Returns:
-            What is kept then, the finding on it, and what was added by container, the last first.
+            The kept parts, the result with them, and the parts added at each step, last first.
         """
         result: ParityResult | None = None
         steps: list[frozenset[str]] = []
@@ -299,7 +303,7 @@ class NumericsSearch:
         result: ParityResult,
         reserve: int,
     ) -> Repair:
-        """Give back what need not be kept, the least suspicious first; nothing of a container that fails in each part."""
+        """Return parts to the low format while the plan passes, least suspicious first; skip containers that fail in each part."""
         for container in self._containers():
             if all(p in kept and p in self.alone and self.alone[p].severity >= 1.0 for p in container):
                 together = together | {frozenset(container): max(self.alone[p].severity for p in container)}
@@ -324,7 +328,7 @@ class NumericsSearch:
             except Exception as error:
                 if not cannot_run(error):
                     raise
-                self._joints[plan] = None  # more has to be kept
+                self._joints[plan] = None  # more must be kept
         return self._joints[plan]
 
     def _probe(self, plan: Plan, patterns: tuple[str, ...]) -> Blame:

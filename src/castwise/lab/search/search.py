@@ -1,4 +1,4 @@
-"""The search: what is fast is raced, what is fast is tested, and the fastest sound plan is tested again on fresh data.
+"""The search: race plans, test the fast ones, and test the fastest sound plan again on fresh data.
 
 1. *Reference.* fp32 gradients of a few microbatches: a loss that is not differentiable, data with NaN and a loss that is
    not deterministic are found here.
@@ -45,14 +45,14 @@ from castwise.lab.search.state import Choice, Search
 from castwise.lab.timing.runners import build_model
 
 LEAST_S = 5.0
-"""A search that has less time than this cannot say anything."""
+"""A search with less time than this cannot give any result."""
 PATIENCE_S, SLOWER = 60.0, 3.0
-"""A process hangs if it is silent for this many seconds, for the whole budget, and for this many times as long as the
+"""A process counts as hung if it is silent for this many seconds, for the whole budget, and for this many times as long as the
 reference took here."""
 
 
 def run(search: Search) -> None:
-    """Search; on an exception, KeyboardInterrupt among them, what has been found so far stays.
+    """Run the search; on an exception, including KeyboardInterrupt, the findings so far are kept.
 
     Raises:
         CastwiseError: The workload cannot be tuned: it fails in fp32, or there is no time.
@@ -110,7 +110,7 @@ def run(search: Search) -> None:
 
 
 def _second_look(search: Search) -> None:
-    """Test the chosen plan once more after some fp32 steps: trained weights differ from fresh ones."""
+    """Test the chosen plan again after some fp32 steps: trained weights differ from fresh ones."""
     context, journal, reference = search.context, search.journal, search.reference
     settings, workload = context.settings, context.workload
     seed_all(settings.seed)
@@ -132,7 +132,9 @@ def _second_look(search: Search) -> None:
     warm.reference(MICROBATCHES)
     numerics = NumericsSearch(warm, reference.parts, journal.tell, context.ranks)
     plan, result = search.choice.plan, numerics.find(search.choice.plan)
-    trained = search.choice.verification is not None and is_doubtful(result)  # that it trains has been seen
+    trained = search.choice.verification is not None and is_doubtful(
+        result
+    )  # training runs have already shown that it trains
     if result.verdict == "pass" or trained:
         search.choice = dataclasses.replace(search.choice, verified=result)
     else:

@@ -1,7 +1,7 @@
-"""Which plans are sound: their gradients pass, as they are or repaired, or training runs decide what gradients leave in doubt.
+"""Find the sound plans: their gradients pass, as given or repaired, or training runs decide if the gradients leave doubt.
 
-Training runs take a third of the budget at most, before the final: it is among sound plans then, and has all the time that
-is left. Only what is ahead of all that is sound in the race is trained, since doubt has to be worth something.
+Training runs take at most a third of the budget and come before the final, which then compares only sound plans and has the
+remaining time. Only plans that were faster in the race than every sound plan are trained.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from castwise.lab.search.state import Search
 from castwise.lab.timing.failures import cannot_run, unfit
 
 BY_NAME = 0.1
-"""A plan that runs less than this share of the model's time low is nearly all fp32, and no candidate."""
+"""A plan that runs less than this share of the model's time low is almost entirely fp32, and no candidate."""
 TRAINING_SHARE = 0.35
-"""Training runs may take this share of the budget; half of it where finalists are compiled after them."""
+"""Training runs may take this share of the budget, or half of it if finalists are compiled afterwards."""
 _TRAINING = "training runs"
 
 
 def low_share(reference: Reference, costs: Mapping[str, Cost], plan: Plan) -> float:
-    """Of the time that the model's parts take in fp32, the share of those that a plan runs low; 1 where none was timed."""
+    """The share of the parts' fp32 time spent in parts that a plan runs low; 1 if none was timed."""
     assigned = assign(
         reference.test.prober.model, [region for region in plan.regions if region.compute is not None]
     )
@@ -51,12 +51,12 @@ def low_share(reference: Reference, costs: Mapping[str, Cost], plan: Plan) -> fl
 
 @dataclass
 class Sound:
-    """What became of plans whose gradients were tested.
+    """Results of testing the gradients of plans.
 
     Attributes:
-        plans: Those that pass, as they are or repaired; fp32 if there is no other.
-        doubtful: Those about which training runs may decide.
-        kept: Why those that were repaired keep parts in fp32, by numerics and pattern.
+        plans: Plans that pass, as given or repaired; fp32 if there is no other.
+        doubtful: Plans that training runs may decide about.
+        kept: By numerics and pattern, why repaired plans keep parts in fp32.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -65,9 +65,9 @@ class Sound:
 
 
 def find_sound(search: Search, plans: Sequence[Plan]) -> Sound:
-    """Test gradients of plans in this order, and repair those that fail with more regions in fp32.
+    """Test the gradients of plans in this order, and repair those that fail with more regions in fp32.
 
-    None is tested in vain, beside a sound one that is simpler and as fast.
+    A plan is not tested if a sound plan is simpler and about as fast.
     """
     out, journal, parts = Sound(), search.journal, search.reference.parts
     for plan in plans:
@@ -91,7 +91,7 @@ def find_sound(search: Search, plans: Sequence[Plan]) -> Sound:
         if may_train(search, found):
             out.doubtful.append(plan)
         if plan.params != "fp32" or left < VERIFYING + FLOOR or out.plans:
-            continue  # a sound plan that promises more is there already, or its like with fp32 parameters is repaired
+            continue  # a more promising sound plan exists, or the same plan with fp32 parameters is repaired
         repair = search.repaired(plan, found)
         kept = sum(part.pattern in repair.kept for part in parts)
         share = low_share(search.reference, search.costs, repair.plan)
@@ -115,7 +115,7 @@ def may_train(search: Search, found: ParityResult | None) -> bool:
 
 
 def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> list[Plan]:
-    """Of the plans in doubt those whose numerics train like fp32; none is trained that a sound one is as fast as in the race."""
+    """The doubtful plans whose numerics train like fp32; a plan is not trained if a sound one was as fast in the race."""
     contest, journal = search.contest, search.journal
     each: dict[Plan, list[Plan]] = {}
     for plan in contest.order(doubtful):
@@ -142,9 +142,9 @@ def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> 
 
 
 def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verification | None:
-    """Pairs of training runs of a plan, as it raced, and fp32, once for its numerics; None where they cannot be.
+    """Train pairs of a plan, as raced, and fp32, once per numerics; None if that is impossible.
 
-    ``after_s`` is what has to be left of the budget after them.
+    ``after_s`` is the time that must be left of the budget afterwards.
     """
     plan, numerics, contest, context = as_raced(plan), numerics_of(plan), search.contest, search.context
     settings, ranks, journal = context.settings, context.ranks, context.journal
@@ -170,7 +170,7 @@ def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verificat
                 on_progress=lambda done, total: journal.tell("pairs of training runs", done, total),
             )  # fmt: skip
     except Exception as error:
-        if ranks.size > 1 or not cannot_run(error):  # the others are in the midst of it
+        if ranks.size > 1 or not cannot_run(error):  # the other ranks are still in the runs
             raise
         journal.notes.append(
             f"{in_words(plan)} is in doubt, and training runs could not decide: {unfit(error)}."

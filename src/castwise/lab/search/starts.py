@@ -1,4 +1,4 @@
-"""Starting the plans of the final, each in a process of its own, or where that cannot be all in this one."""
+"""Start the plans of the final, each in its own process or, if that is impossible, all in this one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.processes import NotThereError, not_there
 
 OVERRUN = 1.5
-"""After this many budgets even the second start is left out, though one start alone does not show how much another would
-differ."""
+"""After this many budgets even the second start is skipped, although one start does not show how much starts differ."""
 
 
 def race_final(
@@ -31,15 +30,15 @@ def race_final(
     beside: Collection[Plan] = (),
     as_given: Plan | None = None,
 ) -> Final:
-    """Race plans to the decision.
+    """Time plans until the decision is made.
 
     Args:
-        context: Of the search.
-        contest: In which they raced; its models are let go.
-        eligible: The plans to choose among; fp32 is one too.
-        until: Clock time after which no third start, or further one, is to end; the first begins in any case.
-        beside: Of these, and of fp32, those that cannot be chosen.
-        as_given: The plan of a model that arrived low, which is shown beside them, as autocast is, where it raced.
+        context: The search's context.
+        contest: The race that they took part in; its models are released.
+        eligible: The plans to choose from; fp32 is one too.
+        until: Clock time by which the third and later starts must end; the first start always runs.
+        beside: Of these and fp32, the plans that cannot be chosen.
+        as_given: The plan of a model that arrived low; it is shown like autocast, if it was raced.
 
     Raises:
         Exception: What fp32 raised here, or another plan, unless it says that the plan cannot run.
@@ -58,13 +57,13 @@ def race_final(
 
     def over() -> bool:
         last = until if starts >= LEAST else context.until(OVERRUN)
-        nothing = choice.issubset(final.failed)  # what is left cannot be chosen
+        nothing = choice.issubset(final.failed)  # none of the remaining plans can be chosen
         return starts > 0 and (ranks.now() + taken_s > last or nothing)
 
     def note(found: Mapping[int, Timed]) -> dict[int, Sequence[float]]:
         for index, timed in found.items():
             if timed.error is not None:
-                if plans[index] == FP32:  # it has run here
+                if plans[index] == FP32:  # it has already run here
                     raise not_there(context.spec or context.workload, timed.error) from timed.error
                 if not cannot_run(timed.error):
                     raise timed.error
@@ -112,7 +111,7 @@ def race_final(
 
     def go_on(left: Collection[Plan], refused: Refused) -> None:
         nonlocal until
-        if all(numerics_of(plan) == FP32 for plan in left):  # nothing is verified after this
+        if all(numerics_of(plan) == FP32 for plan in left):  # none of these needs verification afterwards
             until = max(until, context.until(1.0) - PEAKS_S)
         try:
             with journal.stage("final"):
@@ -132,7 +131,7 @@ def race_final(
 
 
 def _behind_in_race(contest: Contest, plans: Collection[Plan]) -> dict[tuple[Plan, Plan], float]:
-    """By a plan and another, how many times as fast the other was in the race, where it is known to be ahead."""
+    """By pair (slower, faster), how many times as fast the second was in the race, if it is known to be faster."""
     eager = [plan for plan in plans if plan.compile == "as_given"]
     out = {}
     for one, two in itertools.permutations(eager, 2):
@@ -149,7 +148,7 @@ def _here(
 ) -> dict[int, list[float]]:
     """Times of one start of plans in this process, by index."""
     before = len(contest.entries[FP32].times_s)
-    for plan in plans:  # one that has left may run again beside the others
+    for plan in plans:  # a plan that left the race may run again here
         if plan in contest.entries:
             contest.entries[plan].left = None
     contest.run(plans, 2 * ROUNDS, until=until)

@@ -1,4 +1,4 @@
-"""What a search has found so far, and what every kind of search does with it."""
+"""The findings of a search so far, and the operations that every kind of search shares."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Choice:
     """A plan that is known to be sound.
 
     Attributes:
-        plan: fp32 at first.
-        verified: Its gradients on fresh batches; None for fp32, which needs none.
-        kept: Why it keeps parts in fp32, by pattern.
+        plan: Initially fp32.
+        verified: Its result on fresh batches; None for fp32, which needs none.
+        kept: By pattern, why it keeps parts in fp32.
         verification: Its training runs against fp32.
     """
 
@@ -41,21 +41,21 @@ class Choice:
 
 @dataclass
 class Search:
-    """One search, with all that it has found so far.
+    """One search with its findings so far.
 
     Attributes:
-        context: What is tuned, by what, and where.
-        begun: What the first stage found; None before its end.
-        costs: Of the parts, by pattern.
-        race: What leads to the final; None before it and for ``goal="numerics"``.
-        parity: Finding per plan's numerics.
-        training: Training runs of plans whose gradients left them in doubt, by numerics.
-        trials: What became of plans that were compiled.
-        final: The race that decides, once it has been run.
+        context: The job to tune, and how and where to measure it.
+        begun: Result of the first stage; None before its end.
+        costs: Costs of the parts, by pattern.
+        race: The race that selects finalists; None before it and for ``goal="numerics"``.
+        parity: Parity result by numerics.
+        training: By numerics, the training runs of plans whose gradients left them in doubt.
+        trials: Results of compiling plans.
+        final: The deciding race, once it has run.
         peaks: Peak bytes per plan.
-        lost_as_given: The share of updates that rounding drops in a model that arrives low, where parameters have no masters.
-        choice: The plan.
-        complete: Whether the search came to its end.
+        lost_as_given: The share of updates lost to rounding in a model that arrives low and has no masters.
+        choice: The plan chosen so far.
+        complete: Whether the search finished.
     """
 
     context: Context
@@ -72,7 +72,7 @@ class Search:
     complete: bool = False
 
     def __post_init__(self) -> None:
-        """Let the journal count what this search takes."""
+        """Connect the journal's counter to this search."""
         self.journal.count = self._count
 
     def _count(self) -> tuple[int, int]:
@@ -81,12 +81,12 @@ class Search:
 
     @property
     def journal(self) -> Journal:
-        """What is written down as it goes."""
+        """The log of the search."""
         return self.context.journal
 
     @property
     def reference(self) -> Reference:
-        """What the first stage found."""
+        """The result of the first stage."""
         assert self.begun is not None, "no reference before the first stage has ended"
         return self.begun
 
@@ -102,12 +102,12 @@ class Search:
         return None if self.begun is None else self.begun.as_given
 
     def known(self) -> str:
-        """What is known so far, in a few words."""
+        """The findings so far, in a few words."""
         if self.race is None:
             return ""
         entries = self.race.entries
         rounds = len(entries[BASELINE].lap.times_s) if BASELINE in entries else 0
-        # in the middle of a round some have one time more than others
+        # in the middle of a round some plans have one time more than others
         timed = [p for p, entry in entries.items() if entry.rounds and len(entry.lap.times_s) == rounds]
         if len(timed) < 2:
             return ""
@@ -116,16 +116,16 @@ class Search:
         return f"fastest so far {in_words(leader)}, {ratio.value:.2f}x fp32" if ratio is not None else ""
 
     def scaled(self, plan: Plan) -> Plan:
-        """Start a plan's loss scale where the gradients that were seen want it."""
+        """Set a plan's initial loss scale from the gradients seen so far, if needed."""
         return self.context.ranks.at("a loss scale").same(
             with_measured_scale(plan, self.reference.test.range)
         )
 
     def find(self, plan: Plan) -> ParityResult | None:
-        """Test a plan on the search's microbatches, once per numerics; None, and a reason, where it cannot run.
+        """Test a plan on the search's microbatches, once per numerics; None and a reason if it cannot run.
 
         Raises:
-            Exception: What the plan raised, unless it says that the plan cannot run.
+            Exception: Raised by the plan, unless it says that the plan cannot run.
         """
         key = numerics_of(plan)
         if key not in self.parity:
@@ -139,13 +139,13 @@ class Search:
         return self.parity[key]
 
     def why(self, plan: Plan, found: ParityResult | None) -> str:
-        """Say what a finding says against a plan."""
+        """What a result shows against a plan."""
         if found is None:
             return self.journal.refusal(plan) or "it cannot run"
         return found.reason
 
     def repaired(self, plan: Plan, found: ParityResult | None) -> Repair:
-        """Keep as few parts in fp32 as make a plan pass that failed, or cannot run; ``parity`` says whether it passes."""
+        """Keep as few parts in fp32 as possible so that a failed plan passes; ``parity`` says whether it does."""
         if found is not None and found.stopped:
             return self._with_state(plan, found)
         repair = self.reference.numerics.repair(plan, found, reserve=VERIFYING)
@@ -157,7 +157,7 @@ class Search:
         return repair
 
     def _with_state(self, plan: Plan, found: ParityResult) -> Repair:
-        """Keep in fp32 the parts that own state which stops moving."""
+        """Keep parts in fp32 whose state stops changing in the low format."""
         owners = {name.rpartition(".")[0] for name in found.stopped}
         kept = {
             part.pattern: "what it keeps beside its weights stops moving in a low format"
