@@ -1,1 +1,1 @@
-"""What the commands do, and their arguments, exit codes and progress."""
+"""The jobs behind the commands, and the commands' arguments, exit codes and progress."""

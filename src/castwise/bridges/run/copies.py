@@ -11,7 +11,7 @@ from pathlib import Path
 from castwise.errors import CastwiseError
 
 LARGEST_BYTES = 1 << 30
-"""A folder that holds more is not copied."""
+"""Size limit: a larger folder is not copied."""
 _LINKED = {".git", ".venv", "venv", "node_modules"}
 _LEFT_OUT = {"__pycache__"}
 
@@ -19,12 +19,12 @@ _LEFT_OUT = {"__pycache__"}
 def copied(folder: Path, scratch: Path) -> Path:
     """Copy the working folder.
 
-    Links into it lead into the copy, those out of it where they lead now; so do version control and environments. What the script
-    could not read, or is no file, is left out.
+    Links within the folder point into the copy; links out of it keep their targets. Version control and environments
+    are linked, not copied. Unreadable files and special files are left out.
 
     Args:
-        folder: The copy.
-        scratch: What holds the copies. It may lie in the working folder.
+        folder: Path of the copy.
+        scratch: Folder that contains the copies. It may lie in the working folder.
 
     Raises:
         CastwiseError: The folder is too large, or the disk is full.
@@ -52,7 +52,7 @@ def into_copy(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def script_in_copy(script: str) -> str:
-    """The path of a script as seen from a copy of the working folder, which may not contain it."""
+    """The path of a script relative to the working folder, or its absolute path if it lies outside."""
     path, here = os.path.abspath(script), os.path.join(os.getcwd(), "")
     return path.removeprefix(here)
 
@@ -64,7 +64,7 @@ def _copy(source: Path, target: Path, here: Path, there: Path, scratch: Path) ->
             to = target / entry.name
             with contextlib.suppress(
                 PermissionError, FileNotFoundError
-            ):  # another process may be at work there
+            ):  # another process may be writing there
                 if entry.name in _LINKED and not entry.is_symlink():
                     to.symlink_to(entry.path)
                 elif entry.is_symlink():

@@ -24,7 +24,7 @@ def check(target: str, is_module: bool, command: str = "run") -> None:
     """Check that the script exists; a module is looked up when it is run.
 
     Raises:
-        CastwiseError: There is none.
+        CastwiseError: The script does not exist.
     """
     if not is_module and not Path(target).is_file():
         what = "is a folder" if Path(target).is_dir() else "does not exist"
@@ -35,20 +35,20 @@ def check(target: str, is_module: bool, command: str = "run") -> None:
 
 
 def execute(target: str, arguments: Sequence[str] = (), *, is_module: bool = False) -> None:
-    """Run a script in this process as ``__main__``; if it does not return, the process ends the way the script ends.
+    """Run a script in this process as ``__main__``; the script's exit or uncaught error ends the process.
 
     Args:
         target: Path of the script, or name of the module.
-        arguments: The script's own, ``sys.argv[1:]``.
-        is_module: As ``python -m``.
+        arguments: The script's arguments, ``sys.argv[1:]``.
+        is_module: Run ``target`` as a module, like ``python -m``.
 
     Raises:
-        SystemExit: The script's own, or 1 after an error that it did not catch, whose traceback has been shown.
-        EnoughError: It is only tried, and has taken its steps.
+        SystemExit: Raised by the script; or exit code 1 after an uncaught error, whose traceback was printed.
+        EnoughError: The script runs under ``castwise try`` and has taken all its steps.
     """
     try:
         folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
-        # in the place of what the interpreter has put there for castwise itself
+        # replaces the entry that the interpreter made for castwise
         own = sys.path[:1] if sys.path[:1] in ([""], [os.getcwd()], [os.path.dirname(sys.argv[0])]) else []
         sys.path[: len(own)] = [folder]
         sys.argv = [target, *arguments]
@@ -79,7 +79,7 @@ def _run_file(target: str) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback from the script's own first line on."""
+    """Print the traceback, starting at the script's first frame."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (
         __file__,
@@ -106,7 +106,7 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
     for number in (
         signal.SIGTERM,
         signal.SIGKILL,
-    ):  # multiprocessing's tracker of resources outlives the first, and tidies up
+    ):  # multiprocessing's resource tracker outlives the leader, and cleans up
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
             time.sleep(0.1)
@@ -114,5 +114,5 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def last_words(said: Sequence[str]) -> str:
-    """The last line that is not empty."""
+    """Return the last non-empty line."""
     return next((line for line in reversed(said) if line.strip()), "none")

@@ -1,12 +1,13 @@
 """Detect the models and optimizers that a script trains, and train them under a plan.
 
-A model is prepared when the script first calls it, together with the optimizers that update it: the outermost module that is
-called and has parameters of an optimizer, or any that are trained where gradients are on; or when DistributedDataParallel takes
-it in. An optimizer that is made later joins then. What ``backward`` is called on is scaled where the plan has a loss scale, and gradients
-are unscaled when it returns, so that the script clips, adds up and reads what it would without a scale. A step on gradients that
-are not finite updates nothing.
+A model is prepared together with the optimizers that update it, when the script first calls it or
+DistributedDataParallel wraps it. The model is the outermost called module that has parameters of an optimizer or, with
+gradients enabled, any trainable parameters. An optimizer that is made later joins when it is made. If the plan has a
+loss scale, the tensor on which ``backward`` is called is scaled, and gradients are unscaled when ``backward`` returns:
+the script clips, accumulates and reads the same gradients as without a scale. A step on non-finite gradients updates
+nothing.
 
-What cannot be followed is said once, and runs as it would have without castwise.
+Whatever cannot be followed is reported once, and runs as without castwise.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from castwise.core.session.amp import SessionView
 from castwise.errors import CastwiseError, sentence
 
 _PATIENCE = 1 << 31
-"""Steps in a row that may be skipped: the script goes on, as it would have without castwise."""
+"""Limit of consecutive skipped steps, too large to reach: the script continues, as without castwise."""
 _SMALLER, _SEEKS = 16.0, 8
-"""Where ``torch.autograd.grad`` overflows it is called again with the scale divided by the first number. After as many such
-searches in a row without a finite result as the second says, no further one is made."""
+"""If ``torch.autograd.grad`` overflows, it is called again with the scale divided by ``_SMALLER``. After ``_SEEKS``
+consecutive searches without a finite result, the search is abandoned."""
 
 
 def _say(text: str) -> None:
@@ -56,13 +57,13 @@ class Follower:
     """Follows a script's training from :meth:`begin` to :meth:`end`.
 
     Args:
-        plan: What it is to train by.
-        widen: If the model arrives in bf16 or fp16, store in fp32 all that the plan does not store low.
-        say: Called with each sentence that the user should know.
+        plan: The plan that the script trains under.
+        widen: If the model arrives in bf16 or fp16, store in fp32 every parameter that the plan does not store low.
+        say: Called with each message for the user.
 
     Attributes:
-        sessions: By device type, what has prepared the script's models.
-        say: As it was given.
+        sessions: The sessions that prepared the script's models, by device type.
+        say: The ``say`` argument.
     """
 
     def __init__(self, plan: Plan, *, widen: bool = False, say: Callable[[str], None] = _say) -> None:
@@ -76,29 +77,29 @@ class Follower:
         """The script's optimizers in the order in which they were made, which is the same on all ranks."""
         self._joined: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Those that train by the plan, as the optimizers in ``_joined`` do."""
+        """The models that train under the plan; ``_joined`` holds their optimizers."""
         self._is_late = False
         self._stepping: Optimizer | None = None
-        """Whose step runs now, or raised."""
+        """The optimizer whose step is running, or raised."""
         self._scaling: Amp | None = None
-        """By which a backward runs now that is scaled."""
+        """The session of the scaled backward that is running."""
         self._scale: torch.Tensor | None = None
-        """By which gradients are too large while a backward runs."""
+        """The loss scale that gradients contain while a backward runs."""
         self._shown: torch.Tensor | None = None
-        """Whose gradient holds no scale for a moment, while a hook runs."""
+        """The tensor whose gradient is temporarily unscaled while a hook runs."""
         self._retained: list[weakref.ref[torch.Tensor]] = []
-        """Tensors below which the script keeps gradients, though they are not leaves."""
+        """Non-leaf tensors whose gradients the script retains."""
         self._parts: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
-        """Parts of models that are stored low, until they are called from outside, and the models' borders."""
+        """Submodules of models stored low, until they are called from outside, with the border of their model."""
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Modules of models that are prepared, or are left alone."""
+        """Modules of models that were prepared or left alone."""
         self._undo: list[Callable[[], None]] = []
         self._grad_scale: float | None = None
-        """At which ``torch.autograd.grad`` is known to give finite gradients."""
+        """The scale at which ``torch.autograd.grad`` gives finite gradients."""
         self._seeks = 0
-        """How often in a row none was found."""
+        """Number of consecutive searches that found no such scale."""
         self._overflowed: torch.Tensor | None = None
-        """Whether what it gave last is not finite."""
+        """Whether the last result of ``torch.autograd.grad`` was non-finite."""
         self._begun = False
 
     def begin(self) -> None:
@@ -141,7 +142,7 @@ class Follower:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps so far that were skipped."""
+        """Number of skipped steps so far."""
         return sum(amp.skipped_steps for amp in self.sessions.values())
 
     def _once(self, text: str) -> None:
@@ -155,11 +156,13 @@ class Follower:
         self._left_alone[f"{name} was left as it is ({why})"] = None
         self._once(f"{name} runs as it would without castwise: {why}")
 
-    # --- what is met ----------------------------------------------------------------------------------------
+    # --- detected models and optimizers ---------------------------------------------------------------------
 
     def _meet_optimizer(self, optimizer: Optimizer) -> None:
         if self._begun and optimizer not in self._optimizers.values():
-            self._optimizers[next(self._numbers)] = optimizer  # its own __init__ may go on: it joins later
+            self._optimizers[next(self._numbers)] = (
+                optimizer  # its __init__ may still be running: it joins later
+            )
             self._is_late = bool(self._models)
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -167,7 +170,7 @@ class Follower:
         amp = self._scaling
         if amp is not None and _torch.autograd.graph_task_id() != -1 and optimizer in self._joined.values():
             self._hide()
-            amp.unscale_(optimizer)  # a hook steps while backward goes on
+            amp.unscale_(optimizer)  # a hook steps while backward runs
         return watch_closure(optimizer, args, kwargs)
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -195,7 +198,7 @@ class Follower:
             if self._parts and module in self._parts and not frames.depth():
                 Door(self._parts.pop(module)).put(module)
             return
-        if frames.depth():  # inside a model that trains by the plan, which has been given another part
+        if frames.depth():  # inside a model that trains under the plan and got a new submodule
             self._known.update(module.modules())
             return
         model = wrappers.unwrap(module)
@@ -214,11 +217,11 @@ class Follower:
 
     @property
     def _needs_optimizers(self) -> bool:
-        """Whether the plan needs an optimizer, although the script updates the model by hand."""
+        """Whether the plan needs an optimizer but the script updates the model by hand."""
         return self.plan.loss_scale is not None or self.plan.stores_low
 
     def _numbers_of(self, model: nn.Module) -> list[int]:
-        """Numbers of the optimizers that update a model, without those wrapped in other optimizers."""
+        """Numbers of the optimizers that update a model, excluding optimizers wrapped in other optimizers."""
         holding = {
             number: optimizer for number, optimizer in self._optimizers.items() if holds(optimizer, model)
         }
@@ -264,13 +267,13 @@ class Follower:
                     model, sentence(error).replace("prepare(..., widen=True)", "castwise run --widen")
                 )
                 return
-            if widened and self.plan.formats.isdisjoint(LOW):  # others cast what operators take
+            if widened and self.plan.formats.isdisjoint(LOW):  # other plans cast the operators' inputs
                 model.register_forward_pre_hook(_with_fp32, with_kwargs=True)
             self._models.add(model)
             self._joined.update(optimizers)
             self._known.update(model.modules())
             root = root_of(model) if self.plan.stores_low else None
-            if root is not None:  # no call from outside can do with their parameters otherwise
+            if root is not None:  # called directly, a part would fail on its low parameters
                 self._parts.update((part, root) for part in model.modules() if part is not model)
             bypass.forget(model) if direct else bypass.only_tell(model, self._once)
             later = ", from the second call of its forward on: the first was model.forward(...), which runs no hooks"
@@ -293,7 +296,7 @@ class Follower:
         leaves, hides = _torch.autograd.leaves_below(outputs)
         own = self._held()
         others = [leaf for leaf in leaves if id(leaf) not in own]
-        if len(others) == len(leaves) and not hides:  # nothing of this trains by the plan
+        if len(others) == len(leaves) and not hides:  # no leaf trains under the plan
             return call(outputs, grads, *args, **kwargs)
         outputs = tuple(out.float() if out.dtype in LOW_DTYPES else out for out in outputs)
         if not kwargs.get("accumulate_grad", True):
@@ -305,7 +308,7 @@ class Follower:
         self._scaling, self._scale = amp, scale
         try:
             return call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
-        finally:  # an error too leaves gradients behind
+        finally:  # an error leaves gradients behind, too
             self._scaling = self._scale = None
             for grad in [leaf.grad for leaf in others if leaf.grad is not None]:
                 grad.div_(scale)
@@ -328,13 +331,13 @@ class Follower:
                     found = true[0]  # written to
                 return map_tensors(lambda grad: grad * scale, found)
 
-            run.__wrapped__ = hook  # type: ignore[attr-defined] # which a pickle of the module holds
+            run.__wrapped__ = hook  # type: ignore[attr-defined] # part of the module's pickle
             return register(place, run, *args, **kwargs)
 
         return registered
 
     def _hide(self) -> None:
-        """Restore the loss scale in the gradient that a hook was shown."""
+        """Restore the loss scale in the gradient that was unscaled for a hook."""
         shown, self._shown = self._shown, None
         if shown is not None and self._scale is not None:
             _rescale(shown, self._scale)
@@ -374,14 +377,14 @@ class Follower:
     ) -> Any:
         """``torch.autograd.grad`` that returns gradients without the loss scale.
 
-        What a script differentiates need not be a loss: a sum of outputs overflows at the scale of a mean. So the first such pass
-        keeps its graph, and is made again with smaller scales, down to none, until what it gives is finite; those that follow have
-        the scale that was found.
+        A script may differentiate something other than a loss: a sum of outputs overflows at the scale of a mean. So
+        the first pass keeps its graph and is repeated with smaller scales, down to 1, until the gradients are finite;
+        later passes use the scale that was found.
         """
         retain, *more = args
         if self._overflowed is not None and bool(self._overflowed):
-            self._grad_scale = None  # found for another function: it is sought anew
-        scale = amp.scaler.scale_tensor().clone()  # saved where this is differentiated again
+            self._grad_scale = None  # it was found for another function: search again
+        scale = amp.scaler.scale_tensor().clone()  # autograd saves it if the result is differentiated again
         sought = self._grad_scale is None and self._seeks < _SEEKS
         if self._grad_scale is not None:
             scale.clamp_(max=self._grad_scale)
@@ -403,7 +406,7 @@ class Follower:
             self._seeks += 1
         true = tuple(None if grad is None else grad / scale for grad in found)
         inputs = args[2]
-        if not self._held().isdisjoint(map(id, inputs)):  # which the script may step on
+        if not self._held().isdisjoint(map(id, inputs)):  # the script may step on these gradients
             window = SessionView(amp).window
             window.open(amp.scaler._losses.current.name, idle=True)
             window.differentiated = True
@@ -418,7 +421,7 @@ class Follower:
 
 
 def _with_fp32(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Leave out fp32 operators for a model whose bf16 inputs the script casts itself."""
+    """Cast bf16 and fp16 inputs to fp32, for a widened model under a plan without low formats."""
     return map_tensors(
         lambda tensor: tensor.float() if tensor.dtype in LOW_DTYPES else tensor, (args, kwargs)
     )
@@ -452,7 +455,7 @@ def _runs_forward(model: nn.Module) -> bool:
 
 
 def _called_past_hooks(module: nn.Module) -> nn.Module | None:
-    """The outermost model around a module that the script runs by ``model.forward(...)``, if its hooks did not run."""
+    """The outermost model around a module, if the script called ``model.forward(...)`` and so bypassed its hooks."""
     around = [
         owner
         for owner in _running_forwards()
@@ -464,7 +467,7 @@ def _called_past_hooks(module: nn.Module) -> nn.Module | None:
 
 
 def _running_forwards() -> Iterator[nn.Module]:
-    """The modules whose ``forward`` is running on this thread, the innermost first."""
+    """The modules whose ``forward`` is running on this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -489,5 +492,5 @@ def holds(optimizer: Optimizer, model: nn.Module) -> bool:
 
 
 def _is_scaler(thing: Any) -> bool:
-    # isinstance would ask proxies, which answer with warnings
+    # isinstance would trigger warnings in proxy objects
     return issubclass(type(thing), torch.amp.GradScaler) and bool(thing.is_enabled())

@@ -21,21 +21,21 @@ from castwise.core import _torch
 from castwise.lab.timing.timing import synchronize
 
 ADDRESS = "CASTWISE_TRY"
-"""Names, to a script that is tried, the file descriptor by which it is told to go on."""
+"""Environment variable with the file descriptor on which a tried script gets the command to continue."""
 
 
 class EnoughError(BaseException):
-    """The script has taken all the steps that were wanted. No ``Exception``: scripts catch those."""
+    """The script has taken all requested steps. Not an ``Exception``, since scripts catch those."""
 
 
 class Block(NamedTuple):
     """Times of a block of steps.
 
     Attributes:
-        seconds: Per step, by the script's own clock, with all that the script does between two steps.
-        losses: What backward began from, at each of them; None where that was not a scalar.
-        peak_bytes: The most memory so far: that of the process, or what torch has allocated on an accelerator.
-        skipped: Steps so far that updated nothing.
+        seconds: Time per step, measured in the script's process, including everything between two steps.
+        losses: The tensor that backward started from, per step; None if it was not a scalar.
+        peak_bytes: Peak memory so far: of the process, or allocated by torch on an accelerator.
+        skipped: Number of skipped steps so far.
     """
 
     seconds: float
@@ -58,11 +58,11 @@ class Missing:
 class Gate:
     """Runs a script block by block, and reports the times of each.
 
-    A step is one of the optimizer that steps first.
+    Only steps of the optimizer that steps first are counted.
 
     Args:
-        pipe: To whoever tells.
-        follower: What has the script train by a plan; its notes go through the pipe.
+        pipe: Connection to the parent process, which sends the commands.
+        follower: The follower that trains the script under a plan; its notes go through the pipe.
     """
 
     def __init__(self, pipe: Connection, follower: Follower) -> None:
@@ -78,12 +78,12 @@ class Gate:
 
     @classmethod
     def of_this_process(cls, follower: Follower) -> Gate | None:
-        """The gate of this process, if ``castwise try`` started it; else None."""
+        """The gate of this process, or None if ``castwise try`` did not start it."""
         handle = os.environ.pop(ADDRESS, None)
         return None if handle is None else cls(Connection(int(handle)), follower)
 
     def end(self, error: BaseException | None) -> None:
-        """Report whether the script ended because a file was missing, whatever error it raised."""
+        """Report whether a missing file ended the script, whatever error it raised."""
         while error is not None and not isinstance(error, FileNotFoundError):
             error = error.__cause__ or error.__context__
         if error is not None:
@@ -94,7 +94,7 @@ class Gate:
             self._pipe.send(what)
 
     def begin(self) -> None:
-        """Start to pause the script at the end of its first step."""
+        """From the end of the first step on, pause the script between blocks."""
         _torch.autograd.around_backward(self._note)
         _torch.steps.subscribe(after=self._stepped)
 
@@ -114,12 +114,12 @@ class Gate:
         if self._left > 0:
             return
         if self._left < 0:
-            os._exit(0)  # it has caught the error that was to end it
+            os._exit(0)  # the script caught the error that should end it
         synchronize(self._device)
         seconds = (time.perf_counter() - self._since) / self._count
         losses = [None if loss is None else float(loss) for loss in self._losses]
         self._left = 0
-        with contextlib.suppress(OSError, EOFError):  # whoever tells is gone
+        with contextlib.suppress(OSError, EOFError):  # the parent process is gone
             self._pipe.send(Block(seconds, losses, self._peak_bytes(), self._follower.skipped_steps))
             self._left = self._count = self._pipe.recv()
         self._losses.clear()
@@ -136,7 +136,7 @@ class Gate:
 def peak_of_process() -> int:
     """Peak memory of this process in bytes.
 
-    Where there is ``/proc``, from there: what ``getrusage`` tells begins at what the parent held when it started this one.
+    Read from ``/proc`` if it exists: the peak from ``getrusage`` includes the parent's memory at the fork.
     """
     status = Path("/proc/self/status")
     if status.exists() and "VmHWM:" in (text := status.read_text()):

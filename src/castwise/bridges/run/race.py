@@ -1,7 +1,7 @@
 """``castwise try``: run a script's first steps under several plans, each in its own process, one at a time.
 
-It shows ratios with their intervals and takes no plan: :mod:`castwise.lab.search.decision` decides by two starts at the least,
-and each script is started once.
+It shows ratios with their intervals but chooses no plan: :mod:`castwise.lab.search.decision` needs at least two starts,
+and here each script is started once per plan.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Tried:
 
     Attributes:
         plan: The plan's name or line.
-        words: The plan as people read it.
+        words: Readable description of the plan.
         status: ``ok``, or ``failed``.
-        step: Seconds per step, over rounds.
-        speedup: Over the first plan, from paired rounds; None for itself.
-        final_loss: After as many steps as every plan took.
-        peak_bytes: The most memory.
-        skipped: Steps that updated nothing.
-        reason: Why it failed.
-        notes: What castwise said of it.
+        step: Seconds per step, over the rounds.
+        speedup: Speedup over the first plan, from paired rounds; None for the first plan.
+        final_loss: Loss after the number of steps that all plans took.
+        peak_bytes: Peak memory.
+        skipped: Number of skipped steps.
+        reason: Why the script failed.
+        notes: castwise's messages about the script.
     """
 
     plan: str
@@ -74,16 +74,16 @@ class Tried:
 
 @dataclass(frozen=True)
 class TryResult(Result):
-    """A script under several plans.
+    """Results of a script under several plans.
 
     Attributes:
-        script: As it was given.
-        steps: That each plan took.
-        rounds: That were timed.
-        plans: A row per plan, in the order given.
-        tuned: The plan that was found for the script, its line; None where none was looked for.
-        answer: What the tuner says of it, in words.
-        files: What the tuner wrote.
+        script: The script's path or module name, as given.
+        steps: Number of steps that each plan took.
+        rounds: Number of timed rounds.
+        plans: One row per plan, in the order given.
+        tuned: The plan that the tuner found for the script, as a line; None without tuning.
+        answer: The tuner's answer in words.
+        files: Files that the tuner wrote.
     """
 
     kind: ClassVar[str] = "try"
@@ -118,7 +118,7 @@ class _Child:
             self._take_in()
 
     def steps(self, count: int) -> float:
-        """Run a block of steps; returns seconds per step, or raises as :meth:`wait` does."""
+        """Run a block of steps and return the seconds per step; raises like :meth:`wait`."""
         with contextlib.suppress(OSError):
             self.pipe.send(count)
         return self._take_in().seconds
@@ -127,7 +127,7 @@ class _Child:
         told: Block | Note | Missing | None = None
         try:
             while not isinstance(told, Block):
-                while not self.pipe.poll(1):  # a process that it has left behind may hold the other end
+                while not self.pipe.poll(1):  # a leftover child process may hold the other end
                     if self.process.poll() is not None and not self.pipe.poll():
                         raise EOFError
                 told = self.pipe.recv()
@@ -148,7 +148,7 @@ class _Child:
 
     @property
     def is_timed(self) -> bool:
-        """Whether its times can be compared."""
+        """Whether the process has times that can be compared."""
         return bool(self.lap.seconds) and not self.has_failed
 
     def close(self, *interrupted: object) -> None:
@@ -160,7 +160,7 @@ class _Child:
 
     @property
     def last_words(self) -> str:
-        """The last line that the script printed, or else the last remark of castwise about it."""
+        """The last line that the script printed, or castwise's last note about it."""
         return last_words([*self.notes, *self.log.read_text(errors="replace").splitlines()])
 
 
@@ -177,29 +177,30 @@ def try_script(
     out: str | os.PathLike[str] | None = None,
     progress: Progress | bool | None = None,
 ) -> TryResult:
-    """Run a script's first steps under several plans, in turns.
+    """Run a script's first steps under several plans, alternating between them.
 
-    Each plan runs the whole script in a process, and in a copy of the working folder, of its own; all wait but one. After the
-    last round the processes end.
+    Each plan runs the whole script in its own process and its own copy of the working folder; only one process runs at
+    a time. The processes end after the last round.
 
     Args:
         script: Path of the script, or name of the module.
-        arguments: The script's own.
-        is_module: As ``python -m``.
-        plans: What it is run under; the others are compared with the first.
+        arguments: The script's arguments.
+        is_module: Run ``script`` as a module, like ``python -m``.
+        plans: Plans to run the script under; the others are compared with the first.
         rounds: Interleaved timing rounds.
-        in_place: Run in the working folder itself, where every process writes what the script writes.
+        in_place: Run in the working folder itself, where all processes write the script's files.
         tune: First tune the model on the loss and the batches of the script's first steps, and try that plan too.
         budget_s: Time limit of tuning in seconds, approximate.
         out: Folder for the tuned plan, its evidence and its page; ``runs/try-SCRIPT`` by default.
-        progress: As of :func:`castwise.bench`.
+        progress: As for :func:`castwise.bench`.
 
     Returns:
         The result: ``.table()``, ``.to_json()``.
 
     Raises:
-        CastwiseError: No such script, a folder that is too large to be copied, no step under the first plan, or nothing to tune.
-        PlanError: A plan that cannot be.
+        CastwiseError: The script does not exist, the folder is too large to copy, the first plan took no step, or there
+            is nothing to tune.
+        PlanError: A plan is invalid.
     """
     check(script, is_module, "try")
     chosen = [as_plan(plan) for plan in plans]
@@ -270,10 +271,12 @@ def _race(children: Sequence[_Child], rounds: int, tell: Progress) -> None:
         for child in children:
             if not child.is_over:
                 tell(Event("timing", child.name, done, rounds))
-        return any(child.is_over and not child.has_failed for child in children)  # a script of so few steps
+        return any(
+            child.is_over and not child.has_failed for child in children
+        )  # the script has so few steps
 
     for child in children:
-        with contextlib.suppress(EOFError, ConnectionError):  # the race will tell
+        with contextlib.suppress(EOFError, ConnectionError):  # the race will report it
             child.wait()
         tell(Event("starting", child.name, 1, 1))
     laps = race(

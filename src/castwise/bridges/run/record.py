@@ -1,9 +1,9 @@
 """``castwise try --tune``: record a script's model, optimizer and first batches during fp32 training, and tune them.
 
-The tuner needs a model, ``loss(model, batch)``, batches and an optimizer. The model is copied when the script first calls it; loss
-and batches are what :mod:`~castwise.bridges.run.tape` makes of each pass through the loop; an optimizer like the script's is made of its
-class and the options of its parameter groups. The first batch is computed again at once: only what gives the script's own loss is
-tuned.
+The tuner needs a model, ``loss(model, batch)``, batches and an optimizer. The model is copied when the script first
+calls it. :mod:`~castwise.bridges.run.tape` records loss and batch in each pass through the loop. An optimizer like the
+script's is made from its class and the options of its parameter groups. The first loss is recomputed at once: a
+recording that does not reproduce the script's loss is not tuned.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from castwise.core.parallel import wrappers
 from castwise.errors import CastwiseError, sentence
 
 BATCHES, LARGEST_BYTES = 32, 256 << 20
-"""Recording ends after this many batches, or when their tensors take this much memory."""
+"""Limits of the recording: number of batches, and bytes of their tensors."""
 _IN_ITS_PROCESS = "import sys; from castwise.bridges.run.record import main; main(sys.argv[1:])"
 
 
@@ -46,9 +46,9 @@ class SameOptimizer:
     """``optimizer(params)``: makes an optimizer like the script's.
 
     Attributes:
-        kind: Its class.
-        groups: Options of each parameter group, and under ``params`` the places of its parameters in the model's.
-        options: What its class takes besides.
+        kind: Class of the optimizer.
+        groups: Options of each parameter group; ``params`` holds indices into the model's parameters.
+        options: Other arguments of the class.
     """
 
     kind: type[Optimizer]
@@ -57,7 +57,7 @@ class SameOptimizer:
 
     @classmethod
     def of(cls, optimizer: Optimizer, model: nn.Module) -> SameOptimizer:
-        """Read the settings of an optimizer of a model's parameters."""
+        """Read the settings of an optimizer that updates a model's parameters."""
         places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
         groups = tuple(
             {**group, "params": [places[id(p)] for p in group["params"] if id(p) in places]}
@@ -75,12 +75,12 @@ class SameOptimizer:
 
 
 class ScriptCapture:
-    """Records a script until there is enough to tune; call :meth:`begin` before the script runs.
+    """Records a script until there is enough data to tune; call :meth:`begin` before the script runs.
 
     Attributes:
-        model: A copy, as it was before its first step; None until there is one.
+        model: A copy of the model from before its first step; None before the copy is made.
         trouble: Why passes through the loop were not recorded.
-        refusal: Why nothing of the script can be tuned.
+        refusal: Why the script cannot be tuned.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class ScriptCapture:
         """The recording as arguments of :func:`castwise.tune`.
 
         Raises:
-            CastwiseError: There is nothing that can be tuned.
+            CastwiseError: Nothing can be tuned.
         """
         recording, model = self._recording, self._ours
         optimizers = [
@@ -206,14 +206,14 @@ class ScriptCapture:
 def tune_script(
     script: str, arguments: Sequence[str], folder: Path, *, is_module: bool, **settings: Any
 ) -> TuneResult:
-    """Record a script in a process of its own, and tune the recording there.
+    """Record a script in a separate process, and tune the recording there.
 
     Args:
         script: Path of the script, or name of the module.
-        arguments: The script's own.
-        folder: Where it runs.
-        is_module: As ``python -m``.
-        settings: Of :func:`castwise.tune`, as JSON can hold them.
+        arguments: The script's arguments.
+        folder: Working folder of the script.
+        is_module: Run ``script`` as a module, like ``python -m``.
+        settings: Arguments of :func:`castwise.tune` as JSON values.
 
     Raises:
         CastwiseError: The script failed, or cannot be tuned.
@@ -262,4 +262,4 @@ def main(words: Sequence[str]) -> None:
         told.send(tune(**capture.job(), progress=True, **json.loads(settings)))
     except CastwiseError as error:
         told.send(sentence(error))
-    os._exit(0)  # what the script would do at its end is not wanted
+    os._exit(0)  # skips the script's exit handlers

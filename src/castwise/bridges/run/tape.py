@@ -1,8 +1,8 @@
 """Records the computation from a model's outputs to the loss, so that it can be repeated.
 
-A script has no function ``loss(model, batch)``. From each pass through its loop a :class:`Tape` is made: the calls of the model and
-of torch's functions that the loss depends on, in their order, and separately the tensors that came from outside, which are
-the batch. :class:`TapeLoss` is the function, of the tapes of all batches.
+A script has no function ``loss(model, batch)``. Each pass through its loop becomes a :class:`Tape`: the calls of the
+model and of torch functions that the loss depends on, in order. The tensors that came from outside are stored
+separately, as the batch. :class:`TapeLoss` is ``loss(model, batch)``, built from the tapes of all batches.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch.overrides import TorchFunctionMode
 from castwise.core.casting.trees import map_tensors, tensors_in
 
 Batch = tuple[int, list[Tensor]]
-"""The number of a tape, and the tensors that it was given."""
+"""The number of a tape, and its input tensors."""
 _TENSOR: Any = Tensor
 _READS_GRADIENT = _TENSOR.grad.__get__
 Taken = tuple[tuple[tuple[Any, ...], dict[str, Any]], tuple["Source", ...]]
-"""A call's arguments with empty tensors in place of theirs, and where each of them comes from."""
+"""The arguments of a call with empty tensors in place of its tensors, and the source of each tensor."""
 
 
 class Source(NamedTuple):
     """The source of a tensor in a step.
 
     Attributes:
-        kind: ``value``: a step before; ``given``: the batch; ``parameter``: the model.
+        kind: ``value``: an earlier step; ``given``: the batch; ``parameter``: the model.
         key: Number of the value or of the batch's tensor, or the parameter's name.
-        is_leaf: Whether a gradient is taken of what was given.
+        is_leaf: Whether the batch's tensor requires a gradient.
     """
 
     kind: str
@@ -46,12 +46,12 @@ class Step:
     """A recorded call.
 
     Attributes:
-        function: Of torch; None for the model.
-        arguments: Positional and by name, with an empty tensor in place of each tensor.
-        sources: Of these tensors, in the order in which :func:`~castwise.core.casting.trees.map_tensors` meets them.
-        first: Number of the first tensor in what it returns, or of what it writes to.
-        count: How many there are.
-        writes: Whether it changes its first argument.
+        function: The torch function; None for the model.
+        arguments: Positional and keyword arguments, with an empty tensor in place of each tensor.
+        sources: Sources of these tensors, in the order of :func:`~castwise.core.casting.trees.map_tensors`.
+        first: Number of the first tensor that the call returns, or of the tensor that it writes to.
+        count: Number of these tensors.
+        writes: Whether the call changes its first argument.
     """
 
     function: Callable[..., Any] | None
@@ -67,8 +67,8 @@ class Tape:
     """The recorded computation of a loss.
 
     Attributes:
-        steps: In order.
-        loss: Number of the value that backward began from.
+        steps: The recorded calls, in order.
+        loss: Number of the value that backward started from.
     """
 
     steps: tuple[Step, ...]
@@ -80,7 +80,7 @@ class TapeLoss:
     """``loss(model, batch)`` of recorded batches.
 
     Attributes:
-        tapes: By number.
+        tapes: The tapes by number.
     """
 
     tapes: Sequence[Tape]
@@ -88,7 +88,7 @@ class TapeLoss:
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the loss of a batch with the model or with another of the same structure."""
         tape, given = self.tapes[batch[0]], batch[1]
-        # a leaf is one tensor wherever it is taken
+        # a leaf is the same tensor in all calls
         leaves: dict[int, Tensor] = {
             s.key: given[s.key].detach().clone().requires_grad_()
             for step in tape.steps
@@ -107,7 +107,7 @@ class TapeLoss:
             tensors = iter([find(source) for source in step.sources])
             args, kwargs = map_tensors(lambda _, tensors=tensors: next(tensors), step.arguments)  # type: ignore[misc]
             if step.writes and step.sources[0].kind == "given":
-                args = (args[0].clone(), *args[1:])  # the batch stays as it is
+                args = (args[0].clone(), *args[1:])  # leaves the batch unchanged
             out: Any = (model if step.function is None else step.function)(*args, **kwargs)
             values.update(enumerate([args[0]] if step.writes else tensors_in(out), step.first))
         return values[tape.loss]
@@ -116,15 +116,15 @@ class TapeLoss:
 class Recording(TorchFunctionMode):
     """Records tapes while the script runs.
 
-    It is a mode of its own and no observer of a pass: the passes are the script's, and begin and end wherever it says.
+    This is a separate mode, not an observer of a pass, since the script decides where its passes begin and end.
 
     Args:
-        model: Whose outputs and parameters are followed.
+        model: The model whose outputs and parameters are followed.
 
     Attributes:
-        tapes: That are complete.
-        batches: Of each tape.
-        size: Bytes in the batches.
+        tapes: The complete tapes.
+        batches: The batch of each tape.
+        size: Size of the batches in bytes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -132,7 +132,7 @@ class Recording(TorchFunctionMode):
         self.tapes: list[Tape] = []
         self.batches: list[Batch] = []
         self.size = 0
-        self._model = model  # so that the ids stay its parameters' own
+        self._model = model  # keeps the parameters alive, so that their ids stay unique
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.clear()
 
@@ -151,13 +151,13 @@ class Recording(TorchFunctionMode):
         self._values: dict[int, int] = {}
         self._given: dict[int, int] = {}
         self._tensors: list[Tensor] = []
-        self._alive: list[Any] = []  # an id is that of one tensor as long as this lives
+        self._alive: list[Any] = []  # ids stay unique while this keeps the tensors alive
         self._unknown: set[int] = set()
 
     def __torch_function__(
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function, and record it if it takes a recorded result or a parameter."""
+        """Call a torch function, and record the call if it takes a recorded result or a parameter."""
         kwargs = kwargs or {}
         if not torch.is_grad_enabled() or func == _READS_GRADIENT:
             return func(*args, **kwargs)
@@ -181,7 +181,7 @@ class Recording(TorchFunctionMode):
     def write(
         self, function: Callable[..., Any] | None, taken: Taken, args: tuple[Any, ...], out: Any
     ) -> None:
-        """Record a finished call; without a function it is the model's."""
+        """Record a finished call; without ``function``, a call of the model."""
         arguments, sources = taken
         writes = _writes(function) and bool(args) and isinstance(args[0], Tensor)
         found = [args[0]] if writes else tensors_in(out)
@@ -208,7 +208,7 @@ class Recording(TorchFunctionMode):
         """Complete the tape with the tensor that backward started from.
 
         Returns:
-            Why that cannot be computed again, or None.
+            Why the loss cannot be recomputed, or None.
         """
         number = self._values.get(id(loss))
         steps = () if number is None else _needed(self._steps, number)

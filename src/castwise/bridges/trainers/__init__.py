@@ -1,1 +1,1 @@
-"""Plans in other trainers: one module per library, imported by name, which needs that library."""
+"""Plans in other trainers: one module per library, which needs that library and is imported by name."""

@@ -1,8 +1,8 @@
 """Test that a precision plan still fits its model: ``assert_precision_safe``, a function and a fixture.
 
-A plan is chosen once, and the model goes on changing. A test with the fixture says in CI when the plan does not fit any
-more. pytest loads this module wherever castwise is installed, so it imports nothing of castwise, and no torch, before the
-first call.
+A plan is chosen once, but the model keeps changing. A test with the fixture fails in CI when the plan no longer fits.
+pytest loads this module whenever castwise is installed, so it imports neither torch nor other castwise modules before
+the first call.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAX_TRIED = 12
 
 
 class PrecisionNotShown(AssertionError):
-    """A plan did not pass.
+    """Base of the two errors: a plan did not pass.
 
     Attributes:
-        result: What the parity test found.
+        result: Result of the parity test.
     """
 
     def __init__(self, message: str, result: castwise.ParityResult) -> None:
@@ -59,30 +59,31 @@ def assert_precision_safe(
 ) -> castwise.ParityResult:
     """Assert that a plan's gradients are indistinguishable from fp32's, with :func:`castwise.parity`.
 
-    The model, and every random generator, are as before when it returns or raises. Random draws start from ``seed``, those
-    of a DataLoader that shuffles included, so that the same model, data and machine give the same finding each time.
+    The model and all random generators are restored when it returns or raises. All random draws start from ``seed``,
+    including those of a shuffling DataLoader, so the same model, data and machine give the same result each time.
 
     Args:
         model: A torch.nn.Module in fp32, in any state of training.
         loss: ``loss(model, batch)`` -> scalar tensor.
-        batches: A sequence of batches, a DataLoader, or ``batches(seed)`` -> iterator. To pass takes 29 of them, or
-            all there are.
+        batches: A sequence of batches, a DataLoader, or ``batches(seed)`` -> iterator. A pass needs 29 batches, or all
+            that exist.
         plan: A :class:`castwise.Plan`, the name of a preset, or the path of a ``plan.json``.
-        undecided: What becomes of a test that cannot tell: ``fail`` by :class:`PrecisionUndecided`, or ``skip``.
-        max_tried: After a failure, how many kinds of modules at most are tried in fp32 to find the one that is wrong.
-        seed: Of everything random.
-        record: pytest's ``record_property``, to have the finding in its reports; the fixture gives it.
-        **options: Of :func:`castwise.parity`: ``optimizer``, ``accumulate``, ``world_size``, ``microbatches``,
+        undecided: Outcome of an undecided test: ``fail`` with :class:`PrecisionUndecided`, or ``skip``.
+        max_tried: Largest number of module kinds that are tried in fp32 after a failure, to find the faulty kind.
+        seed: Seed of all random draws.
+        record: pytest's ``record_property``, which adds the result to its reports; the fixture passes it.
+        **options: Options of :func:`castwise.parity`: ``optimizer``, ``accumulate``, ``world_size``, ``microbatches``,
             ``device``.
 
     Returns:
-        The finding, which passed.
+        The result, which passed.
 
     Raises:
-        PrecisionUnsafe: The plan fails; which modules carry the damage, how far above its line it is, what to try.
-        PrecisionUndecided: The test could not tell, and what would help.
-        CastwiseError: As of :func:`castwise.parity`, for a model, batches or a plan that cannot be tested.
-        ValueError: ``undecided`` is neither of the two.
+        PrecisionUnsafe: The plan fails; the message says which modules are damaged, how far above the limit, and what
+            to try.
+        PrecisionUndecided: The test is undecided; the message says what would help.
+        CastwiseError: The model, batches or plan cannot be tested, as for :func:`castwise.parity`.
+        ValueError: ``undecided`` is neither ``fail`` nor ``skip``.
     """
     __tracebackhide__ = True
     if undecided not in ("fail", "skip"):
@@ -108,10 +109,10 @@ def assert_precision_safe(
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed every random generator for a block, and restore the states afterwards."""
+    """Seed all random generators for a block, and restore their states afterwards."""
     import torch
 
-    numpy = sys.modules.get("numpy")  # where nobody has imported it, nobody draws from it
+    numpy = sys.modules.get("numpy")  # if it is not imported, nothing draws from it
     python, arrays = random.getstate(), numpy and numpy.random.get_state()
     device = torch.accelerator.current_accelerator() or torch.device("cuda")
     with torch.random.fork_rng(range(torch.accelerator.device_count()), device_type=device.type):
@@ -160,7 +161,7 @@ def _more(result: castwise.ParityResult) -> list[str]:
 def _cures(
     result: castwise.ParityResult, model: Any, test: Callable[[Any], castwise.ParityResult], max_tried: int
 ) -> list[str]:
-    """Suggestions for a failed result: the first kind of module that, kept in fp32, makes the plan pass."""
+    """Suggestions for a failed result: the first kind of module that makes the plan pass if kept in fp32."""
     import castwise
 
     plan, search = result.plan, "`castwise tune` finds the fastest plan that passes."
@@ -208,7 +209,7 @@ def _assert_precision_safe(request: pytest.FixtureRequest) -> Iterator[Callable[
     """Fixture for :func:`assert_precision_safe` with seeded random generators; results go into the test report."""
 
     def record(name: str, value: object) -> None:
-        # what record_property does, which warns under --junitxml, before the test and for all kinds of reports but old ones
+        # does what record_property does; that warns under --junitxml, before the test, for all report families but old ones
         request.node.user_properties.append((name, value))
 
     with _seeded(0):

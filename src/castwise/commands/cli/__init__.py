@@ -1,11 +1,11 @@
 """The command line: arguments, exit codes, progress. What the commands do is in :mod:`castwise.commands.jobs`.
 
-Results go to standard output, progress and errors to standard error; with ``--json`` standard output is one JSON object, in
-which an error is, too. Exit codes: 0; 1 where what was asked for could not be done; 2 where the command was not understood;
-130 where it was interrupted, 143 where it was terminated.
+Results go to standard output, progress and errors to standard error. With ``--json`` standard output is one JSON
+object, which also contains any error. Exit codes: 0 success; 1 the command failed; 2 usage error; 130 interrupted; 143
+terminated.
 
-``commands``: the commands; ``scripts``: those that take scripts. ``options``: what several of them take. ``terminal``: what goes
-where. It needs Typer, which the core does without.
+``commands``: the commands for workloads; ``scripts``: the commands for scripts; ``options``: shared options;
+``terminal``: output. The command line needs Typer; the core does not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit the process.
 
     Args:
-        arguments: Words after the command's name; by default the process's own.
+        arguments: Arguments after ``castwise``; by default those of the process.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             said = {"type": type(error).__name__, "message": str(error), "exit_code": 1}
             print(json.dumps({"error": said}))
         raise SystemExit(1) from None
-    if words[:1] != ["run"]:  # its outputs are the script's
+    if words[:1] != ["run"]:  # standard output and error belong to the script
         show_plainly()
     app(args=words, prog_name="castwise")
 

@@ -1,4 +1,4 @@
-"""The commands and their options, without logic. Those that take scripts are in :mod:`castwise.commands.cli.scripts`."""
+"""The commands and their options, without logic. Commands for scripts are in :mod:`castwise.commands.cli.scripts`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def bench(
 
         chosen = plans_in(plans)
         for plan in chosen:
-            as_plan(plan)  # before anything is made or measured
+            as_plan(plan)  # check before creating or measuring anything
         with folder_for(out, "bench", workload) as folder:
             result = job.bench(
                 workload, chosen, device=device, steps=steps, rounds=rounds, starts=starts, seed=seed,
@@ -175,7 +175,7 @@ def tune(
 
         chosen = FORMATS if formats is None else tuple(listed(formats))
         with joined(torch.device(device or default_device_type()), "castwise tune") as (rank, where):
-            first = rank == 0  # which alone shows and writes
+            first = rank == 0  # only this rank prints and writes
             with folder_for(out, "tune", workload, make=first) as folder:
                 result = job.tune(
                     workload, goal=goal, formats=chosen, budget_s=budget, verify_steps=verify_steps,
@@ -218,7 +218,7 @@ def train(
     show_traceback: Traceback = False,
 ) -> None:
     """Train a workload under a plan; writes TensorBoard events, JSON lines, curves and weights."""
-    # Ranks that a launcher ends have a record to write of what has failed elsewhere.
+    # A rank that the launcher terminates still writes a record of the failure on another rank.
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     with answering(show_traceback, json=json, terminable=alone) as answer:
         from castwise.commands.jobs import train as job

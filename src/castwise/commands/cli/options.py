@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the parsing of their values."""
+"""Arguments and options that several commands share, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def as_path(given: str) -> Path:
 
 
 def plans_in(given: str) -> list[str]:
-    """The plans of a comma-separated list; at least one.
+    """Parse a comma-separated list of plans, which must not be empty.
 
     Raises:
-        CastwiseError: There is none.
+        CastwiseError: The list is empty.
     """
     if plans := listed(given):
         return plans
@@ -55,7 +55,7 @@ def _is_device(name: str | None) -> str | None:
 
 
 def path_option(help: str, default: str | bool) -> Any:
-    """An option that takes a path, with the text that is shown for its default."""
+    """An option that takes a path; ``--help`` shows the given text as its default."""
     return typer.Option(help=help, parser=as_path, metavar="PATH", show_default=default)
 
 

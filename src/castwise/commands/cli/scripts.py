@@ -49,7 +49,7 @@ def run(
     try:
         execute(script, arguments or (), is_module=module)
     except EnoughError:
-        os._exit(0)  # what the script would do at its end is not wanted
+        os._exit(0)  # skips the script's exit handlers
     except SystemExit as end:
         if gate is not None:
             gate.end(end.__context__)

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 FAILED, MISUNDERSTOOD, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit codes."""
 FEW = 3
-"""Files that are named one by one where there are no more."""
+"""Largest number of files to name one by one."""
 
 
 class Shown(Protocol):
     """A result that a command prints."""
 
     def table(self, *, verbose: bool) -> RenderableType:
-        """Text for a person: all of it, or what fits on a screen."""
+        """Text for a person: complete, or what fits on a screen."""
 
     def to_dict(self) -> dict[str, Any]:
         """Data for a program."""
@@ -47,8 +47,8 @@ class Answer:
     """The output of a command: text for a person or, on request, one JSON object for a program.
 
     Args:
-        json: Whether it is for a program. It is then printed when the command ends, with what went wrong.
-        verbose: Whether a person wants all of it, or what fits on a screen.
+        json: Whether to print JSON: one object when the command ends, including any error.
+        verbose: Whether to print the complete text, or what fits on a screen.
     """
 
     def __init__(self, json: bool, verbose: bool = True) -> None:
@@ -65,7 +65,7 @@ class Answer:
         show: Callable[[Console], None],
         save: Callable[[], Sequence[Path]] = lambda: (),
     ) -> None:
-        """Write the files, then print: a failure of one does not prevent the other."""
+        """Write the files, then print; if one fails, the other still runs."""
         paths: Sequence[Path] = ()
         try:
             paths = save()
@@ -73,13 +73,13 @@ class Answer:
             if self._json:
                 self._record |= {**record(), **({"wrote": [str(path) for path in paths]} if paths else {})}
             else:
-                with _reader():  # click's own echo takes no notice of what an ASCII terminal can show
+                with _reader():  # click's echo ignores what an ASCII terminal can show
                     show(_console())
                     for line in self._wrote(paths):
                         print(line)
 
     def _wrote(self, paths: Sequence[Path]) -> Sequence[str]:
-        """The text that says where files are: all of them, or the page and the folder of the others."""
+        """Text that says where the files are: each file, or the page and the folder of the others."""
         if not paths:
             return ()
         if self._verbose or len(paths) <= FEW:
@@ -89,7 +89,7 @@ class Answer:
         return (f"Wrote {first} and {len(paths) - 1} other files beside it",)
 
     def fail(self, error: BaseException, text: str, code: int) -> typer.Exit:
-        """Print an error as a sentence; returns the exception that ends the command."""
+        """Print an error as a sentence, and return the exception that ends the command."""
         text += "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         if _say(text) and self._json:
             self._record |= error_record(error, text, code)
@@ -103,7 +103,7 @@ class Answer:
 
 
 def error_record(error: BaseException, text: str, code: int) -> dict[str, Any]:
-    """An error as a JSON record."""
+    """Return an error as a JSON record."""
     return {"error": {"type": type(error).__name__.lstrip("_"), "message": text, "exit_code": code}}
 
 
@@ -111,13 +111,13 @@ def error_record(error: BaseException, text: str, code: int) -> dict[str, Any]:
 def answering(
     show_traceback: bool, *, json: bool = False, verbose: bool = True, terminable: bool = True
 ) -> Iterator[Answer]:
-    """Context of a command: every error becomes one sentence on standard error and exit code 1.
+    """Context for a command: turns every error into one sentence on standard error and exit code 1.
 
     Args:
-        show_traceback: Show where errors come from.
-        json: Answer with one JSON object. Whatever else is printed, by the code of a workload too, goes to standard error.
-        verbose: Answer a person with all that was found, and not with what fits on a screen.
-        terminable: End as by an interrupt where SIGTERM comes, unless whoever started this process has it ignored.
+        show_traceback: Print tracebacks.
+        json: Print one JSON object. All other output, including a workload's own, goes to standard error.
+        verbose: Print the complete text, not only what fits on a screen.
+        terminable: Handle SIGTERM like an interrupt, unless the parent process set it to be ignored.
     """
     global _coming
     answer, before = Answer(json, verbose), None
@@ -146,7 +146,7 @@ def answering(
 
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
-    """Send what is printed to standard error, also by child processes."""
+    """Redirect standard output to standard error, also for child processes."""
     sys.stdout.flush()
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(sys.stderr):
         with contextlib.suppress(OSError):  # closed
@@ -179,16 +179,16 @@ def _put_back(kept: int) -> None:
 
 
 class Commands(TyperGroup):
-    """The command group; prints usage errors as JSON when a command is asked for JSON."""
+    """The command group; prints usage errors as JSON if ``--json`` is given."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Parse the words of the command line into a context."""
+        """Parse the command line into a context."""
         self._wants_json = "--json" in args
         with self._misunderstood():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the words name."""
+        """Run the command that the command line names."""
         with self._misunderstood():
             return super().invoke(ctx)
 
@@ -197,7 +197,7 @@ class Commands(TyperGroup):
         try:
             yield
         except Exception as error:
-            # Typer's releases have a click of their own or another's: an error of either knows its code and says itself.
+            # Typer vendors click or imports it, depending on the release: errors of both have an exit code and print themselves.
             if (
                 self._wants_json
                 and getattr(error, "exit_code", None) == MISUNDERSTOOD
@@ -213,7 +213,7 @@ def folder_for(out: Path | None, command: str, workload: str, make: bool = True)
     from castwise.commands.jobs import make_folder
     from castwise.lab.workloads.workload import find_workload
 
-    name = find_workload(workload).name  # first, so that a wrong name makes no folder
+    name = find_workload(workload).name  # first, so that a wrong name creates no folder
     plain = re.sub(r"[^\w.-]+", "-", name)
     folder = out if out is not None else Path("runs") / f"{command}-{plain}"
     found = not make or folder.exists()
@@ -224,7 +224,7 @@ def folder_for(out: Path | None, command: str, workload: str, make: bool = True)
     except BaseException:
         with contextlib.suppress(OSError):
             if not found:
-                folder.rmdir()  # only where it is empty
+                folder.rmdir()  # only if it is empty
         raise
 
 
@@ -240,7 +240,7 @@ _PLAIN = {"±": "+-", "…": "...", "·": "-", "─": "-", "━": "-", "╺": "-
 
 
 def _plainly(error: UnicodeError) -> tuple[str, int]:
-    """Replacement for characters that an output's encoding lacks."""
+    """Return a replacement for characters that an output's encoding lacks."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
@@ -253,23 +253,23 @@ codecs.register_error(_PLAINLY, _plainly)
 def _console(stderr: bool = False) -> Console:
     from rich.console import Console
 
-    # Typer captures what goes through sys.stdout and sys.stderr as they are now, so no console is kept.
+    # Typer's test runner replaces sys.stdout and sys.stderr, so consoles are not cached.
     return Console(stderr=stderr)
 
 
 @contextlib.contextmanager
 def _reader() -> Iterator[None]:
-    """Print to a reader that may have closed the pipe, as ``head`` does: the command then ends silently."""
+    """Context for printing: if the reader has closed the pipe, as ``head`` does, the command ends silently."""
     try:
         yield
-    except (BrokenPipeError, SystemExit):  # rich makes the one of the other
+    except (BrokenPipeError, SystemExit):  # rich turns BrokenPipeError into SystemExit
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(FAILED) from None
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, as ``timeout``, Slurm and Docker send it; handled like an interrupt."""
+    """SIGTERM, sent by ``timeout``, Slurm and Docker; handled like an interrupt."""
 
 
 _coming: weakref.ref[_Terminated] | None = None
@@ -277,7 +277,7 @@ _coming: weakref.ref[_Terminated] | None = None
 
 def _terminate(*_signal: object) -> None:
     global _coming
-    if _coming is None or _coming() is None:  # timeout sends it to the process and to its group
+    if _coming is None or _coming() is None:  # timeout sends it to both the process and its group
         error = _Terminated()
         _coming = weakref.ref(error, _terminate_again)
         raise error
@@ -291,7 +291,7 @@ def _terminate_again(_gone: object) -> None:
 
 
 def _say(text: str) -> bool:
-    """Print an error; of several processes only the first to fail prints, with its rank. Whether this one has."""
+    """Print an error unless another process failed first; return whether this process printed."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from castwise.commands.jobs.processes import first_fault, started
 

@@ -1,6 +1,6 @@
-"""Jobs behind the commands: each joins workloads, measurement and reports, and prints nothing.
+"""Jobs behind the commands: each combines workloads, measurements and reports, and prints nothing.
 
-A job tells how far it is through a callback that takes :class:`Event` records.
+A job reports progress through a callback that takes :class:`Event` records.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Event:
     """Progress of one part of a job.
 
     Attributes:
-        stage: What is being done, such as ``training`` or ``memory``.
-        subject: What it is done to: usually a plan's name.
-        total: Units to do in all, such as steps; ``done == total`` is the last event of this stage and subject.
-        message: Something worth telling, such as why a plan was stopped; else empty.
+        stage: Name of the stage, such as ``training`` or ``memory``.
+        subject: Subject of the stage, usually a plan's name.
+        total: Total number of units, such as steps; ``done == total`` is the last event of this stage and subject.
+        message: Message to the user, such as why a plan was stopped; else empty.
     """
 
     stage: str
@@ -40,7 +40,7 @@ Progress = Callable[[Event], None]
 
 
 class _Broken(BaseException):
-    """A user's function failed; the cause has the details. No ``Exception``: those of a workload and of a plan are caught."""
+    """A user's progress function failed; see ``__cause__``. Not an ``Exception``, since jobs catch those."""
 
 
 def _tell(progress: Progress, event: Event) -> None:
@@ -52,12 +52,12 @@ def _tell(progress: Progress, event: Event) -> None:
 
 @contextlib.contextmanager
 def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Progress]:
-    """The progress callback of a job: the user's function, bars on standard error for True, nothing for False or None.
+    """Yield a job's progress callback: the user's function, bars on standard error for True, or no output.
 
-    What a user's function raises leaves the job as it is, so that it is not taken for a fault of a workload or a plan.
+    An error in the user's function propagates out of the job unchanged, and is not attributed to a workload or a plan.
 
     Raises:
-        PlanError: Something else.
+        PlanError: ``progress`` is something else.
     """
     if progress is True:
         from castwise.report.progress import bars
@@ -80,10 +80,10 @@ def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Pr
 
 
 def make_folder(folder: Path, call: str) -> None:
-    """Make the output folder before the work starts, so that no result is lost.
+    """Create the output folder before the work starts, so that no result is lost.
 
     Raises:
-        PlanError: It can be neither made nor written to; ``call`` is what the user gave it by.
+        PlanError: The folder cannot be created or written to; the message names ``call``, the user's argument.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``bench``: time, memory and loss of precision plans side by side."""
+"""``bench``: compares time, memory and loss of precision plans."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ from castwise.lab.workloads.workload import Workload, about_data, find_workload,
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
 
 PATIENCE_S, SLOWER = 60.0, 3.0
-"""A process hangs if it is silent for this many seconds, and for this many times as long as training all plans took here."""
+"""A process counts as hung if it is silent for this many seconds, and for this many times the training time of all
+plans."""
 PICTURE_SIDE = 128
-"""Pictures are thinned to at most this many rows and columns in the record."""
+"""Largest number of rows and columns of a picture in the record; larger pictures are thinned."""
 
 
 def bench(
@@ -56,37 +57,36 @@ def bench(
     hopeless: float = HOPELESS,
     progress: Progress | bool | None = None,
 ) -> BenchResult:
-    """Train a workload under several plans, in turns, and measure time, memory and loss of each.
+    """Train a workload under several plans, alternating between them, and measure time, memory and loss of each.
 
-    Every plan trains a copy of the model of its own from the same weights on the same batches, which shows what it learns.
-    Then it is started again several times, in a process of its own, and timed in rounds in which each plan runs a block of
-    steps while the others wait; batches are fetched outside of them. Inference is timed the same way, and memory measured in a
-    process per plan. A plan that the device cannot run, that is hopelessly slow or that fails gets a row that says so and
-    leaves the others alone.
+    First, each plan trains its own copy of the model, from the same weights on the same batches, to compare losses.
+    Then each plan is started several times, each time in a new process, and timed in interleaved rounds: each plan runs
+    a block of steps while the others wait. Fetching batches is not timed. Inference is timed the same way. Memory is
+    measured in one process per plan. A plan that the device cannot run, that is hopelessly slow or that fails gets a
+    row with the reason and does not affect the others.
 
     Args:
-        workload: A workload, or how to find one: ``sine``, ``file.py:attribute``.
-        plans: Presets, plans or plan files; ``fp32`` is put first if it is not among them.
-        device: By default the accelerator at hand, else the CPU.
+        workload: A workload, or its name: ``sine``, ``file.py:attribute``.
+        plans: Presets, plans or plan files; ``fp32`` is added first if it is missing.
+        device: By default the available accelerator, else the CPU.
         steps: Training steps per plan, at least 3.
         rounds: Interleaved timing rounds, over all starts.
-        starts: How often every plan is started to be timed; one start does not show what another would. 0: none is, and
-            the steps that show what a plan learns are timed, all plans in this process. A workload that cannot be sent to
-            another process is timed so too.
+        starts: Number of timed starts per plan; times vary between starts. With 0, and for a workload that cannot be
+            sent to another process, the training steps are timed instead, with all plans in this process.
         seed: Seed of weights and data.
         inference: Measure inference too.
         memory: Measure memory too.
-        hopeless: A plan whose first steps take this many times the baseline's is stopped.
-        progress: True shows what the command line shows, on standard error; a function is called with events.
+        hopeless: A plan is stopped if its first steps take this many times as long as the baseline's.
+        progress: True shows the command line's progress on standard error; a function is called with events.
 
     Returns:
         The result: ``.table()``, ``.save(folder)``.
 
     Raises:
-        PlanError: A plan that cannot be, or ``steps``, ``rounds`` or ``starts`` out of range.
-        DeviceError: No such device.
-        WorkloadError: A workload that cannot be found, or fails in fp32 at its first steps.
-        NonFiniteError: The loss is not finite in fp32 from the first step.
+        PlanError: A plan is invalid, or ``steps``, ``rounds`` or ``starts`` is out of range.
+        DeviceError: The device does not exist.
+        WorkloadError: The workload cannot be found, or fails in fp32 at its first steps.
+        NonFiniteError: The fp32 loss is non-finite from the first step.
     """
     if steps < WARMUP + 1 or rounds < 1 or starts < 0 or not hopeless > 1:
         raise PlanError(
@@ -173,7 +173,7 @@ class _Work:
             self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
 
     def _race(self, stage: str, runs: list[tuple[str, Runner]], total: int) -> dict[str, Lap]:
-        """Time runs against the first one, and report how many of their steps are done."""
+        """Time runs against the first run, and report how many of their steps are done."""
         counts = dict.fromkeys((name for name, _ in runs), 0)
         base = self.rows[0].name
 
@@ -185,7 +185,7 @@ class _Work:
 
         return race(
             runs, rounds=self.rounds, steps=self.per_round, device=self.device, warmup=WARMUP, on_block=on_block,
-            # without the baseline there is nothing to be hopeless against
+            # no baseline to compare with
             hopeless=self.hopeless if runs[0][0] == base else math.inf,
         )  # fmt: skip
 
@@ -209,10 +209,10 @@ class _Work:
             if picture is not None:
                 row.images = {key: _thin(value) for key, value in picture(model).items()}
 
-    # --- times in processes of their own ------------------------------------------------------------------
+    # --- times in separate processes ----------------------------------------------------------------------
 
     def time_apart(self, starts: int, inference: bool) -> None:
-        """Time training and inference in separate starts; keep the times of this process if that fails."""
+        """Time training and inference in separate starts; if that fails, keep the times of this process."""
         self.home.patience_s = max(PATIENCE_S, SLOWER * (time.monotonic() - self.begin))
         try:
             payload = delivered(self.home, self.spec or self.workload)
@@ -241,7 +241,7 @@ class _Work:
                 row.starts_s[kind] = [one.times_s for one in timed]
             elif kind is InferenceRun:
                 row.note(f"inference: {told(error, whole=False)}")
-            elif row is self.rows[0]:  # it has trained here
+            elif row is self.rows[0]:  # it trained in this process
                 raise not_there(self.spec or self.workload, error) from error
             else:
                 self._lost(row, error, first=False)
@@ -276,7 +276,7 @@ class _Work:
     def measure_memory(self) -> None:
         if self.device.type != "cpu":
             gc.collect()
-            torch.accelerator.empty_cache()  # what this process holds is not to be had by the next
+            torch.accelerator.empty_cache()  # memory that this process holds is not available to the next
         for row in self.rows:
             if not row.is_ok:
                 continue
@@ -291,7 +291,7 @@ class _Work:
     # --- results ------------------------------------------------------------------------------------------
 
     def _lost(self, row: Row, error: Exception, first: bool = True) -> None:
-        """Record that a plan ended with an exception; raises if it is the baseline's."""
+        """Record the exception that ended a plan; raises if the plan is the baseline."""
         if row is self.rows[0] and first:
             if isinstance(error, CastwiseError):
                 raise error

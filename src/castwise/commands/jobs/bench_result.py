@@ -1,4 +1,4 @@
-"""Results of a bench, as frozen data that turns into a table, JSON and a page."""
+"""Results of a bench: frozen dataclasses that convert to a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from castwise.lab.timing.memory import Memory
 from castwise.lab.timing.timing import Lap, speedup
 
 BEHIND = 0.1
-"""A plan is not recommended if its final loss is above the baseline's by this part of what that one gained."""
+"""A plan is not recommended if its final loss exceeds the baseline's by this fraction of the baseline's loss
+decrease."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per step of one plan over rounds, the speed against the baseline (None for itself), and all times by start.
+    """Seconds per step of a plan, its speedup over the baseline (None for the baseline), and all times by start.
 
-    Where all plans were timed in one process there is one start, and None in rounds that a plan did not run.
+    If all plans were timed in one process, there is one start, with None in rounds that the plan did not run.
     """
 
     step: stats.Summary
@@ -37,17 +38,17 @@ class PlanResult:
     """Results of one plan.
 
     Attributes:
-        name: A preset, the folder or file that the plan was read from, or the plan in words.
+        name: The preset, the plan's folder or file, or a description of the plan.
         plan: The plan on one line, as ``Plan.parse`` reads it.
         status: ``ok``; ``stopped`` (hopeless); ``unsupported`` (the device or model cannot run it); ``failed``.
-        reason: Why it is not ``ok``, in a sentence; else empty.
-        training: Times of training steps, where there were enough.
-        inference: Times of inference calls, where they were asked for and worked.
-        memory: Peaks and saved bytes, where they were asked for and could be measured.
-        notes: What else went wrong, in sentences.
-        skipped_steps: Steps not taken since gradients were not finite.
-        final_loss_difference: Of the last loss from the baseline's.
-        metrics: What ``workload.evaluate`` says of the trained model.
+        reason: Why the status is not ``ok``, in a sentence; else empty.
+        training: Times of training steps, if there were enough.
+        inference: Times of inference calls, if requested and successful.
+        memory: Peak memory and saved bytes, if requested and measurable.
+        notes: Other problems, in sentences.
+        skipped_steps: Number of steps skipped because of non-finite gradients.
+        final_loss_difference: Last loss minus the baseline's.
+        metrics: Result of ``workload.evaluate`` for the trained model.
     """
 
     name: str
@@ -67,7 +68,7 @@ class PlanResult:
 
     @property
     def speedup(self) -> stats.Ratio | None:
-        """Speed of training over the baseline's."""
+        """Speedup of training over the baseline."""
         return self.training.speedup if self.training is not None else None
 
 
@@ -76,13 +77,13 @@ class BenchResult(Result):
     """Plans side by side on one workload and one machine.
 
     Attributes:
-        baseline: Name of the plan that the others are compared with.
-        steps: Training steps each plan took.
-        rounds: Interleaved rounds the times come from, over all starts.
-        starts: How often each plan was started to be timed, in a process of its own; 0 where all were timed in one process.
-        plans: A row per plan, in the order given, the baseline first if it was added.
-        images: ``target`` and a prediction per plan, rows of numbers, for workloads that have a picture.
-        notes: What else is to be known of all plans, in sentences.
+        baseline: Name of the baseline plan.
+        steps: Number of training steps per plan.
+        rounds: Number of interleaved timing rounds, over all starts.
+        starts: Number of timed starts per plan, each in a new process; 0 if all plans were timed in one process.
+        plans: One row per plan, in the order given; a baseline that was added comes first.
+        images: For workloads with pictures: ``target`` and one prediction per plan, as rows of numbers.
+        notes: Notes that concern all plans, in sentences.
     """
 
     kind: ClassVar[str] = "bench"
@@ -100,25 +101,25 @@ class BenchResult(Result):
 
     @property
     def behind(self) -> tuple[str, ...]:
-        """Plans whose loss fell visibly less than the baseline's in the same steps, or is not finite."""
+        """Plans whose loss fell visibly less than the baseline's in the same number of steps, or is non-finite."""
         base = next(row.losses for row in self.plans if row.name == self.baseline)
         return tuple(row.name for row in self.plans if row.status == "ok" and _learned_less(row.losses, base))
 
     @property
     def best(self) -> str | None:
-        """The recommended plan; None if no plan that learns as well as the baseline is measurably faster."""
+        """The recommended plan: as good a loss as the baseline and measurably faster; None if there is no such plan."""
         return next(iter(self._best()), None)
 
     @property
     def level_with_best(self) -> tuple[str, ...]:
-        """Other plans faster than the baseline whose speed is indistinguishable from the best."""
+        """Other plans that are faster than the baseline and indistinguishable in speed from the best."""
         return self._best()[1:]
 
     def _best(self) -> tuple[str, ...]:
-        """The best plan and those level with it.
+        """The best plan and the plans level with it.
 
-        Of those that the rounds do not tell from the fastest, the first that was asked for is the best: on a second run the
-        fastest may be another, the answer should not.
+        Among the plans indistinguishable in speed from the fastest, the first given is the best: another run may have
+        another fastest plan, but should give the same answer.
         """
         behind = self.behind
         sound = (row for row in self.plans if row.status == "ok" and row.name not in behind)
@@ -147,11 +148,11 @@ class BenchResult(Result):
         """Write the record, the page and its plots.
 
         Args:
-            folder: Where to; made if it does not exist.
+            folder: Output folder; created if it does not exist.
 
         Returns:
-            Paths of the files: ``bench.html`` first, then ``bench.json`` and the pictures; where matplotlib or Jinja is
-            missing no page and pictures, and a warning says so.
+            Paths of the files: ``bench.html`` first, then ``bench.json`` and the pictures. Without matplotlib or Jinja,
+            the page and pictures are left out with a warning.
         """
         return self._save(Path(folder) / "bench.html", Path(folder) / "bench.json")
 
@@ -169,7 +170,7 @@ def _slowness(row: PlanResult) -> float:
 
 
 def _are_level(one: PlanResult, other: PlanResult) -> bool:
-    """Whether the times of two plans do not show which is faster."""
+    """Whether two plans are indistinguishable in speed."""
     assert one.training is not None
     assert other.training is not None
     mine, others = one.training.starts_s, other.training.starts_s

@@ -1,4 +1,4 @@
-"""Plans while a bench is running: their names and measurements so far."""
+"""State of a running bench: the plans, their names and the measurements so far."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ BASELINE = "fp32"
 
 @dataclass
 class Row:
-    """A plan while the bench is running.
+    """State of one plan in a running bench.
 
     Attributes:
-        plan: What it trains by.
-        result: What is known of it.
-        run: Its training in this process, while it lasts.
+        plan: The plan.
+        result: The result so far.
+        run: The training in this process, while it runs.
         training: Times of that training.
         inference: Times of inference in this process.
-        starts_s: Times in processes of its own, by start and round, of training and of inference.
-        images: What the trained model shows, thinned.
+        starts_s: Times of training and inference in separate processes, by start and round.
+        images: Pictures from the trained model, thinned.
     """
 
     plan: Plan
@@ -46,7 +46,7 @@ class Row:
 
     @classmethod
     def of(cls, name: str, plan: Plan) -> Self:
-        """A plan without measurements."""
+        """Create a row without measurements."""
         return cls(plan, PlanResult(name, str(plan), plan.digest, "ok"))
 
     @property
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the plan has not failed so far."""
+        """Whether the plan's status is ``ok`` so far."""
         return self.result.status == "ok"
 
     def found(self, **changes: Any) -> None:
@@ -69,7 +69,7 @@ class Row:
 
 
 def rows_of(plans: Iterable[Any]) -> list[Row]:
-    """A row for each given plan, the baseline's first."""
+    """Create one row per plan, the baseline first."""
     if isinstance(plans, (str, Plan, torch.dtype)):
         plans = (plans,)
     rows: dict[str, Row] = {}
@@ -94,7 +94,7 @@ def _name(given: object, plan: Plan) -> str:
 
 
 def started(rows: list[Row], kind: Kind) -> list[Timing | None]:
-    """Times by start of each row, and its speed over the first row's."""
+    """For each row, the times by start and the speedup over the first row."""
     times = [row.starts_s.get(kind, []) for row in rows]
     ratios = stats.restarts(times)
     return [
@@ -110,7 +110,7 @@ def started(rows: list[Row], kind: Kind) -> list[Timing | None]:
 
 
 def in_turns(lap: Lap | None, base: Lap | None, is_base: bool) -> Timing | None:
-    """Times of a plan that alternated with the baseline in one process; None if it ended early."""
+    """Times of a plan that alternated with the baseline in one process; None if the plan ended early."""
     if lap is None or lap.done:
         return None
     ratio = speedup(base, lap) if base is not None and not is_base else None

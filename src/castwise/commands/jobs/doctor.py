@@ -1,4 +1,4 @@
-"""``doctor``: how fast a device is in each format, and what limits a workload on it."""
+"""``doctor``: measures the speed of a device in each format, and finds what limits a workload on it."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = ["Bottleneck", "DoctorResult", "WorkloadReport", "bottlenecks", "docto
 
 PLANS = ("fp32", "bf16-mixed", "fp16-mixed")
 SLOW = 3.0
-"""A plan that takes this many times fp32's time, by a step or by what its operators take, is not timed any further."""
+"""A plan is not timed further if its step or its operators take this many times as long as in fp32."""
 STARTS, ROUNDS = 3, 6
-"""Starts of all plans, and rounds of steps in each."""
+"""Number of starts per plan, and of rounds per start."""
 DATA = 0.1
-"""From this share of data loading in data plus step on, the report names it."""
+"""The report names data loading if it takes at least this share of data loading plus step."""
 DISPATCH = 0.3
-"""From this share of a step spent on launching operators on, formats matter little."""
+"""If launching operators takes at least this share of a step, formats matter little."""
 OUTSIDE = 0.3
 BUSY = 0.3
-"""From this load per core on, other processes disturb the measurement."""
+"""At or above this load per core, other processes disturb the measurement."""
 
 
 def doctor(
@@ -56,27 +56,27 @@ def doctor(
     """Measure a device, and find what limits a workload on it.
 
     Args:
-        workload: A workload, or how to find one; None looks at the device alone.
-        device: By default the accelerator at hand, else the CPU.
-        seed: Of the workload's weights and data.
-        small: Measure small sizes: in a second instead of some ten, and rough.
-        progress: True shows what the command line shows, on standard error; a function is called with events.
+        workload: A workload, or its name; None measures only the device.
+        device: By default the available accelerator, else the CPU.
+        seed: Seed of the workload's weights and data.
+        small: Measure small sizes: takes about 1 s instead of 10 s, and is less accurate.
+        progress: True shows the command line's progress on standard error; a function is called with events.
 
     Returns:
-        The result: ``.table()``, ``.to_json()``. What it says of formats for a workload comes from steps of that workload,
-        in fp32 and by one-line autocast, and what it says of the device from single operators.
+        The result: ``.table()``, ``.to_json()``. Its figures for a workload come from steps of that workload, in fp32
+        and under plain autocast; its figures for the device come from single operators.
 
     Raises:
-        DeviceError: No such device.
-        WorkloadError: A workload that cannot be found or does not train.
-        NonFiniteError: Its first loss is not finite.
+        DeviceError: The device does not exist.
+        WorkloadError: The workload cannot be found or does not train.
+        NonFiniteError: The workload's first loss is non-finite.
     """
     where = find_device("doctor", device, default_device_type())
-    notes = _busy(where)  # before this process makes a load itself
+    notes = _busy(where)  # before this process adds load itself
     found = find_workload(workload) if isinstance(workload, str) else workload
     with heard(progress) as tell:
         profile = None
-        if found is not None:  # first, since what is wrong with it should not be told after half a minute
+        if found is not None:  # first, to report a faulty workload at once and not after half a minute
             tell(Event("workload", found.name, 0, 1))
             with users_code(f"workload {found.name!r} fails in fp32"):
                 profile = profile_steps(found, where, seed=seed)
@@ -102,7 +102,7 @@ def doctor(
 
 
 def _busy(device: torch.device) -> tuple[str, ...]:
-    """A note if other processes use the CPU, since stalls that slow all formats hide differences between them."""
+    """A note if other processes use the CPU, since that load slows all formats and hides their differences."""
     if device.type != "cpu" or not hasattr(os, "getloadavg"):
         return ()
     return _load_note(os.getloadavg()[0], environment(device).cores)
@@ -121,7 +121,7 @@ def _load_note(load: float, cores: int) -> tuple[str, ...]:
 
 
 def grades(rates: Sequence[Rate], device_type: str) -> tuple[FormatGrade, ...]:
-    """A grade per measured format except fp32; also for bf16 and fp16 if the device cannot run them."""
+    """A grade per measured format except fp32; includes bf16 and fp16 even if the device cannot run them."""
     _, cannot = variants(device_type)
     names = dict.fromkeys(rate.format for rate in rates if rate.format != "fp32")
     lacks = [FormatGrade(v.name, "avoid", reason) for v, reason in cannot if v.dtype != torch.float32]
@@ -129,7 +129,7 @@ def grades(rates: Sequence[Rate], device_type: str) -> tuple[FormatGrade, ...]:
 
 
 def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> dict[str, str]:
-    """Reasons, by plan, not to run a workload's step: the device lacks the format, or its operators are far too slow."""
+    """By plan, the reason not to run a workload's step: the format is missing, or its operators are too slow."""
     _, cannot = variants(device_type)
     lacks = {variant.name: reason for variant, reason in cannot}
     out = {}
@@ -146,7 +146,7 @@ def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> d
 def step_rates(
     workload: Workload, device: torch.device, out: Mapping[str, str], seed: int, starts: int, tell: Progress
 ) -> tuple[StepRate, ...]:
-    """Time a workload's steps under each of ``PLANS`` as a bench does; ``out`` lists plans not run, with the reason."""
+    """Time a workload's steps under each of ``PLANS`` as in a bench; ``out`` maps plans not to run to reasons."""
     rounds = starts * ROUNDS
     result = bench(
         workload, [plan for plan in PLANS if plan not in out], device=device, steps=WARMUP + rounds, rounds=rounds, starts=starts,
@@ -166,8 +166,8 @@ def step_rates(
 def by_operators(profile: StepProfile, rates: Sequence[Rate], plan: str) -> float:
     """Lower bound on the time of a step in a plan's format relative to fp32, from the rates of its operators.
 
-    What is neither a matrix product nor a convolution counts as in fp32, and so does what has no rate; of an interval the
-    high end counts.
+    Operators other than matrix products and convolutions, and operators without a rate, count as in fp32. Of an
+    interval, the high end counts.
     """
     format = PRESETS[plan].compute
     best: dict[str, float] = {}
@@ -182,11 +182,11 @@ def by_operators(profile: StepProfile, rates: Sequence[Rate], plan: str) -> floa
 
 
 def bottlenecks(profile: StepProfile, rates: Sequence[Rate]) -> tuple[Bottleneck, ...]:
-    """What limits a workload, most important first; empty if nothing stands out.
+    """The bottlenecks of a workload, most important first; empty if nothing stands out.
 
     Args:
-        profile: Where a step's time goes.
-        rates: What the device reached.
+        profile: Time profile of a step.
+        rates: Measured rates of the device.
     """
     found = [_data(profile), _dispatch(profile), _outside(profile, rates)]
     return tuple(one for one in found if one is not None)

@@ -1,4 +1,4 @@
-"""Results of the doctor, as frozen data that turns into tables and JSON."""
+"""Results of the doctor: frozen dataclasses that convert to tables and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from castwise.lab.timing.rates import Bandwidth, FormatGrade, Grade, Rate
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """One thing that limits a workload, with its numbers by name and a remedy.
+    """A bottleneck of a workload, with its figures by name and a remedy.
 
     Attributes:
         what: ``data``, ``dispatch``, or ``outside matrix units``.
@@ -31,14 +31,14 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class StepRate:
-    """A training step under a plan.
+    """Time of a training step under a plan.
 
     Attributes:
         plan: A preset's name.
-        time: Per step, None where it was not timed to the end.
-        speedup: Over fp32; None for fp32, and where it was not timed to the end.
-        grade: None for fp32.
-        reason: Why it was not timed to the end; else empty.
+        time: Time per step; None if timing was not completed.
+        speedup: Speedup over fp32; None for fp32, or if timing was not completed.
+        grade: Grade of the format; None for fp32.
+        reason: Why timing was not completed; else empty.
     """
 
     plan: str
@@ -50,9 +50,9 @@ class StepRate:
 
 @dataclass(frozen=True)
 class WorkloadReport:
-    """How fast a workload's step is in each format, and what limits it in fp32.
+    """Speed of a workload's step in each format, and its bottlenecks in fp32.
 
-    There are no bottlenecks if nothing that a doctor knows limits it.
+    The bottlenecks are empty if none of the known kinds applies.
     """
 
     name: str
@@ -66,7 +66,7 @@ class WorkloadReport:
 class DoctorResult(Result):
     """Measurements of a device, and optionally of a workload on it.
 
-    There is a rate for every operator in every format that runs, and a grade on every format other than fp32; notes are
+    There is a rate for every operator in every format that runs, and a grade for every format except fp32. Notes are
     sentences about the measurement itself.
     """
 

@@ -1,4 +1,4 @@
-"""Sentences that name the cause of a failed training."""
+"""Messages that name the cause of a failed training."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from castwise.lab.workloads.workload import Workload
 
 @contextlib.contextmanager
 def calls(workload: Workload, what: str) -> Iterator[None]:
-    """Name the workload's function that failed, such as ``model()``.
+    """Context for calling a workload's function: an error names the function, such as ``model()``.
 
     Raises:
-        WorkloadError: For any error that is not castwise's own.
+        WorkloadError: The function raised an error that is not castwise's own.
     """
     try:
         yield

@@ -30,31 +30,31 @@ TOOLS: Mapping[str, str] = {
     "compare": "castwise.lab.inspect.compare:compare",
     "forecast": "castwise.lab.inspect.forecast:forecast",
 }
-"""Name -> function, in the order that they run in: what is not finite explains what the others say."""
+"""Functions by tool name, in running order; non-finite values come first, since they explain the other results."""
 
 
 class ToolResult(Protocol):
-    """Result of a tool."""
+    """Interface of a tool's result."""
 
     def table(self, *, verbose: bool) -> RenderableType:
-        """Text for a person: all of it, or the answer and what supports it."""
+        """Text for a person: complete, or the answer with its evidence."""
 
     def to_dict(self) -> dict[str, Any]:
         """Data for a program."""
 
     def save(self, folder: Path) -> Any:
-        """Write the record and the page; returns the page's path, or the paths of all files."""
+        """Write the record and the page, and return the page's path or the paths of all files."""
 
 
 @dataclass(frozen=True)
 class InspectResult:
-    """Results of the tools.
+    """Results of all tools.
 
     Attributes:
-        workload: Its name.
-        plan: That was looked at.
-        results: By tool.
-        failed: Tools that could not do their work, and why.
+        workload: Name of the workload.
+        plan: The inspected plan.
+        results: Results by tool.
+        failed: Tools that failed, and why.
     """
 
     workload: str
@@ -74,7 +74,7 @@ class InspectResult:
         }
 
     def table(self, *, verbose: bool = True) -> RenderableType:
-        """The results of all tools for ``rich.print``: all of them, or what fits on a screen."""
+        """The results of all tools for ``rich.print``: complete, or what fits on a screen."""
         from rich.console import Group
         from rich.rule import Rule
         from rich.text import Text
@@ -86,7 +86,7 @@ class InspectResult:
         return Group(*parts)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write each tool's record and page into a folder; returns the paths of the files."""
+        """Write each tool's record and page into a folder, and return the paths of the files."""
         for name, result in self.results.items():
             with left_out(f"{name}.html"):
                 result.save(folder)
@@ -108,20 +108,21 @@ def inspect(
     """Examine a workload's numerics under a plan.
 
     Args:
-        workload: A workload, or how to find one.
-        only: Tools to run, of :data:`TOOLS`.
-        plan: To look at. ``forecast`` takes it for whose casts it assumes; one that computes in fp32 alone leaves that its default.
-        against: What ``compare`` compares it with.
-        formats: Those that ``forecast`` is asked about; by default all that it knows.
-        device: By default the accelerator at hand, else the CPU.
-        seed: Of weights, data and random draws.
-        progress: True shows on standard error which tool runs; a function is called with events.
+        workload: A workload, or its name.
+        only: Tools to run, from :data:`TOOLS`.
+        plan: Plan to inspect. ``forecast`` assumes the casts of this plan, or its own default if the plan computes only
+            in fp32.
+        against: Plan that ``compare`` compares it with.
+        formats: Formats for ``forecast``; by default all.
+        device: By default the available accelerator, else the CPU.
+        seed: Seed of weights, data and random draws.
+        progress: True shows the running tool on standard error; a function is called with events.
 
     Returns:
-        What each found. Where several are asked for, one that cannot do its work leaves the others alone.
+        The result of each tool. If several tools run, a failure of one does not affect the others.
 
     Raises:
-        PlanError: A tool that does not exist.
+        PlanError: A tool does not exist.
         CastwiseError: The workload cannot be found or run, or the only tool failed.
     """
     chosen, other = as_plan(plan), as_plan(against)
@@ -146,7 +147,7 @@ def inspect(
             "compare": lambda run: run(model, found.loss, batch, other, chosen, device=where, seed=seed),
             "forecast": lambda run: run(
                 model, found.loss, found.batches, optimizer=found.optimizer, device=where, seed=seed,
-                **({} if chosen.formats.isdisjoint(LOW) else {"plan": chosen}),  # else its own: fp32 casts nothing
+                **({} if chosen.formats.isdisjoint(LOW) else {"plan": chosen}),  # else the tool's default: fp32 casts nothing
                 **({"formats": tuple(formats)} if formats else {}),
             ),
         }  # fmt: skip

@@ -20,12 +20,12 @@ class Journal:
     """Log of a running training: JSON lines and, if TensorBoard is installed, its events.
 
     Args:
-        out: Folder; what an earlier training left in it is taken away.
-        steps_before: Steps of that training which this one continues; what was recorded of them stays.
+        out: Output folder; files of an earlier training in it are removed.
+        steps_before: Number of steps of an earlier training that this one continues; their records are kept.
 
     Attributes:
-        files: Names of what is written.
-        earlier: The lines of ``metrics.jsonl`` that stayed.
+        files: Names of the written files.
+        earlier: The lines of ``metrics.jsonl`` that were kept.
     """
 
     def __init__(self, out: Path, steps_before: int = 0) -> None:
@@ -45,7 +45,7 @@ class Journal:
         kept.replace(self._lines_path)
         if not self._steps_before:
             for old in self._events.glob("events.out.tfevents.*"):
-                old.unlink()  # TensorBoard would draw an earlier training into the same curve
+                old.unlink()  # TensorBoard would draw both trainings as one curve
         with left_out("the log for TensorBoard"):
             from torch.utils.tensorboard import SummaryWriter
 
@@ -56,7 +56,7 @@ class Journal:
         return self
 
     def _still_true(self) -> list[dict[str, Any]]:
-        """Lines of the earlier run that are still valid: a killed process may leave half a line or lines of lost steps."""
+        """The still valid lines of the earlier run: a killed process may leave half a line, or lines of lost steps."""
         rows: list[dict[str, Any]] = []
         if self._steps_before and self._lines_path.is_file():
             for line in self._lines_path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -84,8 +84,8 @@ class Journal:
                 self._board.add_scalar(f"final/{key}", value, step)
 
     def flush(self) -> None:
-        """Flush the files for readers."""
-        self._lines.flush()  # to the system, so that a process that is killed loses nothing
+        """Flush the files."""
+        self._lines.flush()  # to the operating system, so that a killed process loses nothing
 
     @interrupts_wait()
     def __exit__(

@@ -20,7 +20,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 """Orders in which a pipeline runs its microbatches."""
 _ALLOWED = "single, dp2, fsdp2, tp2, pp2 and products of them such as dp2xtp2"
 _MESH_ORDER = ("pp", "dp", "fsdp", "tp")
-"""Outermost first: ranks that talk most, those of tensor parallelism, are neighbours."""
+"""Mesh dimensions, outermost first: tensor-parallel ranks communicate most, so they are neighbours."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Layout:
     """Sizes of the parallel dimensions; 1 where a dimension is unused.
 
     Attributes:
-        dp: Replicas, each on a slice of the batch, whose gradients are averaged.
-        fsdp: Processes among which FSDP2 shards parameters, gradients and optimizer state; each has a slice of the
-            batch too. With ``dp`` the shards are replicated (hybrid sharding).
-        tp: Pieces that layers are cut into.
-        pp: Processes that have a stage of the model each.
+        dp: Number of replicas; each gets a slice of the batch, and their gradients are averaged.
+        fsdp: Number of processes over which FSDP2 shards parameters, gradients and optimizer state; each also gets a
+            slice of the batch. With ``dp`` the shards are replicated (hybrid sharding).
+        tp: Number of pieces that layers are split into.
+        pp: Number of pipeline processes, each with a part of the model.
     """
 
     dp: int = 1
@@ -59,7 +59,7 @@ class Layout:
         """Parse a layout such as ``dp2xtp2``; the order of the parts does not matter.
 
         Raises:
-            PlanError: Anything else.
+            PlanError: The text is not a layout.
         """
         sizes: dict[str, int] = {}
         if not text.strip("x"):
@@ -97,10 +97,10 @@ class Layout:
 
     @property
     def shards(self) -> bool:
-        """Whether ``fully_shard`` reduces the gradients of data-parallel ranks.
+        """Whether ``fully_shard`` reduces gradients over data-parallel ranks.
 
-        DistributedDataParallel takes no parameters that tensor parallelism has cut, and cannot be asked for the shapes
-        that a pipeline needs; there ``fully_shard`` replicates, with shards of one process.
+        DistributedDataParallel rejects tensor-parallel parameters and cannot provide the shapes that a pipeline needs;
+        in these cases ``fully_shard`` replicates, with shards of one process.
         """
         return self.fsdp > 1 or (self.dp > 1 and self.tp * self.pp > 1)
 
@@ -108,7 +108,7 @@ class Layout:
         """Raise if the number of started processes differs from the layout's.
 
         Raises:
-            PlanError: With the command that starts the right number.
+            PlanError: The numbers differ; the message gives the command that starts the right number.
         """
         if world_size != self.world_size:
             needs = self.world_size
@@ -133,18 +133,18 @@ class Layout:
         return Coordinate(**found)
 
     def slice_of(self, rank: int) -> int:
-        """Index of the slice of the batch that a rank takes, from 0 to ``data_ranks - 1``."""
+        """Index of a rank's slice of the batch, from 0 to ``data_ranks - 1``."""
         place = self.place(rank)
         return place.dp * self.fsdp + place.fsdp
 
 
 def slice_batch(batch: Any, index: int, parts: int, layout: Layout) -> Any:
-    """One data-parallel rank's equal share of a batch, the ``index``-th of ``parts``.
+    """Return the ``index``-th of ``parts`` equal slices of a batch.
 
-    Tensors are cut along their first dimension, into views; those without one stay whole.
+    Tensors are split along their first dimension, into views; 0-dim tensors stay whole.
 
     Raises:
-        WorkloadError: A first dimension that ``parts`` does not divide.
+        WorkloadError: A first dimension is not divisible by ``parts``.
     """
     if parts == 1:
         return batch
@@ -167,7 +167,7 @@ def check_microbatches(microbatches: int, schedule: str, layout: Layout) -> None
     """Raise if a schedule cannot run this number of microbatches per step.
 
     Raises:
-        PlanError: With the numbers that it can.
+        PlanError: It cannot; the message gives the numbers that it can run.
     """
     said = f"microbatches={microbatches} with schedule {schedule!r} and layout {layout}"
     if microbatches < 1:
@@ -182,7 +182,7 @@ def check_splits(value: Any, microbatches: int, layout: Layout) -> None:
     """Raise if microbatches do not divide a pipeline's inputs and targets evenly, which would weight losses unequally.
 
     Raises:
-        WorkloadError: Naming the shape.
+        WorkloadError: They do not; the message names the shape.
     """
     for tensor in tensors_in(value):
         if tensor.dim() and tensor.shape[0] % microbatches:

@@ -1,4 +1,4 @@
-"""The part of a model that one process trains under a layout: all of it, a shard, pieces of its layers, or stages."""
+"""The part of a model that a process trains under a layout: the whole model, a shard, pieces of layers, or stages."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Parts(Protocol):
     """The prepared part of a model that a process trains.
 
     Attributes:
-        modules: What it holds of the model.
+        modules: The modules that this process holds.
         optimizers: One per module.
-        whole: The model, where this process can run all of it by itself.
+        whole: The whole model, if this process can run it alone; else None.
     """
 
     amp: Amp
@@ -36,10 +36,10 @@ class Parts(Protocol):
     whole: nn.Module | None
 
     def backward(self, batch: Any) -> Tensor | None:
-        """Compute gradients of this data-parallel rank's share of the batch, on its device.
+        """Compute gradients of this data-parallel rank's slice of the batch, on its device.
 
         Returns:
-            The loss of the share, detached; None on a process that does not come to know it.
+            The detached loss of the slice; None on a process that does not compute it.
         """
 
     def weights(self) -> dict[str, Any] | None:
@@ -50,7 +50,7 @@ def check_workload(workload: Workload, layout: Layout) -> None:
     """Raise if a workload does not define how a layout divides it.
 
     Raises:
-        WorkloadError: A field is missing; says what to write.
+        WorkloadError: A field is missing; the message says what to write.
     """
     if layout.tp > 1 and workload.shards is None:
         raise WorkloadError(
@@ -67,7 +67,7 @@ def check_workload(workload: Workload, layout: Layout) -> None:
 
 
 def blocks_of(workload: Workload, model: nn.Module) -> list[nn.Module]:
-    """The modules of a model, not yet sharded, that FSDP2 shards as separate groups."""
+    """The modules of an unsharded model that FSDP2 shards as separate groups."""
     if workload.blocks is None:
         return list(_members(model))
     with calls(workload, "blocks(model)"):
@@ -93,9 +93,9 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], amp: Amp, ranks: Train
 
 
 def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:
-    """The fp32 state dict of a model or a stage, on the CPU, with whole tensors in place of shards, and tied weights tied.
+    """The fp32 state dict of a model or stage, on the CPU, with shards gathered and tied weights tied.
 
-    All ranks that share it must call; those that do not ``keep`` it only help and get nothing.
+    Collective over the ranks that share the model or stage; ranks with ``keep=False`` get an empty dict.
     """
     from torch.distributed.tensor import DTensor
 
@@ -111,7 +111,7 @@ def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 class Whole:
-    """A model that each process runs completely: alone, replicated, sharded, or with its layers already cut."""
+    """A model that each process runs from end to end: alone, replicated, sharded, or with its layers already split."""
 
     def __init__(self, workload: Workload, amp: Amp, model: nn.Module, ranks: TrainingRanks) -> None:
         self.amp = amp
@@ -154,7 +154,7 @@ class Whole:
 
 
 def build_whole(workload: Workload, ranks: TrainingRanks, seed: int) -> nn.Module:
-    """Build the whole model with equal weights on every rank, its layers cut if the layout asks for it."""
+    """Build the whole model with equal weights on all ranks, and split its layers if the layout is tensor-parallel."""
     with calls(workload, "model()"):
         model = build_model(workload, ranks.device, seed)
     if ranks.layout.tp > 1:

@@ -1,4 +1,4 @@
-"""The processes of a training: started by torchrun, joined into a group and a device mesh."""
+"""The processes of a training, started by torchrun and joined into a process group and a device mesh."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def started() -> tuple[int, int]:
-    """This process's rank and the number of processes, by the process group or torchrun's environment."""
+    """This process's rank and the number of processes, from the process group or torchrun's environment."""
     if running():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class TrainingRanks(Ranks):
-    """The processes of one training, from the view of one of them.
+    """The process's own rank and device mesh in a training.
 
-    Its mesh has those of the dimensions pp, dp, fsdp and tp that the layout has; a single process has none.
+    The mesh has the layout's dimensions, out of pp, dp, fsdp and tp; a single process has no mesh.
     """
 
     def __init__(self, layout: Layout, device: torch.device, mesh: DeviceMesh | None = None) -> None:
@@ -48,12 +48,12 @@ class TrainingRanks(Ranks):
         return self.rank == 0
 
     def of(self, *names: str) -> Any:
-        """The mesh of some dimensions, such as ``tp``."""
+        """The submesh of some dimensions, such as ``tp``."""
         assert self.mesh is not None
         return self.mesh[names if len(names) > 1 else names[0]]
 
     def add_up(self, figures: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, on the CPU; synchronises with the device."""
+        """Sum a tensor over all processes and return it on the CPU; synchronises with the device."""
         here = figures.to(self.device)
         if self.size > 1:
             dist.all_reduce(here)
@@ -64,15 +64,15 @@ class TrainingRanks(Ranks):
 def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]]:
     """Context with the process group of the processes that torchrun started.
 
-    A group that is there already is used and left as it is; else one is made, gloo on the CPU and NCCL on CUDA, and ended
-    afterwards. Nothing happens in a process that was started by itself.
+    An existing group is used and kept. Otherwise a group is created, gloo on the CPU and NCCL on CUDA, and destroyed
+    afterwards. A process that was started alone creates no group.
 
     Args:
-        device: Where to compute; on CUDA without an index each process takes that of its ``LOCAL_RANK``.
-        call: The caller, for errors.
+        device: Device to compute on; for CUDA without an index, each process uses its ``LOCAL_RANK`` as the index.
+        call: Name of the caller, for error messages.
 
     Yields:
-        This process's rank, and its device.
+        This process's rank and device.
 
     Raises:
         DeviceError: A device that cannot be had by all processes.
@@ -95,9 +95,9 @@ def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]
         except (RuntimeError, ValueError) as error:
             raise StateError(f"{call}: rank {rank} of {world} cannot reach the others: {error}") from error
     yield rank, device
-    # Not after an error: ending a group waits for ranks that may be gone, and the process ends anyway.
+    # Not after an error: destroying a group waits for ranks that may be gone, and the process ends anyway.
     if ours:
-        dist.barrier()  # gloo aborts more often where a rank leaves while others still talk
+        dist.barrier()  # gloo aborts more often if a rank leaves while others still communicate
         dist.destroy_process_group()
 
 
@@ -106,7 +106,7 @@ def join(layout: Layout | str | None, device: torch.device) -> Iterator[Training
     """Initialise the processes of a training; without a layout they are all data-parallel.
 
     Raises:
-        PlanError: A layout that cannot be, or whose size is not the number of processes.
+        PlanError: The layout is invalid, or its size is not the number of processes.
         DeviceError: A device that cannot be had by all processes.
         StateError: The other processes cannot be reached.
     """
@@ -150,11 +150,11 @@ def _own_device(device: torch.device, call: str) -> torch.device:
 def first_fault(text: str) -> str:
     """Report an error to the other processes, and return the first error that occurred on any of them.
 
-    When a rank fails, the others fail too, in the middle of talking to it; what they say is noise. The store that
-    torchrun gives all ranks keeps the first sentence.
+    When a rank fails, the others fail too, while communicating with it, and their errors are noise. torchrun's shared
+    store keeps the first error.
 
     Returns:
-        ``text``, with this rank's name where there are several; or the sentence of the rank that failed first.
+        ``text``, with this rank's number if there are several ranks; or the error of the rank that failed first.
     """
     rank, world = started()
     if world == 1:
@@ -168,6 +168,6 @@ def first_fault(text: str) -> str:
             env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, wait_for_workers=False, timeout=wait
         )
         said = store.compare_set(f"castwise/fault/{attempt}", "", mine)
-    except (KeyError, RuntimeError, ValueError):  # the store is gone, or was never there
+    except (KeyError, RuntimeError, ValueError):  # the store is gone or never existed
         return mine
     return said.decode() if isinstance(said, bytes) else str(said)

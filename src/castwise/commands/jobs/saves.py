@@ -11,9 +11,9 @@ from castwise.errors import CheckpointError
 
 
 class Saves:
-    """The checkpoints of one training, in a folder of their own: one ``every`` so many steps, none for 0.
+    """The checkpoints of one training, in their own folder: one every ``every`` steps; none for 0.
 
-    With ``resume`` it goes on from the newest, which has to be of the same workload and seed.
+    With ``resume`` the training continues from the newest checkpoint, which must be of the same workload and seed.
     """
 
     def __init__(self, folder: Path, workload: str, seed: int, every: int, resume: bool) -> None:
@@ -23,10 +23,10 @@ class Saves:
         self._last: checkpoint.Saving | None = None
 
     def find(self) -> int:
-        """Find the checkpoint to resume from; collective. The steps that it stands for, 0 where there is none.
+        """Find the checkpoint to resume from, and return its number of steps, or 0 if there is none; collective.
 
         Raises:
-            CheckpointError: There are checkpoints, and continuing them was not asked for.
+            CheckpointError: There are checkpoints, but ``resume`` is not set.
         """
         if not self.folder.is_dir() and not self._resume:
             return 0
@@ -42,10 +42,10 @@ class Saves:
         return int(found.step)
 
     def load(self, parts: Parts) -> int:
-        """Resume from the checkpoint; returns how many of its steps were skipped.
+        """Resume from the checkpoint, and return how many of its steps were skipped.
 
         Raises:
-            CheckpointError: It is of another workload or seed, or does not fit.
+            CheckpointError: The checkpoint is of another workload or seed, or does not fit.
         """
         assert self._found is not None
         loaded = checkpoint.load(
@@ -63,7 +63,7 @@ class Saves:
             )
 
     def due(self, step: int, last: int) -> bool:
-        """Whether a checkpoint is to be saved after a step."""
+        """Whether to save a checkpoint after a step."""
         return self.every > 0 and (step % self.every == 0 or step == last)
 
     def save(self, parts: Parts, step: int, skipped_steps: int) -> None:

@@ -24,13 +24,13 @@ from castwise.errors import WorkloadError
 from castwise.lab.workloads.workload import Workload, check_loss, make_optimizer
 
 VIRTUAL_STAGES = 2
-"""Stages per process under the interleaved schedule."""
+"""Number of stages per process under the interleaved schedule."""
 
 
 class Stages:
-    """This process's stages of a pipeline, cut from a whole model with equal weights on all ranks and prepared.
+    """This process's prepared pipeline stages, split from a whole model that has equal weights on all ranks.
 
-    Each step runs so many microbatches by one of :data:`castwise.commands.jobs.layout.SCHEDULES`.
+    Each step runs the microbatches in one of :data:`castwise.commands.jobs.layout.SCHEDULES`.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class Stages:
         return losses
 
     def _dry_run(self, inputs: tuple[Any, ...], target: Tensor) -> None:
-        """Run a step without effect, because torch's first step infers shapes from uninitialised memory.
+        """Run a step and discard its effects, because torch's first step infers shapes from uninitialised memory.
 
-        What comes of that must not stay in running statistics.
+        Such values must not stay in running statistics.
         """
         before = [{name: buffer.clone() for name, buffer in m.named_buffers()} for m in self.modules]
         with torch.random.fork_rng([self._ranks.device] if self._ranks.device.type == "cuda" else []):
@@ -150,17 +150,17 @@ class Stages:
 
 
 def _contiguous(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """Make tensors contiguous, which sending between stages requires."""
+    """Make tensors contiguous, as sending between stages requires."""
     return map_tensors(Tensor.contiguous, output)
 
 
 def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
-    """Cut a model into stages with its workload, and check that together they are the model with its own keys.
+    """Split a model into stages by its workload, and check that the stages together have the model's keys.
 
-    The stages are made of the model's own parameters.
+    The stages contain the model's own parameters, not copies.
 
     Raises:
-        WorkloadError: They are something else.
+        WorkloadError: The stages do not.
     """
     assert workload.pipeline is not None
     with calls(workload, "pipeline.split(model, stages)"):
@@ -189,7 +189,7 @@ def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
 
 
 def _shared(stages: Sequence[nn.Module]) -> list[dict[int, str]]:
-    """Parameters shared by several stages: for each, the numbers of the stages and its name in each."""
+    """Parameters that several stages share: for each, the stage numbers and its name in each stage."""
     found: dict[nn.Parameter, dict[int, str]] = {}
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
@@ -199,9 +199,9 @@ def _shared(stages: Sequence[nn.Module]) -> list[dict[int, str]]:
 
 
 def _groups(shared: Sequence[dict[int, str]], ranks: TrainingRanks) -> dict[int, list[tuple[str, Any]]]:
-    """Names of shared parameters by stage, with the process group that sums their gradients.
+    """By stage, the names of shared parameters and the process groups that sum their gradients.
 
-    Every process makes every group, its own or not, in the same order.
+    Every process creates every group in the same order, including groups that it does not belong to.
     """
     assert ranks.mesh is not None
     size = ranks.layout.pp

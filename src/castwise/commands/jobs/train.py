@@ -38,9 +38,9 @@ from castwise.lab.workloads.workload import Workload, check_loss, find_workload,
 __all__ = ["TrainEvent", "TrainResult", "train"]
 
 _PENDING = 16
-"""Steps whose figures may wait on the device, so that reading them does not hold it up; their batches wait too."""
+"""Largest number of steps whose figures and batches stay unread, so that reading them does not stall the device."""
 _PATIENCE_S = 0.1
-"""Seconds that they may wait, about."""
+"""Approximate time in seconds that they may stay unread."""
 
 
 def train(
@@ -58,42 +58,43 @@ def train(
     resume: bool = False,
     progress: Progress | bool | None = None,
 ) -> TrainResult:
-    """Train a workload under a plan, on the processes that torchrun started or on this one alone.
+    """Train a workload under a plan, on the processes that torchrun started or on this process alone.
 
-    Into the folder go ``metrics.jsonl`` (a line per step, written as training goes), TensorBoard's events, and at the
-    end ``curves.png``, ``model.pt`` (fp32 weights under the model's own keys, whatever the plan and the layout) and
-    ``result.json``. A training that fails or is interrupted leaves what it had, with a ``result.json`` that says why.
-    What TensorBoard or matplotlib would write is left out, with a warning, where it is not installed.
-    Of several processes rank 0 writes and evaluates. Checkpoints go into ``checkpoints`` in the folder; a training that is
-    started again with ``resume`` goes on from the newest whole one, under whatever plan and layout.
+    The output folder gets ``metrics.jsonl`` (one line per step, written during training) and TensorBoard events, and at
+    the end ``curves.png``, ``model.pt`` (fp32 weights under the model's own keys, for any plan and layout) and
+    ``result.json``. A training that fails or is interrupted keeps its files so far, and ``result.json`` gives the
+    reason. If TensorBoard or matplotlib is not installed, its files are left out with a warning. With several
+    processes, rank 0 writes and evaluates. Checkpoints go into ``checkpoints`` in the folder; a training restarted with
+    ``resume`` continues from the newest complete checkpoint, under any plan and layout.
 
     Args:
-        workload: A workload, or how to find one: ``sine``, ``file.py:attribute``.
-        plan: As :func:`castwise.core.plans.plan.as_plan` takes it.
-        steps: How many, at least 1.
-        out: Folder for the results; made where there is none, and files of an earlier training in it are replaced.
-        device: By default the accelerator at hand, else the CPU.
+        workload: A workload, or its name: ``sine``, ``file.py:attribute``.
+        plan: A plan, in any form that :func:`castwise.core.plans.plan.as_plan` accepts.
+        steps: Number of steps, at least 1.
+        out: Folder for the results; created if it does not exist. Files of an earlier training in it are replaced.
+        device: By default the available accelerator, else the CPU.
         seed: Seed of weights and data.
-        layout: What the processes share out, such as ``dp2xtp2``; by default ``dp`` over all of them.
-        microbatches: Of a pipeline, per step; by default two per stage.
-        schedule: Of a pipeline: ``gpipe``, ``1f1b`` (the default) or ``interleaved`` (two stages per process).
-        save_every: Save a checkpoint every so many steps, and after the last; 0 for none.
-        resume: Go on from the newest complete checkpoint in the folder; from the beginning where there is none. Damaged
-            ones are named in a warning and skipped.
-        progress: True shows what the command line shows, on standard error; a function is called on rank 0 with a
-            :class:`TrainEvent` when losses have been read.
+        layout: Parallel layout, such as ``dp2xtp2``; by default ``dp`` over all processes.
+        microbatches: Number of microbatches per step of a pipeline; by default two per stage.
+        schedule: Schedule of a pipeline: ``gpipe``, ``1f1b`` (the default) or ``interleaved`` (two stages per process).
+        save_every: Number of steps between checkpoints; one more is saved after the last step. 0 for none.
+        resume: Continue from the newest complete checkpoint in the folder, or start from the beginning if there is
+            none. Damaged checkpoints are named in a warning and skipped.
+        progress: True shows the command line's progress on standard error; a function is called on rank 0 with a
+            :class:`TrainEvent` whenever losses were read.
 
     Returns:
-        The result, as written; on other ranks without files and metrics.
+        The result, as in ``result.json``; without files and metrics on ranks other than 0.
 
     Raises:
-        PlanError: A plan or layout that cannot be, ``steps`` below 1, or ``save_every`` below 0.
-        CheckpointError: The folder holds checkpoints and ``resume`` is not set, or they are of another training.
-        DeviceError: The device is not there or lacks a format of the plan.
-        WorkloadError: A workload that cannot be found or fails, whose loss is not a scalar, or that does not say how the
-            layout cuts it.
-        NonFiniteError: Data with NaN or infinite values, or such a loss under a plan that has no loss scale to cure it.
-        LossScaleError: The loss scale is at its floor and gradients still are not finite.
+        PlanError: The plan or layout is invalid, ``steps`` is below 1, or ``save_every`` is below 0.
+        CheckpointError: The folder holds checkpoints but ``resume`` is not set, or they are of another training.
+        DeviceError: The device does not exist or lacks a format of the plan.
+        WorkloadError: The workload cannot be found or fails, its loss is not a scalar, or it does not define how the
+            layout divides it.
+        NonFiniteError: The data has NaN or infinite values, or the loss does under a plan without a loss scale to cure
+            it.
+        LossScaleError: The loss scale is at its floor and gradients are still non-finite.
     """
     check_count("train", "steps", steps, 1)
     check_count("train", "save_every", save_every, 0)
@@ -138,7 +139,7 @@ class _Step:
     result: StepResult
     elapsed_s: float
     batch: Any
-    """The whole one, on the CPU: to name what is wrong with it."""
+    """The whole batch, on the CPU, kept to report what is wrong with it."""
 
 
 @dataclass
@@ -154,9 +155,9 @@ class _Run:
     schedule: str
     saves: Saves
     steps_before: int = 0
-    """Made before the checkpoint that this goes on from: their batches are skipped."""
+    """Number of steps before the checkpoint that this training continues; their batches are skipped."""
     earlier: list[dict[str, Any]] = field(default_factory=list)
-    """What was recorded of them."""
+    """The records of these steps."""
     pending: list[_Step] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: int = 0
@@ -180,7 +181,9 @@ class _Run:
                     try:
                         self._train(parts, journal)
                     finally:
-                        with contextlib.suppress(Exception):  # a broken device must not hide why it broke
+                        with contextlib.suppress(
+                            Exception
+                        ):  # a broken device must not hide the original error
                             self._read(journal, judge=False)
                     weights = parts.weights()
                     if journal is not None and weights is not None:
@@ -217,7 +220,7 @@ class _Run:
     def _train(self, parts: Parts, journal: Journal | None) -> None:
         layout, amp = self.ranks.layout, parts.amp
         share = layout.slice_of(self.ranks.rank)
-        # Dropout's, whatever building the model drew: equal where processes see the same data, and only there.
+        # Seed dropout, independent of draws while building the model: equal only on ranks with the same data.
         torch.manual_seed(self.seed + share)
         if self.steps_before:
             self.skipped_steps = self.saves.load(parts)
@@ -226,12 +229,12 @@ class _Run:
         for number, batch in self._batches():
             mine = slice_batch(batch, share, layout.data_ranks, layout)
             loss = parts.backward(to_device(mine, self.ranks.device))
-            # The step's own scale, copied where it lies: asking for it as a number would wait for the device.
+            # The scale of this step, copied on the device: reading it as a number would wait for the device.
             scale = amp.scaler.scale_tensor().detach().clone() if amp.scaler.is_enabled() else None
             try:
                 result = amp.step(*parts.optimizers)
             except NonFiniteError:
-                self._read(journal)  # a loss that is not finite says more
+                self._read(journal)  # a non-finite loss says more
                 raise
             for optimizer in parts.optimizers:
                 optimizer.zero_grad()
@@ -243,12 +246,12 @@ class _Run:
                 read = time.perf_counter()
                 self.time_s = read - start
             if self.saves.due(number, self.steps):
-                self._read(journal)  # what a checkpoint stands for is on disk before it
+                self._read(journal)  # the records of a checkpoint's steps are on disk before the checkpoint
                 self.saves.save(parts, number, self.skipped_steps)
         self.saves.wait()
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
-        """Number and batch of each remaining step."""
+        """Iterate over the number and batch of each remaining step."""
         with calls(self.workload, "batches(seed)"):
             batches = iter(self.workload.batches(self.seed))
         for number in range(1, self.steps + 1):
@@ -258,15 +261,16 @@ class _Run:
                 yield number, batch
 
     def _read(self, journal: Journal | None, wish: int = 1, judge: bool = True) -> int:
-        """Log the pending steps, and check their losses.
+        """Log the pending steps and check their losses.
 
         Args:
-            journal: Where to; None on ranks that do not write.
-            wish: After how many more steps rank 0 would like to read again.
-            judge: Whether a loss that is not finite is an error. If not, other ranks may be gone, and are not asked.
+            journal: Journal to write to; None on ranks that do not write.
+            wish: Number of steps until the next read, as rank 0 proposes it.
+            judge: Whether a non-finite loss is an error. If False, other ranks may be gone, so there is no
+                communication.
 
         Returns:
-            After how many more steps to read again, the same number on all ranks.
+            Number of steps until the next read, equal on all ranks.
         """
         pending = self.pending
         if not pending or (not judge and self.ranks.mesh is not None):
@@ -303,7 +307,7 @@ class _Run:
         return until
 
     def _losses(self, pending: list[_Step], wish: int) -> tuple[list[float], int]:
-        """Means over data-parallel ranks together with rank 0's requests, in one message."""
+        """Mean losses over data-parallel ranks and rank 0's proposal for the next read, in one message."""
         wish = min(max(wish, 1), _PENDING)
         if self.ranks.mesh is None:
             return [float(step.loss) for step in pending if step.loss is not None], wish
@@ -317,7 +321,7 @@ class _Run:
         return losses, int(wished)
 
     def _judge(self, step: _Step) -> None:
-        """Raise if a loss is not finite, unless lowering the loss scale can cure it."""
+        """Raise if a loss is non-finite, unless a lower loss scale can cure it."""
         assert step.loss is not None
         if non_finite_parts(step.batch):
             check_loss(step.loss.requires_grad_(), self.workload, step.batch, step.number)
@@ -329,7 +333,7 @@ class _Run:
             )
 
     def _evaluate(self, parts: Parts, weights: dict[str, Any]) -> None:
-        """Evaluate the trained model: the model itself if this rank has all of it, else a copy."""
+        """Evaluate the trained model: the model itself if this rank holds all of it, else a copy."""
         if self.workload.evaluate is None:
             return
         self.progress(Event("evaluating", "", 0, 1))
@@ -340,7 +344,7 @@ class _Run:
         self.progress(Event("evaluating", "", 1, 1))
 
     def _ignore_sigterm(self) -> None:
-        """When a rank has failed, ignore torchrun's SIGTERM for the seconds that the log needs."""
+        """After a rank has failed, ignore torchrun's SIGTERM while the log is written."""
         if started()[1] > 1:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

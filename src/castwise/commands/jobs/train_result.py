@@ -1,4 +1,4 @@
-"""Result of a training, as frozen data that turns into JSON and a sentence."""
+"""Result of a training: a frozen dataclass that converts to JSON and a sentence."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class TrainEvent(Event):
     """Progress of a training.
 
     Attributes:
-        loss: Of the last step that was read.
-        loss_scale: That step's; None under a plan without one.
-        skipped_steps: Steps not taken so far, since gradients were not finite.
-        steps_per_s: Since the start.
+        loss: Loss of the last step that was read.
+        loss_scale: Loss scale of that step; None if the plan has none.
+        skipped_steps: Number of steps skipped so far because of non-finite gradients.
+        steps_per_s: Steps per second since the start.
     """
 
     loss: float = math.nan
@@ -34,20 +34,21 @@ class TrainResult(Result):
     """Result of a training.
 
     Attributes:
-        plan: On one line, as ``Plan.parse`` reads it.
+        plan: The plan on one line, as ``Plan.parse`` reads it.
         status: ``ok``, ``failed`` or ``interrupted``.
-        reason: Why it is not ``ok``, in a sentence; else empty.
-        steps_done: Steps made, skipped ones and those before a checkpoint that was resumed too.
-        steps_before: Those of them that were made before that checkpoint.
-        skipped_steps: Steps not taken, since gradients were not finite.
-        restored_buffers: How often each buffer got its last finite values back after one of them, since the start or the checkpoint.
-        final_loss: Of the last step, None where it is not finite.
-        loss_scale: In the last step; None under a plan without one.
-        metrics: What ``workload.evaluate`` says of the trained model.
-        layout: What the processes shared out, such as ``dp2``; ``single`` for one process.
-        time_s: Of the training itself, without preparation and evaluation.
-        steps_per_s: Steps made since the start or the checkpoint, over that time.
-        files: Names of what was written beside ``result.json``, in its folder.
+        reason: Why the status is not ``ok``, in a sentence; else empty.
+        steps_done: Number of steps, including skipped steps and steps before the resumed checkpoint.
+        steps_before: Number of steps before that checkpoint.
+        skipped_steps: Number of steps skipped because of non-finite gradients.
+        restored_buffers: How often each buffer was restored to its last finite values after a skipped step, since the
+            start or the checkpoint.
+        final_loss: Loss of the last step; None if it is non-finite.
+        loss_scale: Loss scale of the last step; None if the plan has none.
+        metrics: Result of ``workload.evaluate`` for the trained model.
+        layout: The parallel layout, such as ``dp2``; ``single`` for one process.
+        time_s: Time of the training itself in seconds, without preparation and evaluation.
+        steps_per_s: Number of steps since the start or the checkpoint, divided by ``time_s``.
+        files: Names of the other files in the folder of ``result.json``.
     """
 
     kind: ClassVar[str] = "train"

@@ -1,4 +1,4 @@
-"""``tune``: the fastest plan that keeps the numerics, found by experiment."""
+"""``tune``: finds by experiment the fastest plan that keeps the numerics."""
 
 from __future__ import annotations
 
@@ -61,57 +61,59 @@ def tune(
 ) -> TuneResult:
     """Find the fastest precision plan whose gradients match fp32's within the noise of the data.
 
-    Give a workload, or a model, a loss, batches and an optimizer. Everything runs on copies: the model, random numbers
-    and process-wide settings are as before when it returns or fails, and training goes on as if it had never run.
+    Give a workload, or a model, a loss, batches and an optimizer. Everything runs on copies: when it returns or fails,
+    the model, random states and process-wide settings are unchanged, and training continues as without it.
 
-    Where torch.distributed is initialised, call it on every rank, with the same arguments: all search in lockstep, on the
-    same batches (a seed per rank is not needed), and get the same plan. All measure at the same moment, and what counts
-    is the slowest rank's time, the largest peak and the worst damage; a candidate that fails on one rank fails on all.
-    Rank 0 alone reports progress and writes ``out``.
+    If torch.distributed is initialised, call it on every rank with the same arguments: all ranks search in lockstep, on
+    the same batches (no seed per rank is needed), and get the same plan. All ranks measure at the same time; the
+    slowest time, the largest peak and the worst damage count. A candidate that fails on one rank fails on all. Only
+    rank 0 reports progress and writes ``out``.
 
     Args:
-        workload: A workload, or how to find one: ``gpt``, ``file.py:attribute``.
-        model: Instead: a module in any state of training. One that is stored in bf16 or fp16, wholly or in part, is widened to be
-            the fp32 that plans are held against; a row of its own is the model as given.
+        workload: A workload, or its name: ``gpt``, ``file.py:attribute``.
+        model: Instead of a workload: a module in any state of training. If it is partly or wholly stored in bf16 or
+            fp16, it is widened to the fp32 baseline, and the model as given gets its own row.
         loss: ``loss(model, batch)`` -> scalar tensor; it must call the model that it is given.
-        batches: A sequence, an iterable that can be gone through again (a DataLoader), or ``batches(seed)`` -> iterator.
+        batches: A sequence, a re-iterable such as a DataLoader, or ``batches(seed)`` -> iterator.
         optimizer: ``optimizer(params)`` -> Optimizer; its step is timed too.
-        formats: Formats the plan may use: ``fp32``, ``tf32``, ``bf16``, ``fp16``; what the device lacks is left out.
-        goal: ``time``: the fastest sound plan. ``memory``: the one with the smallest peak. ``numerics``: for the one low
-            format given, the fewest regions that have to stay in fp32, whatever the speed here.
+        formats: Formats the plan may use: ``fp32``, ``tf32``, ``bf16``, ``fp16``; formats that the device lacks are
+            left out.
+        goal: ``time``: the fastest sound plan. ``memory``: the sound plan with the smallest peak. ``numerics``: for the
+            one low format given, the plan with the fewest regions in fp32, whatever its speed here.
         accumulate: Microbatches accumulated per update.
-        world_size: Data-parallel ranks that average gradients; by default as many as call it together.
-        compile: Whether the plan may compile the model: ``never``; ``auto``, where that is faster; ``always``, of all finalists
-            that can be compiled the best. False and True mean the first and the last. Finalists are compiled, each in a process
-            of its own, as far as the budget has room for it; numerics are tested uncompiled before, and compiled gradients
-            compared with them.
-        warmup_steps: fp32 steps after which the numerics are looked at once more; 0 for no second look.
-        verify_steps: Length of training runs of the plan against fp32 at the end; 0 for none.
-        verify_seeds: How many pairs of them, at least 2; about 20 show small differences.
-        budget_s: Seconds it may take, about; what does not fit is left out and the evidence says so.
-        memory: Measure peak memory too (a process per plan).
-        device: By default where the model is, or the accelerator at hand, else the CPU.
-        seed: Of weights, data, dither and random draws.
-        fresh: Search even where a plan was found before for the same model, optimizer, loss, data and code on the same device
-            with the same versions. Otherwise that search's evidence is returned at once, and says so, unless it had less time
-            and left something open for want of it; a plan found on another device, with other versions, by other code or
-            with less time is a candidate from the start. They are kept in the user's cache folder, or in
-            ``CASTWISE_CACHE_DIR``; an empty one turns that off.
-        out: Folder for what ``.save(folder)`` writes, as the command line writes it: at the end, or when the search is
-            interrupted or fails after its first stage. It is made at once.
-        progress: True shows what the command line shows, on standard error; a function is called with events.
+        world_size: Number of data-parallel ranks that average gradients; by default the number of calling ranks.
+        compile: Whether the plan may compile the model: ``never`` (or False); ``auto``: if that is faster; ``always``
+            (or True): the best finalist that compiles. Finalists are compiled in separate processes, as far as the
+            budget allows. Numerics are tested uncompiled first; compiled gradients are then compared with the
+            uncompiled ones.
+        warmup_steps: Number of fp32 steps before the numerics are tested a second time; 0 for no second test.
+        verify_steps: Number of steps of the final training runs that compare the plan with fp32; 0 for none.
+        verify_seeds: Number of pairs of such runs, at least 2; about 20 show small differences.
+        budget_s: Approximate time limit in seconds; work that does not fit is left out, and the evidence says so.
+        memory: Measure peak memory too (one process per plan).
+        device: By default the model's device, or for a workload the available accelerator, else the CPU.
+        seed: Seed of weights, data, dither and random draws.
+        fresh: Search even if an earlier search had the same model, optimizer, loss, data, code, device and versions.
+            Otherwise the evidence of that search is returned at once, marked as such, unless it had a smaller budget
+            and left something open for that reason. A plan found on another device, with other versions, with other
+            code or with a smaller budget becomes a candidate from the start. Results are kept in the user's cache
+            folder, or in ``CASTWISE_CACHE_DIR``; an empty value turns the cache off.
+        out: Folder for the files of ``.save(folder)``, created at once. They are written at the end, or when the search
+            is interrupted or fails after its first stage, as on the command line.
+        progress: True shows the command line's progress on standard error; a function is called with events.
 
     Returns:
-        The result: ``.plan``, ``.answer``, ``.table()``, ``.save(folder)``, and in ``.files`` what was written to ``out``.
+        The result: ``.plan``, ``.answer``, ``.table()``, ``.save(folder)``, and ``.files``, the files written to
+        ``out``.
 
     Raises:
-        PlanError: An argument out of its range, or an ``out`` that cannot be written to.
-        Exception: What ``progress`` raised.
-        WorkloadError: A workload that cannot be found or tuned: a loss without a gradient, batches that cannot be used.
-        NonFiniteError: fp32 itself gives a loss or gradients that are not finite.
-        StateError: A budget too small for anything; ranks that differ, or one that left.
-        RankError: What every plan needs failed on some ranks.
-        DeviceError: No such device.
+        PlanError: An argument is out of range, or ``out`` cannot be written to.
+        Exception: ``progress`` raised it.
+        WorkloadError: The workload cannot be found or tuned: the loss has no gradient, or the batches are unusable.
+        NonFiniteError: fp32 itself gives a non-finite loss or gradients.
+        StateError: The budget is too small for any result, ranks differ, or a rank has left.
+        RankError: Work that every plan needs failed on some ranks.
+        DeviceError: The device does not exist.
 
     Source: docs/tuning.md.
     """
@@ -132,7 +134,7 @@ def tune(
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
         folder = None if out is None or ranks.rank else Path(out)
         if folder is not None:
-            make_folder(folder, "tune(out=)")  # now, and not when there is something to lose
+            make_folder(folder, "tune(out=)")  # at once, before there are results to lose
         opened = _Opened(found.batches)
         journal = Journal(ranks)
         at_end.callback(opened.close)
@@ -145,7 +147,7 @@ def tune(
             return _written(TuneResult(*known), folder)
         reopened = dataclasses.replace(found, batches=opened)
         search = Search(Context(reopened, where, settings, spec, ranks, elsewhere, journal=journal))
-        at_end.callback(vars(search).clear)  # it is in cycles, and holds models and batches
+        at_end.callback(vars(search).clear)  # it is in reference cycles and holds models and batches
         journal.say = _teller(search, tell)
         try:
             with users_code(f"workload {found.name!r} failed"), _kept(model):
@@ -166,9 +168,9 @@ def _kept(model: nn.Module | None) -> contextlib.AbstractContextManager[None]:
 
 
 class _Opened:
-    """A workload's batches, whose iterators are closed after the search, since those of a DataLoader hold worker processes.
+    """A workload's batches; their iterators are closed after the search, since a DataLoader's hold worker processes.
 
-    To another process go the batches themselves.
+    Pickles as the plain batches, for other processes.
     """
 
     def __init__(self, batches: Callable[[int], Iterator[Any]]) -> None:
@@ -201,13 +203,13 @@ def _written(result: TuneResult, folder: Path | None) -> TuneResult:
         return result
     try:
         return dataclasses.replace(result, files=result.save(folder))
-    except KeyboardInterrupt as error:  # an ended search has more to lose than one that is interrupted
+    except KeyboardInterrupt as error:  # a finished search has more results to lose than an interrupted one
         _note_files(error, lambda: result.save(folder))
         raise
 
 
 def _note_files(error: BaseException, save: Callable[[], Sequence[Path]]) -> None:
-    """Save what is known, and note on the error that ended the search where it is, or why it could not be saved."""
+    """Save the results so far, and note on the error where they are, or why saving failed."""
     try:
         paths = save()
     except Exception as failed:
@@ -217,7 +219,7 @@ def _note_files(error: BaseException, save: Callable[[], Sequence[Path]]) -> Non
 
 
 def _teller(search: Search, tell: Progress) -> Say:
-    """Report the progress of a search to a user's function, on rank 0 only."""
+    """Report a search's progress to a user's function, on rank 0 only."""
 
     def say(stage: str, subject: str, done: int, total: int) -> None:
         if search.context.ranks.rank == 0:

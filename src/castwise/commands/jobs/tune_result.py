@@ -1,4 +1,4 @@
-"""Result of a search for a plan: the plan, and the evidence as a table, JSON and a page."""
+"""Result of a search: the plan, and the evidence as a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from castwise.lab.search.evidence import Evidence
 class TuneResult(Result):
     """The plan that a search chose, for ``castwise.Amp(result.plan)``, and all measurements of the search.
 
-    ``files`` are those that the search has written itself, as ``save`` names them.
+    ``files`` are the files that the search itself has written, named as by ``save``.
     """
 
     kind: ClassVar[str] = "tune"
@@ -37,14 +37,14 @@ class TuneResult(Result):
         """Write the page, the plan, the evidence and the plots.
 
         Args:
-            folder: Where to; made if it does not exist.
+            folder: Output folder; created if it does not exist.
 
         Returns:
-            Paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures; where matplotlib
-            or Jinja is missing no page and pictures, and a warning says so.
+            Paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures. Without
+            matplotlib or Jinja, the page and pictures are left out with a warning.
         """
         plan = Path(folder) / "plan.json"
         plan.parent.mkdir(parents=True, exist_ok=True)
-        self.plan.save(plan)  # before what takes longer, should that be interrupted
+        self.plan.save(plan)  # before the slower files, in case of an interrupt
         first, *others = self._save(Path(folder) / "report.html", Path(folder) / "evidence.json")
         return (first, plan, *others)

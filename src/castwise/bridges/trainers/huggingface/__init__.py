@@ -1,8 +1,8 @@
-"""A plan in Hugging Face's Accelerate and in the Trainer of transformers.
+"""Plans for Hugging Face's Accelerate and the Trainer of transformers.
 
-:class:`CastwiseAccelerator` is an ``accelerate.Accelerator`` with a plan in the place of ``mixed_precision``;
-:class:`CastwiseTrainer` is a ``transformers.Trainer`` with a ``plan=``, and :class:`CastwiseMixin` makes one of any other
-trainer that is derived from it. transformers is imported when the trainer is.
+:class:`CastwiseAccelerator` is an ``accelerate.Accelerator`` that takes a plan instead of ``mixed_precision``;
+:class:`CastwiseTrainer` is a ``transformers.Trainer`` with a ``plan=`` argument, and :class:`CastwiseMixin` adds it to
+any subclass of the Trainer. transformers is imported together with the trainer.
 """
 
 from __future__ import annotations

@@ -25,34 +25,35 @@ from castwise.bridges.trainers.huggingface.versions import check_version
 from castwise.errors import PlanError, StateError
 
 _WITHOUT = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"}
-"""Kinds of distribution that bring a precision of their own."""
+"""Distribution types that set their own precision."""
 
 _made: weakref.WeakSet[Amp] = weakref.WeakSet()
-"""Sessions that accelerators made from a plan, and so may end when another accelerator gets the model."""
+"""Sessions that an accelerator created, and may close when another accelerator prepares the model."""
 
 
 class CastwiseAccelerator(Accelerator):
     """An ``accelerate.Accelerator`` that prepares models and optimizers with a plan.
 
-    A script that uses Accelerate changes in the line that makes the accelerator and nowhere else. fp16 plans scale the
-    loss on every device, a CPU too; ``optimizer.step_was_skipped`` and so the schedulers are right for every optimizer;
-    ``save_state`` holds loss scales, and weights in fp32 where the plan keeps masters.
+    A script that uses Accelerate changes only the line that creates the accelerator. fp16 plans scale the loss on every
+    device, including the CPU. ``optimizer.step_was_skipped`` is correct for every optimizer, and so schedulers are too.
+    ``save_state`` saves the loss scales, and fp32 weights if the plan keeps masters.
 
     Args:
         plan: A :class:`~castwise.Plan`, a preset name, the path of a plan file, or an :class:`~castwise.Amp` made for
             the accelerator's device, whose models may be prepared already.
-        prepare_options: For :meth:`castwise.Amp.prepare` of every model, such as ``{"methods": ("encode",)}``.
+        prepare_options: Options of :meth:`castwise.Amp.prepare` for every model, such as ``{"methods": ("encode",)}``.
         kwargs: As for ``accelerate.Accelerator``, without ``mixed_precision``.
 
     Raises:
-        PlanError: A plan and ``mixed_precision``, or another setting of precision, at once.
-        StateError: Sharding that Accelerate does not leave to the plan.
+        PlanError: Both a plan and ``mixed_precision`` or another precision setting are given.
+        StateError: The sharding method sets its own precision.
     """
 
     amp: Amp
     """The session."""
     _plain: type[Accelerator] = Accelerator
-    """What a pickle of this very class is of; a class that is derived from it pickles as itself."""
+    """The class that an instance of exactly this class pickles as; an instance of a subclass pickles as the
+    subclass."""
 
     def __init__(
         self,
@@ -73,10 +74,11 @@ class CastwiseAccelerator(Accelerator):
         plan: Amp | Plan | str | os.PathLike[str],
         prepare_options: Mapping[str, Any] | None = None,
     ) -> CastwiseAccelerator:
-        """Give a plan to an accelerator that has prepared nothing yet; its class changes in place.
+        """Give a plan to an accelerator that has prepared nothing yet, by changing its class in place.
 
         Args:
-            accelerator: Made without ``mixed_precision``; one of a derived class keeps what that adds.
+            accelerator: An accelerator without ``mixed_precision``; an instance of a subclass keeps that subclass's
+                behaviour.
             plan: As for the class.
             prepare_options: As for the class.
 
@@ -85,7 +87,7 @@ class CastwiseAccelerator(Accelerator):
 
         Raises:
             PlanError: As for the class.
-            StateError: It has prepared something, or as for the class.
+            StateError: The accelerator has already prepared something, or as for the class.
         """
         if accelerator._models or accelerator._optimizers:
             raise StateError(
@@ -151,15 +153,15 @@ class CastwiseAccelerator(Accelerator):
         """Prepare models and their optimizers with the plan, then everything else as Accelerate does.
 
         Args:
-            args: As in Accelerate. Under a plan with fp32 masters, a model and its optimizers come in one call.
+            args: As in Accelerate. If the plan has fp32 masters, pass a model and its optimizers in the same call.
             device_placement: As in Accelerate.
 
         Returns:
             What Accelerate returns, in the same order.
 
         Raises:
-            StateError: What :meth:`castwise.Amp.prepare` refuses; an optimizer without its model; a model that a session
-                of somebody else has prepared.
+            StateError: :meth:`castwise.Amp.prepare` refuses the model; an optimizer comes without its model; a session
+                that no accelerator created has already prepared the model.
         """
         optimizers = [inner(each) for each in args if isinstance(each, Optimizer)]
         places: Sequence[bool | None] = device_placement or [None] * len(args)
@@ -192,10 +194,10 @@ class CastwiseAccelerator(Accelerator):
             device_placement: As in Accelerate.
 
         Returns:
-            It in a wrapper, which steps by the session.
+            The optimizer in a wrapper that steps through the session.
 
         Raises:
-            StateError: It updates no model that was prepared here.
+            StateError: The optimizer updates no model that this accelerator prepared.
         """
         if isinstance(optimizer, CastwiseOptimizer) and optimizer.amp is self.amp:
             if optimizer not in self._optimizers:
@@ -219,8 +221,8 @@ class CastwiseAccelerator(Accelerator):
         """Prepare a model and its optimizers with the plan, without Accelerate's wrappers.
 
         Args:
-            model: In a wrapper or not; moved to the accelerator's device.
-            optimizers: Those that update it.
+            model: The model, with or without a wrapper; moved to the accelerator's device.
+            optimizers: The optimizers that update it.
 
         Raises:
             StateError: As for :meth:`prepare`.
@@ -273,7 +275,7 @@ class CastwiseAccelerator(Accelerator):
                 which updates weights inside the backward.
 
         Raises:
-            StateError: A ``learning_rate`` without such an optimizer.
+            StateError: ``learning_rate`` is given without a LOMO optimizer.
         """
         learning_rate = kwargs.pop("learning_rate", None)
         loss = loss / self.gradient_accumulation_steps
@@ -292,10 +294,10 @@ class CastwiseAccelerator(Accelerator):
             )
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by their loss scale in place, unless that is already done or there is none.
+        """Divide gradients by their loss scale in place; does nothing if they are unscaled already or have no scale.
 
         Args:
-            optimizer: Whose; by default all that were prepared.
+            optimizer: The optimizers to unscale; by default all prepared optimizers.
         """
         given = self._optimizers if optimizer is None else optimizer
         for each in [given] if isinstance(given, Optimizer) else given:
@@ -307,15 +309,15 @@ class CastwiseAccelerator(Accelerator):
         """Clip by the global norm of the unscaled gradients.
 
         Args:
-            parameters: Of prepared models.
+            parameters: Parameters of prepared models.
             max_norm: Largest norm; ``inf`` for the norm alone.
             norm_type: As in ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
-            The norm before clipping, a 0-dim tensor on the gradients' device; not finite where the step will be skipped.
+            The norm before clipping, a 0-dim tensor on the gradients' device; non-finite if the step will be skipped.
 
         Raises:
-            PlanError: A ``max_norm`` that is not a norm.
+            PlanError: ``max_norm`` is not a valid norm.
         """
         return self.amp.clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -323,17 +325,18 @@ class CastwiseAccelerator(Accelerator):
         """Clip every element of the unscaled gradients to ``[-clip_value, clip_value]``.
 
         Args:
-            parameters: Of prepared models.
+            parameters: Parameters of prepared models.
             clip_value: Largest magnitude.
         """
         self.amp.clip_grad_value_(parameters, clip_value)
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """The plan's casting as a block, for code outside of prepared models.
+        """Context manager that applies the plan's casts to code outside prepared models.
 
         Args:
-            autocast_handler: An ``AutocastKwargs``, whose ``enabled=False`` makes a block in fp32; ``cache_enabled`` is as in torch.
+            autocast_handler: An ``AutocastKwargs``: ``enabled=False`` runs the block in fp32; ``cache_enabled`` is as
+                in torch.
         """
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
         enabled, cache = (True, None) if handler is None else (handler.enabled, handler.cache_enabled)
@@ -341,13 +344,13 @@ class CastwiseAccelerator(Accelerator):
             yield
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Release everything that was prepared, as Accelerate does, and close the sessions of the models.
+        """Release all prepared objects, as Accelerate does, and close the sessions of the models.
 
         Args:
             objects: As in Accelerate.
 
         Returns:
-            As many times None.
+            One None per object.
         """
         if self.amp in _made:
             self.amp.close()
@@ -363,11 +366,11 @@ class CastwiseAccelerator(Accelerator):
         return self.scaler.skipped_steps
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """A model's state, in fp32 from the masters where the plan keeps them: what ``save_state`` and ``save_model`` save.
+        """A model's state dict as ``save_state`` and ``save_model`` save it: in fp32 if the plan keeps masters.
 
         Args:
-            model: As it was prepared.
-            unwrap: Whether keys are those of the model inside a wrapper.
+            model: The prepared model.
+            unwrap: Whether the keys omit the prefix of a wrapper.
         """
         module = self.unwrap_model(model, keep_torch_compile=False)
         if self.amp.plan.keeps_masters and Amp.of(module) is self.amp:
@@ -397,7 +400,7 @@ def _refuse_two(plan: Amp | Plan | str | os.PathLike[str], settings: Mapping[str
     """Raise if anything besides the plan sets a precision for training.
 
     Raises:
-        PlanError: Something does.
+        PlanError: Another setting exists.
     """
     if settings:
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -1,4 +1,4 @@
-"""Steps and the loss scale of a session, with the interfaces that Accelerate expects."""
+"""Adapters that give a session's steps and loss scale the interfaces that Accelerate expects."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
 
 
 def as_plain(kind: type, state: dict[str, Any]) -> tuple[Any, ...]:
-    """Return for ``__reduce_ex__``: an object of another class with these attributes."""
+    """Return value for ``__reduce_ex__`` that unpickles as another class with these attributes."""
     return copyreg._reconstructor, (kind, object, None), state  # type: ignore[attr-defined]
 
 
 class CastwiseOptimizer(AcceleratedOptimizer):
-    """An optimizer whose steps go through the session.
+    """An optimizer that steps through the session.
 
     Args:
-        optimizer: As it was prepared by the session.
+        optimizer: The optimizer that the session prepared.
         amp: The session.
         device_placement: As in Accelerate.
     """
 
     result: StepResult | None = None
-    """What became of the last step; None before the first."""
+    """Result of the last step; None before the first."""
 
     def __init__(self, optimizer: Optimizer, amp: Amp, device_placement: bool = True) -> None:
         super().__init__(optimizer, device_placement=device_placement)
@@ -59,7 +59,7 @@ class CastwiseOptimizer(AcceleratedOptimizer):
             closure: As for :meth:`castwise.Amp.step`, with ``accelerator.backward`` inside.
 
         Raises:
-            StateError: Gradients that came from no ``accelerator.backward``, under a plan with a loss scale.
+            StateError: The plan has a loss scale, and the gradients do not come from ``accelerator.backward``.
         """
         if self.gradient_state.sync_gradients and not updates_in_backward(self.optimizer):
             self.result = self.amp.step(self.optimizer, closure=closure)
@@ -82,7 +82,7 @@ class SessionScaler:
         self._before = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as None, which Accelerate uses where the loss is not scaled."""
+        """Copy and pickle as None, Accelerate's value for an unscaled loss."""
         return type(None), ()
 
     @property
@@ -100,7 +100,7 @@ class SessionScaler:
         return self._amp.scaler.is_enabled()
 
     def get_scale(self) -> float:
-        """The scale of the next loss, 1.0 without a loss scale; synchronises with the device."""
+        """The scale of the next loss, 1.0 if the plan has no loss scale; synchronises with the device."""
         return self._amp.get_scale()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class SessionScaler:
         """Resume from the state of a session, or of the torch ``GradScaler`` of a run without castwise.
 
         Raises:
-            CheckpointError: Neither of the two.
+            CheckpointError: The state is neither.
         """
         if "_growth_tracker" in state and "version" not in state:
             state = {"version": 1, "plan": None, "scaler": dict(state)}

@@ -19,27 +19,27 @@ from castwise.bridges.trainers.huggingface.versions import check_version
 from castwise.errors import PlanError
 
 STATE = "castwise.json"
-"""In a checkpoint: the plan, the loss scale and how many steps were skipped."""
+"""Checkpoint file that holds the plan, the loss scale and the number of skipped steps."""
 
 
 class CastwiseMixin:
     """Adds a plan to any subclass of ``transformers.Trainer``: ``class Mine(CastwiseMixin, SFTTrainer)``.
 
-    Everything that such a trainer does stays its own: accumulation, clipping, schedulers, evaluation, callbacks, an
-    overridden ``compute_loss``. The model runs, and losses are scaled, unscaled, clipped and stepped, by the plan.
-    Checkpoints hold the loss scales, and weights in fp32 where the plan keeps masters, so that a run that is resumed
-    goes on bit for bit. A skipped step moves no scheduler; ``state.global_step`` counts it all the same, since the Trainer
-    finds its place in the data by it, and ``skipped_steps`` in the log says how many there were.
+    The trainer keeps its own accumulation, clipping, schedulers, evaluation, callbacks and overridden ``compute_loss``.
+    The plan controls how the model runs, and how losses are scaled and gradients unscaled, clipped and stepped.
+    Checkpoints hold the loss scales, and fp32 weights if the plan keeps masters, so that a resumed run continues bit
+    for bit. A skipped step does not advance schedulers. ``state.global_step`` still counts it, since the Trainer uses
+    that count to find its place in the data; ``skipped_steps`` in the log is the number of skipped steps.
 
     Args:
         args: As for the trainer.
         plan: A :class:`~castwise.Plan`, a preset name, the path of a plan file, or an :class:`~castwise.Amp`.
-        prepare_options: For :meth:`castwise.Amp.prepare`, such as ``{"methods": ("encode",)}``.
+        prepare_options: Options of :meth:`castwise.Amp.prepare`, such as ``{"methods": ("encode",)}``.
         kwargs: As for the trainer.
 
     Raises:
-        PlanError: A plan and another setting of precision, such as ``TrainingArguments(bf16=True)``, at once.
-        StateError: Sharding that Accelerate does not leave to the plan.
+        PlanError: Both a plan and another precision setting are given, such as ``TrainingArguments(bf16=True)``.
+        StateError: The sharding method sets its own precision.
     """
 
     accelerator: CastwiseAccelerator
@@ -59,7 +59,7 @@ class CastwiseMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator as the trainer does, and give it the plan.
+        """Create the accelerator as the trainer does, and give it the plan.
 
         Raises:
             PlanError: As for the class.
@@ -87,7 +87,7 @@ class CastwiseMixin:
             )
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        if self.args.n_gpu > 1:  # it goes into a DataParallel here, and to Accelerate no more
+        if self.args.n_gpu > 1:  # it is wrapped in DataParallel here and no longer passed to Accelerate
             optimizers = [] if self.optimizer is None else [self.optimizer]
             self.accelerator.take_in(model, *optimizers)
         return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
@@ -105,7 +105,7 @@ class CastwiseMixin:
         model = self.accelerator.unwrap_model(self.model)
         super()._save(output_dir, state_dict or self.accelerator.amp.model_state_dict(model))  # type: ignore[misc]
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        # The configuration names the format that the model is stored in; adapters have none. One process writes.
+        # The configuration names the storage format of the model; adapters have no configuration. One process writes.
         if self.args.should_save and (folder / "config.json").is_file():
             stored, model.config.dtype = model.config.dtype, torch.float32
             model.config.save_pretrained(folder)
@@ -113,7 +113,7 @@ class CastwiseMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._keeps_masters() and not _has_adapters(self.model):
-            # The trainer has loaded weights before there were masters, into whatever the model was made in.
+            # The trainer loaded weights before masters existed, in the dtype that the model was created in.
             self._load_from_checkpoint(checkpoint, self.model)
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
@@ -139,7 +139,7 @@ class CastwiseMixin:
 
     def _save_scaler(self, output_dir: str) -> None:
         scaler = self.accelerator.scaler
-        if scaler.is_enabled():  # or a Trainer without a scaler could not go on from here
+        if scaler.is_enabled():  # otherwise a Trainer without a scaler could not resume from this checkpoint
             super()._save_scaler(output_dir)  # type: ignore[misc]
         if self.args.should_save:
             Path(output_dir, STATE).write_text(json.dumps(scaler.state_dict(), indent=2), encoding="utf-8")
@@ -151,9 +151,9 @@ class CastwiseMixin:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the trainer does; a training loss also gets ``skipped_steps``, and ``loss_scale`` if there is one.
+        """Log as the trainer does; adds ``skipped_steps`` to a training loss, and ``loss_scale`` if there is one.
 
-        ``restored_buffers`` says how many buffers these steps had made non-finite and were put back, if there were any.
+        ``restored_buffers`` is the number of buffers that skipped steps made non-finite and that were restored, if any.
 
         Args:
             logs: Values by name.

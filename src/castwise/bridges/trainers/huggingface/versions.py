@@ -7,12 +7,12 @@ import importlib.metadata
 import warnings
 
 TESTED = {"accelerate": "1.15", "transformers": "5.23"}
-"""By library, the minor release."""
+"""Tested minor release of each library."""
 
 
 @functools.cache
 def check_version(library: str) -> None:
-    """Warn once per process about a release that the tests do not cover.
+    """Warn once per process if the installed release is untested.
 
     Args:
         library: ``accelerate`` or ``transformers``.

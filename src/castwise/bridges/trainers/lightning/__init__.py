@@ -1,9 +1,9 @@
 """Lightning: a plan as the precision plug-in of a ``Trainer`` or a ``Fabric``.
 
-A Trainer's model is prepared when its strategy sets it up, with the optimizers that ``configure_optimizers`` made, and is as it was
-when the Trainer tears down. Fabric tells a plug-in of modules alone, and masters live in optimizers; so ``Fabric.setup``,
-``setup_module`` and ``setup_optimizers`` are extended here to tell a :class:`CastwisePrecision` of both. Every other plug-in gets what
-it always got.
+A Trainer's model is prepared when its strategy sets it up, with the optimizers from ``configure_optimizers``, and
+restored when the Trainer tears down. Fabric passes only modules to a plug-in, but masters live in optimizers. So this
+package extends ``Fabric.setup``, ``setup_module`` and ``setup_optimizers`` to pass both to a
+:class:`CastwisePrecision`. Other plug-ins are unaffected.
 """
 
 from __future__ import annotations

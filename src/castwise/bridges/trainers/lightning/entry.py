@@ -1,4 +1,4 @@
-"""Extensions of Lightning where plug-ins get no call: Fabric's optimizers, and strategies that accept only their own plug-ins."""
+"""Patches of Lightning: for Fabric's optimizers, and for strategies that accept only their own plug-ins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StrategyError(CastwiseError, TypeError):
 
 
 def install() -> None:
-    """Extend Fabric's methods and the precision setters of both ``FSDPStrategy`` classes; done once, on import."""
+    """Extend Fabric's methods and the precision setters of both ``FSDPStrategy`` classes; runs once, on import."""
     for name in ("setup", "setup_module", "setup_optimizers"):
         _tell_of_setup(name)
     _say_what_to_use(fsdp.FSDPStrategy, "precision")

@@ -37,14 +37,14 @@ from castwise.core.plans.plan import as_plan
 from castwise.errors import PlanError, StateError
 
 _TESTED = "2.6"
-"""The release of Lightning whose hooks these are."""
+"""The tested release of Lightning."""
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _NAMES = {
     "fp32": ("32-true", "32-true"),
     "bf16": ("bf16-mixed", "bf16-true"),
     "fp16": ("16-mixed", "16-true"),
 }
-"""By what a plan computes in: Lightning's name of the nearest setting, where parameters stay fp32 and where they do not."""
+"""Lightning's name for the nearest precision, by compute format: with fp32 parameters, and with low parameters."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 _SHARDED = (model_parallel.ModelParallelStrategy, strategies.ModelParallelStrategy)
@@ -60,25 +60,26 @@ class CastwisePrecision(Precision):
 
     Args:
         plan: A :class:`~castwise.Plan`, a preset name, or the path of a plan file.
-        model: Paths of the submodules that the plan is for, as ``"net"``: then these run by it, and the rest of a
-            ``LightningModule``, its loss among that, runs as it is. By default the whole module does, its ``training_step`` and
-            the other steps included, as under Lightning's own precisions; floating tensors of a batch, targets too, are then
-            cast under plans that store parameters low. Regions of the plan name modules below these.
-        methods: Methods other than ``forward`` and the steps that are called from outside, to run by the plan too.
+        model: Paths of the submodules that run under the plan, such as ``"net"``; the rest of the ``LightningModule``,
+            including its loss, is unchanged. By default the whole module runs under it, including ``training_step`` and
+            the other steps, as with Lightning's own precisions; plans that store parameters low then also cast the
+            floating tensors of a batch, including targets. Regions of the plan name modules relative to these
+            submodules.
+        methods: Other methods, besides ``forward`` and the steps, that are called from outside and run under the plan.
         nonfinite: As for :class:`castwise.Amp`.
         patience: As for :class:`castwise.Amp`.
         group: As for :class:`castwise.Amp`.
 
     Attributes:
         plan: The plan.
-        last_step: What became of the last optimizer step; None before the first. A scheduler that is stepped by hand should
-            rest where ``last_step.skipped``; those that a Trainer steps at the interval ``"step"`` do.
+        last_step: Result of the last optimizer step; None before the first. Do not step a scheduler by hand if
+            ``last_step.skipped``; schedulers that a Trainer steps at the interval ``"step"`` pause automatically.
 
     Raises:
-        PlanError: A plan that does not exist or cannot be, or ``model`` that is not a path.
+        PlanError: The plan does not exist or is invalid, or ``model`` is not a path.
 
     Warns:
-        UserWarning: Lightning is of another release than the one that this was tested with.
+        UserWarning: The installed release of Lightning is not the tested one.
     """
 
     def __init__(
@@ -109,18 +110,18 @@ class CastwisePrecision(Precision):
         self._amp: Amp | None = None
         self._roots: list[weakref.ref[nn.Module]] = []
         self._own_steps: frozenset[str] = frozenset()
-        """Steps that were put on the instance, which no border can be around."""
+        """Steps that were set on the instance, which no border can wrap."""
         self._undo: list[Callable[[], object]] = []
         self._module: LightningModule | None = None
-        """The Trainer's; None under Fabric."""
+        """The Trainer's module; None under Fabric."""
         self._fabric: tuple[Fabric, Sequence[Optimizer], bool] | None = None
-        """While Fabric sets something up: which does, with which optimizers, and whether it moves the module."""
+        """While Fabric sets up a module: the Fabric, the optimizers, and whether Fabric moves the module."""
         self._waiting: list[nn.Module] = []
-        """Modules of Fabric that are prepared with an optimizer, or at their first call."""
+        """Fabric's modules that wait for an optimizer, or else for their first call, to be prepared."""
         self._watched = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle the plan without the session, since a Trainer's hyperparameters may hold the plug-in."""
+        """Copy and pickle the plan without the session, since a Trainer's hyperparameters may contain the plug-in."""
         return vars(self) | {
             "last_step": None, "_amp": None, "_roots": [], "_own_steps": frozenset(), "_undo": [], "_module": None, "_fabric": None,
             "_waiting": [], "_watched": False,
@@ -128,12 +129,12 @@ class CastwisePrecision(Precision):
 
     @property
     def amp(self) -> Amp:
-        """The session; created on first use, for the device of the model."""
+        """The session, created on first use for the model's device."""
         return self._open(None)
 
     @property
     def scaler(self) -> Any:
-        """The session's :class:`castwise.GradScaler` under a plan with a loss scale, else None."""
+        """The session's :class:`castwise.GradScaler`; None if the plan has no loss scale."""
         return None if self.plan.loss_scale is None or self._amp is None else self._amp.scaler
 
     def _open(self, device_type: str | None) -> Amp:
@@ -148,10 +149,10 @@ class CastwisePrecision(Precision):
     def fully_shard(
         self, model: nn.Module, *, mesh: Any, blocks: Iterable[nn.Module] = (), **options: Any
     ) -> nn.Module:
-        """FSDP2's ``fully_shard`` with the plan's policy, for a Trainer's ``configure_model`` or a Fabric's ``parallelize_fn``.
+        """Apply FSDP2's ``fully_shard`` with the plan, in ``configure_model`` or Fabric's ``parallelize_fn``.
 
         Args:
-            model: What to shard: the whole module, or a part of it.
+            model: The module to shard, whole or in part.
             mesh: ``device_mesh["data_parallel"]`` of the strategy.
             blocks: As for :meth:`castwise.Amp.fully_shard`.
             options: As for :meth:`castwise.Amp.fully_shard`.
@@ -208,7 +209,7 @@ class CastwisePrecision(Precision):
                 self._undo.append(root.register_state_dict_post_hook(save_masters).remove)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare the module if it is wrapped next; otherwise wait for the optimizers. Returns the same module."""
+        """Prepare the module if the strategy wraps it next, else wait for the optimizers; returns the module."""
         if self._fabric is not None:
             fabric, optimizers, moves = self._fabric
             if isinstance(fabric.strategy, _SHARDED):
@@ -225,7 +226,7 @@ class CastwisePrecision(Precision):
                 strategy.model_to_device()
                 strategy.setup_optimizers(trainer)
                 self._prepare(module, strategy.optimizers)
-                # the strategy would make the optimizers after it has wrapped the module: they are made
+                # the strategy would make the optimizers only after wrapping the module, so make them now
                 strategy.setup_optimizers = _nothing  # type: ignore[method-assign]
                 self._undo.append(functools.partial(vars(strategy).pop, "setup_optimizers", None))
         return module
@@ -236,7 +237,7 @@ class CastwisePrecision(Precision):
         """Prepare a Trainer's module, and pause its schedulers at skipped steps.
 
         Warns:
-            UserWarning: A callback averages weights that the plan stores low.
+            UserWarning: A callback averages weights, and the plan stores them low.
         """
         module = self._module
         assert module is not None
@@ -256,7 +257,7 @@ class CastwisePrecision(Precision):
         return model, optimizers, [Resting(config, self) for config in lr_schedulers]
 
     def teardown(self) -> None:
-        """Close the session: the model holds fp32 weights, and :meth:`state_dict` keeps returning the last state."""
+        """Close the session: the model gets fp32 weights, and :meth:`state_dict` keeps returning the last state."""
         while self._undo:
             self._undo.pop()()
         self._roots.clear()
@@ -268,7 +269,7 @@ class CastwisePrecision(Precision):
     # --- Fabric -------------------------------------------------------------------------------------------
 
     def _set_up(self, fabric: Fabric, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Wrap one of Fabric's methods that set up modules and optimizers."""
+        """Wrap a Fabric method that sets up modules or optimizers."""
         given = inspect.signature(call).bind(fabric, *args, **kwargs)
         given.apply_defaults()
         optimizers = [unwrapped(optimizer) for optimizer in given.arguments.get("optimizers", ())]
@@ -281,7 +282,7 @@ class CastwisePrecision(Precision):
             result = call(fabric, *args, **kwargs)
         finally:
             self._fabric = None
-        if isinstance(fabric.strategy, _SHARDED):  # prepared after it was sharded
+        if isinstance(fabric.strategy, _SHARDED):  # to be prepared after sharding
             self._take((result[0] if optimizers else result).module, optimizers, False)
         return result
 
@@ -309,10 +310,10 @@ class CastwisePrecision(Precision):
                 self.amp.prepare(root, *optimizers)
 
     def convert_input(self, data: Any) -> Any:
-        """Return the inputs unchanged, since the module casts them. Modules of Fabric that got no optimizer are prepared now.
+        """Return the inputs unchanged, since the module casts them; prepares Fabric's modules that got no optimizer.
 
         Raises:
-            StateError: Fabric's module is called in an autocast block to a format that the plan has not.
+            StateError: Fabric's module is called in an autocast block whose format is not in the plan.
         """
         while self._waiting:
             self._prepare(self._waiting.pop(0), ())
@@ -323,7 +324,7 @@ class CastwisePrecision(Precision):
     # --- contexts -----------------------------------------------------------------------------------------
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The plan's casting as a block: ``fabric.autocast()``."""
+        """Context manager that applies the plan's casts, for ``fabric.autocast()``."""
         return self.amp.autocast()
 
     @contextmanager
@@ -331,7 +332,7 @@ class CastwisePrecision(Precision):
         """Context of a ``training_step``, which runs under the plan.
 
         Raises:
-            StateError: The first one autocasts to a format that the plan has not.
+            StateError: The first ``training_step`` autocasts to a format that is not in the plan.
         """
         with self._around("training_step"):
             if self._watched:
@@ -366,14 +367,14 @@ class CastwisePrecision(Precision):
             yield
 
     def _around(self, step: str) -> AbstractContextManager[Any]:
-        """A context for a step that was set on the instance; other steps are cast by hooks."""
+        """Context for a step that was set on the instance; hooks cast the other steps."""
         return self.amp.autocast() if step in self._own_steps else nullcontext()
 
     def _look(self, found: list[str], module: nn.Module, args: Any) -> None:
         found += self._foreign(f"training_step: {type(module).__name__}")
 
     def _foreign(self, who: str) -> list[str]:
-        """An error text if ``who`` is called in an autocast block with a format other than the plan's."""
+        """Return an error text, in a list, if ``who`` is called in an autocast block to a format not in the plan."""
         kind = self.amp.device_type
         if not torch.is_autocast_enabled(kind):
             return []
@@ -394,7 +395,7 @@ class CastwisePrecision(Precision):
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Compute scaled gradients, with the module's own ``backward`` under a Trainer."""
-        # in manual optimization this is within the training_step, whose casts are not for backward: regions have their own
+        # manual optimization calls this inside training_step; backward needs no casts from there: regions have their own
         with torch.autocast(self.amp.device_type, enabled=False):
             if self._module is not None:
                 super().backward(self.amp.scale(tensor), model, *args, **kwargs)
@@ -404,7 +405,7 @@ class CastwisePrecision(Precision):
                 self.amp.backward(tensor, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Run Lightning's callbacks after backward. Gradients hold the loss scale until they are clipped or stepped on."""
+        """Run Lightning's callbacks after backward. Gradients stay scaled until they are clipped or stepped on."""
         return tensor if self._module is None else super().post_backward(tensor, module)
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -415,7 +416,7 @@ class CastwisePrecision(Precision):
         """Unscale, agree across ranks, then step, or skip if a gradient is not finite.
 
         Returns:
-            What the closure returned first; where that is nothing, the :class:`castwise.StepResult`.
+            The first return value of the closure; if that is None, the :class:`castwise.StepResult`.
         """
         if self._module is not None and closure is not None:
             closure = functools.partial(self._wrap_closure, model, optimizer, closure)
@@ -441,13 +442,13 @@ class CastwisePrecision(Precision):
         else:
             values += [] if closure is None else [closure()]
             if values == [None] and all(p.grad is None for p in params_of(optimizer)):
-                return None  # a training_step that returned None has left this batch out
+                return None  # training_step returned None to skip this batch
             self.last_step = self.amp.step(optimizer)
         return self.last_step if not values or values[0] is None else values[0]
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         if self.plan.loss_scale is not None and self.amp.holds(optimizer):
-            self.amp.unscale_(optimizer)  # what looks at gradients before the step sees true ones
+            self.amp.unscale_(optimizer)  # callbacks before the step see unscaled gradients
         super()._after_closure(model, optimizer)
 
     def unscale_gradients(self, optimizer: Any) -> None:
@@ -473,11 +474,11 @@ class CastwisePrecision(Precision):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's loss scales; weights are saved in fp32 by the module's own ``state_dict``."""
+        """The session's loss scales; the module's own ``state_dict`` saves the weights in fp32."""
         return {} if self._amp is None else self._amp.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with saved loss scales, of the same or another plan."""
+        """Load saved loss scales, of the same or another plan."""
         self.amp.load_state_dict(state_dict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ class Resting(LRSchedulerConfig):
 
     @property
     def frequency(self) -> int:
-        """Steps or epochs between scheduler steps; larger than any count if the last step was skipped."""
+        """Steps or epochs between scheduler steps; too large to reach if the last step was skipped."""
         last = self._precision.last_step
         rests = self.interval == "step" and last is not None and last.skipped
         return sys.maxsize if rests else vars(self)["frequency"]
@@ -38,7 +38,7 @@ class Resting(LRSchedulerConfig):
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a ``LightningOptimizer`` or a Fabric optimizer; any other is returned unchanged."""
+    """The optimizer inside a ``LightningOptimizer`` or a Fabric optimizer; other optimizers are returned unchanged."""
     wrapped = is_wrapped(optimizer) or isinstance(optimizer, LightningOptimizer)
     return optimizer.optimizer if wrapped else optimizer
 
@@ -55,7 +55,7 @@ def evaluates(optimizer: Optimizer) -> bool:
 
 
 def noting(closure: Callable[[], Any], values: list[Any]) -> Callable[[], Any]:
-    """Wrap a closure so that each return value is recorded."""
+    """Wrap a closure to record each return value."""
 
     def note() -> Any:
         values.append(closure())
@@ -68,7 +68,7 @@ _saving: set[int] = set()
 
 
 def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Hook of a module's ``state_dict``: save fp32 masters in place of their parameters. Holds nothing, so modules still pickle."""
+    """``state_dict`` hook that saves fp32 masters instead of their parameters; stateless, so modules still pickle."""
     amp = Amp.of(module)
     if amp is None or id(module) in _saving:
         return
@@ -86,7 +86,7 @@ def check_alone(module: nn.Module, amp: Amp) -> None:
     """Raise if anything else sets the precision of a module.
 
     Raises:
-        StateError: An autocast block around, or a GradScaler inside.
+        StateError: The module runs in an autocast block, or has its own GradScaler.
     """
     kind = type(module).__name__
     if torch.is_autocast_enabled(amp.device_type):
