@@ -115,8 +115,8 @@ def _fastest(search: Search, plans: Sequence[Plan]) -> None:
             eager.insert(0, FP32)
             final.choice = {FP32, *final.choice}
             journal.notes.append(
-                f"Whole steps say otherwise, so that fp32 as it is was to be chosen too: {in_words(run_with(FP32, how))} was "
-                f"{slower.value:.2f} ({slower.low:.2f} to {slower.high:.2f}) times as fast in the final."
+                f"Plain fp32 was a choice too, because whole steps contradict the separate measurement: in the final "
+                f"{in_words(run_with(FP32, how))} was {slower.value:.2f} ({slower.low:.2f} to {slower.high:.2f}) times as fast."
             )
     choices = [compiled, eager] if only else [[*eager, *compiled]]
     turns = (final.in_turn(plans, journal.refusal) for plans in choices)

@@ -288,7 +288,7 @@ class NumericsSearch:
                 if added := frozenset(p for p in min(around, key=len, default=()) if p not in wider):
                     steps.insert(0, added)
                     wider |= dict.fromkeys(
-                        added, "its neighbours alone were no cure: what lies between counts"
+                        added, "keeping its neighbours alone did not help; what runs between them matters"
                     )
             if len(wider) == len(kept) or wider.keys() >= self._names:
                 break
