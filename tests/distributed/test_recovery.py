@@ -150,8 +150,8 @@ def test_the_part_of_one_rank(two: World, tmp_path: Path) -> None:
     assert good.recorded_nonfinite  # which came from the other rank
     assert bad.exact
     assert not bad.finite
-    assert any("one rank of several recorded it" in note for note in good.notes)
-    with pytest.raises(PlanError, match="was written by 2 ranks, numbered from 0"):
+    assert any("means over 2 ranks, of which 1 was replayed" in note for note in good.notes)
+    with pytest.raises(PlanError, match="has no such rank; allowed: 0, 1"):
         castwise.replay(tmp_path, Net(), loss, rank=2)
 
 

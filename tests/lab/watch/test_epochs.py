@@ -129,7 +129,7 @@ def test_an_epoch_that_is_left_at_the_step_that_diverged_ends_at_its_last_good_s
                 break
     assert torch.equal(starts[2], starts[1])
     assert [one.action for one in recovery.returns] == [
-        "the epoch ends at its last good state, and the next one begins there"
+        "the next epoch starts from the last good state of this epoch"
     ]
     assert recovery.step == 17
     amp.close()

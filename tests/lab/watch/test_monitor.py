@@ -702,7 +702,7 @@ def test_arguments_that_cannot_be(how: dict[str, Any], error: type[Exception], w
 
 
 def test_it_takes_a_session() -> None:
-    with pytest.raises(PlanError, match=r"Monitor\(Linear\): needs the session, a castwise.Amp"):
+    with pytest.raises(PlanError, match=r"Monitor\(Linear\): needs a castwise.Amp, the session to monitor"):
         Monitor(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 

@@ -236,7 +236,7 @@ def test_weights_that_are_not_finite_at_the_start(tmp_path: Path) -> None:
 
 def test_a_spike_in_every_step_is_an_error_soon(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.raises(DivergedError, match="3 returns without a new good state did not help"):
+    with pytest.raises(DivergedError, match="going back 3 times did not help"):
         run.train(data(60, spikes=tuple(range(30, 60)), value=float("nan")))
     assert len(run.recovery.returns) == 3
     assert max(run.losses) == 33
@@ -349,7 +349,9 @@ def test_a_disk_that_takes_no_more_leaves_the_last_good_state(
         return write(self, folder)
 
     monkeypatch.setattr(Stage, "write", full)
-    with pytest.warns(UserWarning, match="the new good state could not be kept, and the last one remains"):
+    with pytest.warns(
+        UserWarning, match="the new good state could not be saved; the previous good state is kept"
+    ):
         run.train(data(70, spikes=(57,), value=float("nan")))
     assert (run.recovery.returns[0].step, run.recovery.returns[0].to_step) == (57, 20)
 
@@ -411,7 +413,7 @@ def test_the_line_between_noise_and_divergence() -> None:
         assert not line.check(step, 2.4)
     assert "in a row" in line.check(310, 2.4)
     line.back_to(302)
-    assert "spreads above" in line.check(302, 50.0)
+    assert "robust standard deviations above" in line.check(302, 50.0)
 
 
 def test_no_line_before_enough_losses() -> None:
@@ -466,7 +468,7 @@ def test_batches_that_the_loop_writes_to_are_passed_over_and_that_is_said(tmp_pa
     (one,) = run.recovery.returns
     assert (one.step, one.to_step, one.cause) == (37, 20, "batch")
     assert "the step cannot be repeated" in one.evidence
-    assert "17 other steps since the good state are not repeated" in one.action
+    assert "17 other steps after the good state are not repeated" in one.action
     assert one.action[1:] in str(said[0].message)
 
 

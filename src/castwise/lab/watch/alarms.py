@@ -42,10 +42,10 @@ class Line:
             raise PlanError(f"{self!r}: raise_at and clear_at must be finite numbers")
         if self.raise_at == self.clear_at:
             raise PlanError(
-                f"{self!r}: raise_at and clear_at are equal, so it is unclear which side is good; put clear_at on the good side"
+                f"{self!r}: raise_at and clear_at must differ: clear_at is below raise_at if small values are good, else above"
             )
         if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
-            raise PlanError(f"{self!r}: patience must be a whole number >= 1")
+            raise PlanError(f"{self!r}: patience must be an integer >= 1")
 
     def is_bad(self, value: float) -> bool:
         """Whether a value is beyond the line; NaN is."""
@@ -86,34 +86,44 @@ LINES: Mapping[str, Line] = MappingProxyType({
 
 _SAYS = {
     "skipped_in_a_row": (
-        "{value:.0f} steps in a row were skipped, since gradients were not finite{detail}. Look at these modules, the data and "
-        "the learning rate; castwise.first_nonfinite finds the operator"
+        "{value:.0f} steps in a row were skipped because gradients were not finite{detail}. Check the data and the learning "
+        "rate; castwise.first_nonfinite finds the operator"
     ),
     "skipped_share": (
-        "{value:.0%} of the last 64 steps were skipped, since gradients were not finite{detail}. Clip, lower the learning rate or "
-        "use a bf16 plan"
+        "{value:.0%} of the last 64 steps were skipped because gradients were not finite{detail}. Clip gradients, lower the "
+        "learning rate or use a bf16 plan"
     ),
     "loss_scale": (
-        "the loss scale has fallen to {value:g}: small gradients underflow in fp16. Something overflows at every larger "
-        "scale{detail}: keep it in fp32 by a Region, or use a bf16 plan"
+        "the loss scale has fallen to {value:g}: small gradients underflow in fp16. At every larger scale gradients "
+        "overflow{detail}. Keep the modules that overflow in fp32 with a Region, or use a bf16 plan"
     ),
-    "nonfinite": "{where} is not finite in a step that was made. castwise.first_nonfinite finds the operator",
+    "nonfinite": (
+        "{where} had non-finite outputs or gradients in a step that was not skipped. castwise.first_nonfinite finds the "
+        "operator"
+    ),
     "near_overflow": (
-        "outputs of {where} reach {value:.0%} of fp16's largest number, 65504. Keep it in fp32, Region({region!r}, "
+        "outputs of {where} reach {value:.0%} of fp16's largest number, 65504. Run {where} in fp32, Region({region!r}, "
         "compute='fp32'), or use a bf16 plan"
     ),
     "underflow": (
         "rounding loses {value:.2g} of the squared norm of the gradients of the outputs of {where}. Use a larger loss scale, "
-        "or keep it in "
-        "fp32, Region({region!r}, compute='fp32')"
+        "or run {where} in fp32, Region({region!r}, compute='fp32')"
     ),
-    "update_ratio": "{where} moves by {value:.2g} of its own size in one step. Lower the learning rate, clip, or warm up",
-    "grad_norm": "the gradients' norm is {value:.3g} times its median. Look at the batch; clip by amp.step(optimizer, max_norm=...)",
+    "update_ratio": (
+        "one step changes the weights of {where} by {value:.2g} of their norm. Lower the learning rate, clip gradients, or warm "
+        "up the learning rate"
+    ),
+    "grad_norm": (
+        "the gradient norm is {value:.3g} times its median. Check the batch; clip gradients with amp.step(optimizer, "
+        "max_norm=...)"
+    ),
     "lost_updates": (
         "rounding drops {value:.0%} of the updates: parameters are stored low without masters. Use a plan with masters, such as "
         "'bf16-master'"
     ),
-    "audit": "compared with fp32 the plan's gradients now fail: {detail}. Tune again from these weights, or use an fp32 plan",
+    "audit": (
+        "the plan's gradients now fail the comparison with fp32: {detail}. Tune again from these weights, or use an fp32 plan"
+    ),
 }
 
 

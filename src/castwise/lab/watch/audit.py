@@ -137,7 +137,7 @@ class Auditor:
         total = sum(sums.values()) or 1.0
         worst = sorted(((path, value / total * damage) for path, value in sums.items()), key=lambda r: -r[1])
         return Audit(
-            0, "sound", f"damage {damage:.2g} on {SCREEN} microbatches, far below {FAIL:g} where plans fail",
+            0, "sound", f"damage {damage:.2g} on {SCREEN} microbatches, far below the {FAIL:g} at which plans fail",
             damage, adam, SCREEN, 0.0, tuple(worst[:3]),
         )  # fmt: skip
 
@@ -192,7 +192,7 @@ def _steps(prober: Prober, model: nn.Module, optimizer: Optimizer) -> list[Tenso
 
 def failed(error: Exception) -> Audit:
     """The audit to report when an audit raised an error."""
-    return Audit(0, "undecided", f"the audit could not be made: {sentence(error)}")
+    return Audit(0, "undecided", f"the audit failed with an error: {sentence(error)}")
 
 
 def badness(audit: Audit) -> tuple[int, float]:

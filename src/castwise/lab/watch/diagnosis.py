@@ -116,7 +116,7 @@ class _Reruns:
             cured, how = self._try(plan)
             if self._is_sound(cured):
                 return Diagnosis(cause, f"{told}; {what}; tried under {plan}: {how}", plan)
-        return Diagnosis("batch", f"{told}, and no plan that was tried cures it")
+        return Diagnosis("batch", f"{told}; no other plan that was tried gives sound gradients")
 
     def _cures(self) -> Iterator[tuple[str, str, Plan]]:
         """Plans that may cure the divergence, from the smallest change on: each with its cause and the evidence."""

@@ -62,10 +62,13 @@ class LossLine:
             return ""
         self.suspects.append((step, loss))
         if loss > max(self._start, median) + FAR * spread:
-            return f"the loss is {loss:.4g}, {(loss - median) / spread:.0f} spreads above the median {median:.4g}"
+            return f"the loss {loss:.4g} is {(loss - median) / spread:.0f} robust standard deviations above the median {median:.4g}"
         if len(self.suspects) >= PERSISTENT:
             low = min(value for _, value in self.suspects)
-            return f"{PERSISTENT} losses in a row are above {low:.4g}, {(low - median) / spread:.0f} spreads above the median {median:.4g}"
+            return (
+                f"{PERSISTENT} losses in a row are at least {low:.4g}, {(low - median) / spread:.0f} robust standard deviations "
+                f"above the median {median:.4g}"
+            )
         return ""
 
     def _take(self, step: int, loss: float) -> None:

@@ -104,11 +104,11 @@ class Monitor(OfThisProcess):
         accumulate: int = 1,
     ) -> None:
         if not isinstance(amp, Amp):
-            raise PlanError(f"Monitor({type(amp).__name__}): needs the session, a castwise.Amp")
+            raise PlanError(f"Monitor({type(amp).__name__}): needs a castwise.Amp, the session to monitor")
         for name, value in (("every", every), ("audit_every", audit_every), ("accumulate", accumulate)):
             check_count("Monitor", name, value, 1)
         if on_alarm is not None and not callable(on_alarm):
-            raise PlanError(f"Monitor(on_alarm={on_alarm!r}): needs a function of an Alarm")
+            raise PlanError(f"Monitor(on_alarm={on_alarm!r}): needs a function that takes an Alarm")
         if (loss is None) != (batches is None):
             given, lacks = ("batches", "loss") if loss is None else ("loss", "batches")
             raise PlanError(

@@ -204,15 +204,14 @@ class Recorder(OfThisProcess):
         if not self._heard:
             self._heard = True
             warnings.warn(
-                "Recorder: a step was made without a recorded loss: a non-finite loss would not be noticed, and a replay "
-                "cannot be checked against it. Call amp.backward(loss), or amp.scale(loss).backward(), instead of "
-                "loss.backward()",
+                "Recorder: the loss of a step was not recorded, so a non-finite loss is not noticed, and a replay cannot compare "
+                "losses. Call amp.backward(loss), or amp.scale(loss).backward(), instead of loss.backward()",
                 stacklevel=3,
             )
         if not step.done:
             skipped, has = result.skipped, step.weights is not None
             if skipped and step.why is None:
-                step.why = "overflow", "the step was skipped, since gradients are not finite"
+                step.why = "overflow", "the step was skipped because gradients are not finite"
             step.moved |= not has and step.over  # by an earlier optimizer of this step
             why = step.why if step.why is not None and self._wants(step.why[0]) else None
             wrong, some_have, some_lack = self._any(why is not None, has, not has)
@@ -220,7 +219,7 @@ class Recorder(OfThisProcess):
                 step.done = True
                 self._write(step, skipped, result.grad_norm)
             elif wrong:  # the weights have changed: all record the next step instead
-                self._next = "alarm", f"the step before: {why[1]}" if why else ""
+                self._next = "alarm", f"in the previous step: {why[1]}" if why else ""
                 step.done = True
         step.over = True
 
@@ -249,7 +248,7 @@ class Recorder(OfThisProcess):
         elif self._is_cut and self._session.ranks.size > 1:
             warnings.warn(
                 f"Recorder: the step that ended in an error ({type(error).__name__}) was not written: other ranks hold the rest of "
-                "the weights, and may have seen no error",
+                "the weights, and may have had no error",
                 stacklevel=3,
             )
         else:
@@ -364,7 +363,7 @@ def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
     if not isinstance(amp, Amp) or not isinstance(model, nn.Module):
         raise PlanError(
             f"{call}({type(amp).__name__}, {type(model).__name__}) is not allowed. Allowed: the castwise.Amp of the training, then "
-            "the model that it has prepared."
+            "the model that this Amp prepared."
         )
     inner = wrappers.unwrap(model)
     if Amp.of(inner) is not amp:

@@ -197,10 +197,8 @@ class Recovery(OfThisProcess, Result):
         """Start a loader; batches and good states of the previous loader are discarded."""
         self._begins = False
         if self._suspect is not None:  # diverged in that loader's last steps, or its step was not repeated
-            found = Diagnosis("unknown", "the loop left the data loader before it reached that step again")
-            self._log(
-                self._suspect, found, "the epoch ends at its last good state, and the next one begins there"
-            )
+            found = Diagnosis("unknown", "the loop left the data loader before it repeated that step")
+            self._log(self._suspect, found, "the next epoch starts from the last good state of this epoch")
             self._suspect = None
         self._data.clear()
         if self._states.all:
@@ -240,7 +238,7 @@ class Recovery(OfThisProcess, Result):
             if not self._states.all:
                 raise
             warnings.warn(
-                f"Recovery: the new good state could not be kept, and the last one remains: {error}",
+                f"Recovery: the new good state could not be saved; the previous good state is kept: {error}",
                 stacklevel=3,
             )
             self._tried = step
@@ -252,7 +250,11 @@ class Recovery(OfThisProcess, Result):
 
     def _go_back(self, symptom: str, first: int) -> None:
         if self._suspect is not None:  # another step diverged before that one was repeated
-            self._log(self._suspect, Diagnosis("unknown", "it diverged again before that step"), "none")
+            self._log(
+                self._suspect,
+                Diagnosis("unknown", "training diverged again before that step was repeated"),
+                "no change was made",
+            )
             self._suspect = None
         if self._tries >= self._attempts:
             raise DivergedError(gave_up(first, symptom, self.returns[-self._attempts :], self._folder))
@@ -284,20 +286,20 @@ class Recovery(OfThisProcess, Result):
         if suspect.step in spoilt:
             found = Diagnosis(
                 "batch",
-                "its batch has been overwritten since the loader returned it, so the step cannot be repeated",
+                "the step's batch was overwritten after the loader returned it, so the step cannot be repeated",
             )
         else:
             found = self._agree(suspect, moments)
         if found.cause == "transient" and self._accidents.get(suspect.step, 0) > len(self._states.all):
             found = dataclasses.replace(
-                found, cause="batch", evidence=f"{found.evidence}; but it diverged each time"
+                found, cause="batch", evidence=f"{found.evidence}; but each repetition of the step diverged"
             )
-        action = "the same batches again"
+        action = "the same batches are repeated"
         if found.plan is not None:
             plan = dataclasses.replace(found.plan, compile=self._amp.plan.compile)
             try:
                 self._amp.change(plan)
-                action = f"the plan is {plan} now"
+                action = f"training continues under {plan}"
             except (PlanError, StateError) as error:
                 found = dataclasses.replace(
                     found,
@@ -312,8 +314,8 @@ class Recovery(OfThisProcess, Result):
         lost = sum(step >= suspect.to_step for step in spoilt - {suspect.step})
         if lost:
             action += (
-                f"; {lost} other step{'s' * (lost > 1)} since the good state {'are' if lost > 1 else 'is'} not repeated, "
-                f"since the loop has overwritten the batches"
+                f"; {lost} other step{'s' * (lost > 1)} after the good state {'are' if lost > 1 else 'is'} not repeated, "
+                f"because the loop has overwritten the batches"
             )
         self._suspect = None
         self._log(suspect, found, action)

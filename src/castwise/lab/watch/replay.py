@@ -86,7 +86,7 @@ class Record:
             plans = [Plan.from_json(content["plan"]) for content in contents]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"replay({str(path)!r}): it is damaged or is not a record: {error}"
+                f"replay({str(path)!r}): the record is damaged, or this is not a record: {error}"
             ) from None
         parts = []
         for content, plan in zip(contents, plans, strict=True):
@@ -170,7 +170,7 @@ def _check(content: Mapping[str, Any]) -> None:
         good = isinstance(moment, dict) and moment.keys() == {"batch", "random", "changed"}
         need(
             good and isinstance(moment["random"], dict),
-            "an entry for the random state and buffers is not valid",
+            "the entry of a microbatch is not valid",
         )
     for loss in content["losses"]:
         good = isinstance(loss, dict) and loss.keys() == {"moment", "name", "value"}
@@ -183,7 +183,7 @@ def _check(content: Mapping[str, Any]) -> None:
         "a loss scale is not a number",
     )
     for name in ("training", "frozen", "nonfinite"):
-        need(all(isinstance(text, str) for text in content[name]), f"{name} are not strings")
+        need(all(isinstance(text, str) for text in content[name]), f"an entry of {name} is not a string")
 
 
 @dataclass(frozen=True)
@@ -313,13 +313,14 @@ def replay(
     records = Record.read(folder)
     record = records[0]
     if rank is not None:
+        allowed = [one.rank for one in records]
         records = [one for one in records if one.rank == rank]
         if not records:
             raise PlanError(
-                f"replay(rank={rank!r}): {str(record.path)!r} was written by {record.world_size} ranks, numbered from 0"
+                f"replay(rank={rank!r}): {str(record.path)!r} has no such rank; allowed: {', '.join(map(str, allowed))}"
             )
     if (model is None) != (loss is None):
-        raise StateError("replay: give model and loss both, or neither and a workload")
+        raise StateError("replay: give both model= and loss=, or only workload=")
     chosen = record.plan if plan is None else as_plan(plan)
     if model is None or loss is None:
         if workload is None:
@@ -381,7 +382,7 @@ def _without_code(record: Record, folder: str | os.PathLike[str], **options: obj
         *(word for pair in given for word in pair),
     ]
     return (
-        f"{call}: it was recorded with workload {shown(record.workload)}. Its code runs only if you name it yourself; to "
+        f"{call}: recorded with workload {shown(record.workload)}. A workload is code, and runs only if you name it; to "
         f"do so, type: {shlex.join(words)} (in Python: workload={shown(record.workload)})"
     )
 
@@ -400,16 +401,17 @@ def _notes(records: Sequence[Record]) -> list[str]:
     was = manifest["torch"] if isinstance(manifest, dict) else torch.__version__
     notes = []
     if was != torch.__version__:
-        notes.append(f"recorded with torch {was}, and this is {torch.__version__}")
+        notes.append(f"recorded with torch {was}, replayed with torch {torch.__version__}")
     if any(moment["changed"] for one in records for moment in one.moments):
         notes.append("a batch was changed in place after the loader had returned it")
     if any(one.content.get("moved") is True for one in records):
         notes.append(
-            "another optimizer had stepped on the batch, so weights had changed since the loader returned it"
+            "an earlier optimizer step on the same batch had changed the weights before they were recorded"
         )
     if len(records) < record.world_size:
         notes.append(
-            "one rank of several recorded it, and its gradients were averaged with those of the others"
+            f"the recorded gradients are means over {record.world_size} ranks, of which {len(records)} "
+            f"{'was' if len(records) == 1 else 'were'} replayed"
         )
     return notes
 
@@ -436,7 +438,7 @@ def _run(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch
     except ValueError as error:
         if isinstance(error, CastwiseError):
             raise
-        raise CheckpointError(f"replay({str(record.path)!r}): it is damaged: {error}") from None
+        raise CheckpointError(f"replay({str(record.path)!r}): the record is damaged: {error}") from None
 
 
 def _first(

@@ -60,6 +60,6 @@ def gave_up(step: int, symptom: str, returns: tuple[Rollback, ...], folder: Path
     """The error message when going back did not help: the returns that were tried."""
     told = "; ".join(f"step {one.step}: {one.symptom}: {one.action}" for one in returns)
     return (
-        f"Recovery: step {step} diverged ({symptom}), and {len(returns)} returns without a new good state did not help: {told}. "
-        f"{folder / LOG} has the evidence. Look at the data and the learning rate; attempts= allows more."
+        f"Recovery: step {step} diverged ({symptom}), and going back {len(returns)} time{'s' * (len(returns) != 1)} did not "
+        f"help: {told}. {folder / LOG} has the evidence. Check the data and the learning rate; attempts= allows more attempts."
     )

@@ -109,8 +109,7 @@ class Sampler:
         if self._compiled or self._blind > 1:
             which = "compiled modules" if self._compiled and outputs else "modules"
             self.note_unseen(
-                f"outputs of {which}, and their gradients: not recorded, since under torch.compile modules are not called one "
-                f"by one"
+                f"outputs of {which} and their gradients, because torch.compile does not call modules one by one"
             )
         scale = numbers.pop(("", "max_scale"), None)
         unscaled = 1.0 if update is None or not update.scaled or not scale else scale

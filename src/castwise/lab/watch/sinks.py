@@ -65,7 +65,7 @@ class JsonLines:
         size = os.fstat(self._file).st_size
         try:
             if os.write(self._file, line) != len(line):
-                raise OSError("no space left for a whole line")
+                raise OSError("the disk has no space left for the line")
         except BaseException:
             os.ftruncate(self._file, size)
             raise
@@ -203,8 +203,8 @@ class Sinks:
 _WHAT = {
     "JsonLines": "writing to jsonl=",
     "Board": "writing to tensorboard=",
-    "Log": "log=",
-    "Screen": "live=",
+    "Log": "the function of log=",
+    "Screen": "the display of live=",
 }
 
 

@@ -98,7 +98,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, An
         found = read_values(path, manifest)
         need(
             isinstance(found, dict) and found.keys() == {"ranks", "weights", "tensors"},
-            "it does not have a record's parts",
+            "ranks, weights or tensors are missing",
         )
         sizes = {name: about["size"] for name, about in manifest["files"].items() if name != VALUES}
         index = storage.read_index(found["tensors"], sizes)
@@ -113,8 +113,10 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, An
             and len(contents) == manifest["world_size"]
             and isinstance(weights, dict)
             and all(isinstance(own, dict) for own in contents),
-            "it does not consist of content and weights",
+            "the content of a rank or the weights are missing",
         )
     except (ValueError, OSError) as error:  # CheckpointError is one of these
-        raise CheckpointError(f"replay({str(path)!r}): it is damaged or is not a record: {error}") from None
+        raise CheckpointError(
+            f"replay({str(path)!r}): the record is damaged, or this is not a record: {error}"
+        ) from None
     return dict(manifest), contents, weights

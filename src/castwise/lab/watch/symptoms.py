@@ -95,7 +95,7 @@ class Symptoms:
         value, skipped, known = total / self._ranks.size, skips > 0, not silent
         if not known and not self._heard:
             raise StateError(
-                "Recovery: a step was made without a recorded loss, so it is unknown whether training has diverged. Call "
+                "Recovery: the loss of a step was not recorded, so it is unknown whether training has diverged. Call "
                 "amp.backward(loss), or amp.scale(loss).backward(), instead of loss.backward()"
             )
         self._heard, self._made = True, not skipped
@@ -105,7 +105,7 @@ class Symptoms:
         if known and not math.isfinite(value):
             return f"the loss is {value}", step
         if len(self._skips) >= STREAK:
-            return f"{STREAK} steps in a row were skipped, since gradients are not finite", self._skips[0]
+            return f"{STREAK} steps in a row were skipped because gradients are not finite", self._skips[0]
         if skipped or not known or not self._spikes:
             return "", step
         said = self._line.check(step, value)
