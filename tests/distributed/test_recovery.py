@@ -329,7 +329,7 @@ def recovers(rank: int, size: int, layout: str, kind: str, folder: str, steps: i
         keep_bytes=4 * 32 * 12 * 4 if rank == 1 and kind == "one lets go" else 1 << 30,
     )  # fmt: skip
     spikes = (25,) if rank == 1 and kind in ("spike", "nan", "one lets go") else ()
-    value = 1e6 if kind == "spike" else float("nan")
+    value = float("nan") if kind == "nan" else 1e6
     losses: dict[int, float] = {}
     visits: Counter[int] = Counter()
     hits, last = 0, None
@@ -373,6 +373,7 @@ def test_both_ranks_go_back_and_end_alike_on_both_layouts(
         )
         assert first == second
         assert [(one["step"], one["cause"]) for one in first] == [(step, cause)]
+        assert (first[0]["to_step"] == 26) is (kind == "nan")  # no step is repeated
         weights = [name for name in state if "(buffer)" not in name and "running" not in name]
         assert all(torch.equal(state[name], also[name]) for name in weights)
         assert ("on rank 1: " in first[0]["evidence"]) is (kind in ("nan", "spike"))
@@ -417,7 +418,7 @@ def interrupted(rank: int, size: int, folder: str) -> None:
     """Rank 1 is interrupted in the middle of going back, and ends; what it left is written down."""
     job = Job(rank, "fsdp", "bf16-mixed")
     recovery = Recovery(job.amp, job.model, job.optimizer, loss, folder, every=10)
-    batches = recovery.batches(data(40, spikes=(25,), value=float("nan"), seed=rank))
+    batches = recovery.batches(data(40, spikes=(25,), seed=rank))
     for batch in batches:
         job.step(batch)
         if recovery.step == 25:

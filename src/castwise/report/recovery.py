@@ -12,7 +12,7 @@ from castwise.report.grids import Columns, Grid, Line
 def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
     """Each return to a good state: when, why, and what was changed."""
     columns: Columns = {
-        "step": "step", "back to": "to_step", "what was seen": "symptom", "cause": "cause", "evidence": "evidence",
+        "step": "step", "continued at": "to_step", "what was seen": "symptom", "cause": "cause", "evidence": "evidence",
         "what was done": "action",
     }  # fmt: skip
     returns = record["returns"]
@@ -21,10 +21,12 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
 
 
 def headline(record: Mapping[str, Any]) -> str:
-    """How many returns were made, and the current plan, in one sentence."""
-    count = len(record["returns"])
+    """How many returns were made and steps skipped, and the current plan, in one sentence."""
+    data = sum(one["to_step"] > one["step"] for one in record["returns"])
+    count = len(record["returns"]) - data
     times = "never" if not count else "once" if count == 1 else f"{count} times"
     changed = "" if record["plan"] == record["first_plan"] else f"; the plan is {record['words']} now"
+    skipped = f"; skipped {data} step{'s' * (data > 1)} with non-finite data" if data else ""
     put_back = record["restored_buffers"]
     restored = f"; restored after skipped steps: {some([*put_back])}" if put_back else ""
-    return f"{record['steps']} steps; went back to a good state {times}{changed}{restored}."
+    return f"{record['steps']} steps; went back to a good state {times}{skipped}{changed}{restored}."

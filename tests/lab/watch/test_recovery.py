@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import math
 import shutil
 import statistics
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import castwise
 from castwise.core.checkpoint.storage import Stage
-from castwise.errors import CheckpointError, DivergedError, PlanError, StateError
+from castwise.errors import (
+    CheckpointError,
+    DivergedError,
+    LossScaleError,
+    NonFiniteError,
+    PlanError,
+    StateError,
+)
 from castwise.lab.passes.isolation import seed_all
 from castwise.lab.watch.losses import LEAST, PERSISTENT, LossLine
 from castwise.lab.watch.recovery import Recovery
@@ -139,12 +149,13 @@ def test_a_spike_in_the_data_is_passed_over(value: float, band: tuple[float, flo
     run = Run(tmp_path)
     run.train(data(120, spikes=(57,), value=value))
     (one,) = run.recovery.returns
-    assert (one.step, one.to_step, one.cause) == (57, 40, "batch")
+    # the guard skips the step with NaN, so its weights are unchanged and no step is repeated
+    assert (one.step, one.to_step, one.cause) == (57, 40 if value == 1e6 else 58, "batch")
     assert (
         "in fp32 the result is no better" if value == 1e6 else "batch[1] (128 of 128 values)"
     ) in one.evidence
     assert band[0] <= run.end() <= band[1]
-    assert run.scheduler.last_epoch == 119  # one step fewer
+    assert run.scheduler.last_epoch == (119 if value == 1e6 else 120)  # one step fewer
     assert json.loads((tmp_path / "recovery.jsonl").read_text()) == one.to_dict()
 
 
@@ -217,8 +228,8 @@ def test_divergence_before_any_good_state_but_the_start(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(data(30, spikes=(0, 1), value=float("inf")))
     assert [(one.step, one.to_step, one.cause) for one in run.recovery.returns] == [
-        (0, 0, "batch"),
-        (1, 0, "batch"),
+        (0, 1, "batch"),
+        (1, 2, "batch"),
     ]
     assert sorted(run.losses)[-1] == 29
 
@@ -234,45 +245,218 @@ def test_weights_that_are_not_finite_at_the_start(tmp_path: Path) -> None:
 # --- bounded --------------------------------------------------------------------------------------------------
 
 
-def test_a_spike_in_every_step_is_an_error_soon(tmp_path: Path) -> None:
+def test_non_finite_data_without_end_are_the_error_of_the_session(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.raises(DivergedError, match="going back 3 times did not help"):
+    with pytest.raises(NonFiniteError, match="10 steps in a row"):
         run.train(data(60, spikes=tuple(range(30, 60)), value=float("nan")))
-    assert len(run.recovery.returns) == 3
-    assert max(run.losses) == 33
+    assert [one.cause for one in run.recovery.returns] == ["batch"] * 9
+    assert all(torch.isfinite(tensor).all() for tensor in run.state().values())
+
+
+def test_non_finite_data_without_end_lower_the_loss_scale_in_the_end(tmp_path: Path) -> None:
+    """The recovery restores the scale for a while only, so that the session's own limit still ends the run."""
+    run = Run(tmp_path, "fp16-mixed")
+    with pytest.raises(LossScaleError):
+        run.train(data(90, spikes=tuple(range(30, 90)), value=float("nan")))
 
 
 def test_returns_that_help_may_come_again_and_again(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.train(data(240, spikes=tuple(range(25, 240, 42)), value=float("nan")))
+    run.train(data(240, spikes=tuple(range(25, 240, 42))))
     assert len(run.recovery.returns) == 6
     assert sorted(run.losses)[-1] == 239
 
 
-def test_damage_at_every_visit_ends(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+def damages(run: Run, steps: range, value: float) -> Callable[[int], None]:
+    """Overwrites weights after these steps, at each repetition too."""
 
     def damage(step: int) -> None:
-        if step == 30:
+        if step in steps:
             with torch.no_grad():
-                run.model.last.weight.fill_(1e9)
+                run.model.last.weight.fill_(value)
 
-    with pytest.raises(DivergedError):
-        run.train(data(60), damage)
+    return damage
+
+
+@pytest.mark.parametrize("value", [1e9, float("nan")])
+def test_a_step_that_damages_the_weights_each_time_is_skipped(
+    value: float, band: tuple[float, float], tmp_path: Path
+) -> None:
+    run = Run(tmp_path)
+    run.train(data(120), damages(run, range(30, 31), value))
+    (one,) = run.recovery.returns
+    assert (one.step, one.to_step, one.cause, one.action) == (31, 20, "update", "step 30 is skipped")
+    assert band[0] <= run.end() <= band[1]
+
+
+def test_weights_that_are_nan_after_each_return_are_an_error(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(DivergedError, match="going back 3 times did not help"):
+        run.train(data(60), damages(run, range(30, 60), float("nan")))
     assert len(run.recovery.returns) == 3
+    assert any(tmp_path.glob("step-*"))  # the last good state remains
+
+
+def alone(
+    batches: Iterator[Batch], hook: Callable[[nn.Module, Any, int], None], plan: Any = "bf16-mixed"
+) -> Run:
+    """The same training without a recovery."""
+    run = Run(Path(tempfile.mkdtemp()), plan)
+    run.recovery.close()
+    for step, batch in enumerate(batches):
+        hook(run.model, run.optimizer, step)
+        value = loss(run.model, batch)
+        run.amp.backward(value)
+        run.losses[step] = float(value.detach())
+        run.amp.step(run.optimizer)
+        run.optimizer.zero_grad()
+        run.scheduler.step()
+    return run
+
+
+def with_it(
+    folder: Path,
+    batches: Iterator[Batch],
+    hook: Callable[[nn.Module, Any, int], None],
+    plan: Any = "bf16-mixed",
+) -> Run:
+    run = Run(folder, plan)
+    for batch in run.recovery.batches(batches):
+        hook(run.model, run.optimizer, run.recovery.step)
+        value = loss(run.model, batch)
+        run.amp.backward(value)
+        run.losses[run.recovery.step] = float(value.detach())
+        run.amp.step(run.optimizer)
+        run.optimizer.zero_grad()
+        run.scheduler.step()
+    return run
+
+
+def nothing(model: nn.Module, optimizer: Any, step: int) -> None:
+    """Leaves the run alone."""
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("spikes", [range(50, 55), range(6, 120, 12)], ids=["five in a row", "every 12th"])
+def test_batches_with_nan_cost_no_more_than_the_guard_alone(spikes: range, plan: str, tmp_path: Path) -> None:
+    def bad() -> Iterator[Batch]:
+        return data(120, spikes=tuple(spikes), value=float("nan"))
+
+    run, other = with_it(tmp_path, bad(), nothing, plan), alone(bad(), nothing, plan)
+    assert [one.step for one in run.recovery.returns] == [*spikes]
+    assert len((tmp_path / "recovery.jsonl").read_text().splitlines()) == len(spikes)
+    assert all(torch.equal(other.state()[name], tensor) for name, tensor in run.state().items())
+    if plan == "fp16-mixed":
+        assert run.amp.get_scale() > other.amp.get_scale()
+
+
+def test_only_the_first_batches_with_nan_are_warnings(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with_it(tmp_path, data(120, spikes=tuple(range(6, 120, 12)), value=float("nan")), nothing)
+    told = [str(one.message) for one in said if str(one.message).startswith("Recovery: step")]
+    assert len(told) == 3
+    assert told[-1].endswith("Further such steps are only recorded in recovery.jsonl.")
+
+
+def wrong(count: int, steps: range, by: float = 40.0) -> Iterator[Batch]:
+    """Batches of which some have other targets."""
+    for step, (x, y) in enumerate(data(count)):
+        yield x, by * y.roll(1, 0) if step in steps else y
+
+
+def test_twenty_mislabelled_batches_in_a_row_are_skipped(band: tuple[float, float], tmp_path: Path) -> None:
+    run = with_it(tmp_path, wrong(160, range(50, 70)), nothing)
+    assert [one.step for one in run.recovery.returns] == [*range(50, 70)]
+    assert run.recovery.returns[1].to_step == 50  # nothing is repeated: the state at the first is a good one
+    other = alone(wrong(160, range(50, 70)), nothing)
+    assert run.end() < other.end()
+
+
+def test_data_that_stay_different_are_trained_on_as_without_it(tmp_path: Path) -> None:
+    run = with_it(tmp_path, wrong(300, range(100, 300)), nothing)
+    last = run.recovery.returns[-1]
+    assert "the batches of 24 steps were already skipped" in last.evidence
+    assert "24 skipped steps are repeated, and high finite losses no longer count" in last.action
+    assert sum("no longer count" in one.action for one in run.recovery.returns) == 1
+    other = alone(wrong(300, range(100, 300)), nothing)
+    assert sorted(run.losses) == [*range(300)]
+    assert run.end() == pytest.approx(other.end(), rel=0.02)  # the masks of dropout differ
+
+
+def test_a_learning_rate_that_stays_too_high_ends_as_without_it(tmp_path: Path) -> None:
+    def jump(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step >= 60:
+            optimizer.param_groups[0]["lr"] = 3.0
+
+    run = with_it(tmp_path, data(120), jump)
+    assert any("no longer count as divergence" in one.action for one in run.recovery.returns)
+    other = alone(data(120), jump)
+    assert sorted(run.losses) == [*range(120)]
+    assert run.end() <= 1.5 * other.end()
+
+
+def test_one_step_with_a_learning_rate_that_is_too_high_is_skipped(
+    band: tuple[float, float], tmp_path: Path
+) -> None:
+    def spike(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step in (60, 61):
+            optimizer.param_groups[0]["lr"] = 100.0 if step == 60 else 5e-3
+
+    run = with_it(tmp_path, data(120), spike)
+    assert [one.cause for one in run.recovery.returns] == ["update"]
+    assert run.end() <= band[1] < alone(data(120), spike).end()
+
+
+def test_a_region_that_cannot_be_cured_ends_as_without_it(tmp_path: Path) -> None:
+    """Every loss is NaN from a step on, and the weights are good."""
+
+    def deaf(model: nn.Module, optimizer: Any, step: int) -> None:
+        model.loud.gain.fill_(float("nan") if step >= 60 else 1.0)
+
+    run = Run(tmp_path)
+    with pytest.raises(NonFiniteError):
+        with_it(tmp_path, data(120), deaf)
+    assert run.recovery.returns == ()
+
+
+def test_values_that_are_not_finite_in_every_batch_are_not_the_cause(tmp_path: Path) -> None:
+    """As padding that the loss leaves out; the format is the cause."""
+    run = Run(tmp_path, "fp16-mixed")
+
+    def grow(step: int) -> None:
+        run.model.loud.gain.fill_(1.0 if step < 70 else 1e6)
+
+    run.train(((x, y, torch.full((3,), math.nan)) for x, y in data(120)), grow)
+    assert [one.cause for one in run.recovery.returns] == ["format"]
+
+
+def test_closed_while_batches_are_repeated_it_loses_none(tmp_path: Path) -> None:
+    run, seen = Run(tmp_path), []
+
+    def close(step: int) -> None:
+        seen.append(step)
+        if run.recovery.returns == () and step == 45 and seen.count(45) == 2:
+            run.recovery.close()
+
+    run.train(data(80, spikes=(57,)), close)
+    assert [seen.count(step) for step in range(40, 57)] == [2] * 17
+    assert not run.recovery._data._kept
+    assert sorted(run.losses)[-1] >= 57
 
 
 # --- what goes back -------------------------------------------------------------------------------------------
 
 
-def test_accumulated_microbatches_are_passed_over_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [1e6, float("nan")])
+def test_accumulated_microbatches_are_passed_over_together(value: float, tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.train(data(160, spikes=(122,), value=float("nan")), accumulate=4)
+    run.train(data(160, spikes=(122,), value=value), accumulate=4)
     (one,) = run.recovery.returns
-    assert (one.step, one.cause) == (30, "batch")
-    assert "microbatch 2" in one.evidence
+    assert (one.step, one.to_step, one.cause) == (30, 31 if math.isnan(value) else 20, "batch")
+    assert not math.isnan(value) or "microbatch 2" in one.evidence
     assert sorted(run.losses) == list(range(40))
-    assert run.scheduler.last_epoch == 39
+    assert run.scheduler.last_epoch == (40 if math.isnan(value) else 39)
 
 
 def test_several_epochs_and_a_shuffling_loader(tmp_path: Path) -> None:
@@ -300,7 +484,7 @@ def test_several_epochs_and_a_shuffling_loader(tmp_path: Path) -> None:
 
 def test_batches_that_are_too_large_to_keep_are_not_gone_back_to(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_bytes=3 * 32 * 12 * 4)
-    run.train(data(80, spikes=(37,), value=float("nan")))
+    run.train(data(80, spikes=(37,)))
     (one,) = run.recovery.returns
     assert (one.step, one.to_step, one.cause) == (37, 20, "batch")
     assert run.recovery._data.base > 70
@@ -352,7 +536,7 @@ def test_a_disk_that_takes_no_more_leaves_the_last_good_state(
     with pytest.warns(
         UserWarning, match="the new good state could not be saved; the previous good state is kept"
     ):
-        run.train(data(70, spikes=(57,), value=float("nan")))
+        run.train(data(70, spikes=(57,)))
     assert (run.recovery.returns[0].step, run.recovery.returns[0].to_step) == (57, 20)
 
 
@@ -365,7 +549,7 @@ def test_good_states_that_are_gone_are_an_error(tmp_path: Path) -> None:
                 shutil.rmtree(path)
 
     with pytest.raises(CheckpointError, match="does not exist; a later save may have deleted it"):
-        run.train(data(40, spikes=(30,), value=float("nan")), steal)
+        run.train(data(40, spikes=(30,)), steal)
 
 
 def test_several_losses_and_an_optimizer_that_evaluates_them_itself(tmp_path: Path) -> None:
@@ -448,7 +632,7 @@ def test_of_batches_that_are_let_go_a_step_goes_whole(tmp_path: Path) -> None:
             real(suspect)
 
         run.recovery._decide = decide  # type: ignore[method-assign]
-        run.train(data(120, spikes=(75,), value=float("nan")), after=seen.append, accumulate=3)
+        run.train(data(120, spikes=(75,)), after=seen.append, accumulate=3)
         assert decided == [False]  # never between two microbatches of a step
         assert [one.step for one in run.recovery.returns] == [25]
         assert [seen.count(step) for step in range(26, 40)] == [1] * 14
@@ -458,7 +642,7 @@ def test_batches_that_the_loop_writes_to_are_passed_over_and_that_is_said(tmp_pa
     run = Run(tmp_path)
 
     def go() -> None:
-        for x, y in run.recovery.batches(data(60, spikes=(37,), value=float("nan"))):
+        for x, y in run.recovery.batches(data(60, spikes=(37,))):
             run.amp.backward(loss(run.model, (x.mul_(0.5), y)))
             run.amp.step(run.optimizer)
             run.optimizer.zero_grad()

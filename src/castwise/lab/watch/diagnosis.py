@@ -2,7 +2,8 @@
 
 The step runs on a copy of the model, from good weights: under the plan, and in fp32. If fp32 diverges too, the batch is the cause;
 if only the plan diverges, the format is, and :func:`castwise.first_nonfinite` names the region; if the plan does not diverge,
-the cause was transient: the weights were damaged and are good again.
+the cause was transient: the weights were damaged and are good again. If the batch of the step before, whose loss was normal,
+diverges too, the update of that step has damaged the weights.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Diagnosis:
     """What made a step diverge.
 
     Attributes:
-        cause: ``batch``, ``format``, ``loss scale`` or ``transient``.
+        cause: ``batch``, ``update``, ``format``, ``loss scale`` or ``transient``.
         evidence: What was run and its results, in clauses.
         plan: For ``format`` and ``loss scale``, a plan under which the step was run and did not diverge.
     """
@@ -46,7 +47,13 @@ class Diagnosis:
 
 
 def diagnose(
-    amp: Amp, model: nn.Module, loss: Loss, moments: Sequence[Moment], limit: float, ranks: Ranks
+    amp: Amp,
+    model: nn.Module,
+    loss: Loss,
+    moments: Sequence[Moment],
+    before: Sequence[Moment],
+    limit: float,
+    ranks: Ranks,
 ) -> list[Diagnosis]:
     """Find out why a step diverges, or that it does not from these weights. The training state is unchanged.
 
@@ -57,30 +64,74 @@ def diagnose(
         model: The module that the session prepared, with good weights.
         loss: ``loss(model, batch)``.
         moments: The step's microbatches.
+        before: Those of the step made before it, whose loss was normal; empty if there are none.
         limit: The largest loss of a step that is normal in this training; see :func:`castwise.lab.watch.passes.mean_loss`.
         ranks: The ranks that train together.
 
     Returns:
         The diagnosis of each rank.
     """
-    parts = [part for number, moment in enumerate(moments) for part in _parts(moment, number, len(moments))]
-    holders = ranks.gather(parts[:3])
-    if any(holders):
-        return [
-            Diagnosis("batch" if found else "transient", f"non-finite values in the data: {'; '.join(found)}")
-            for found in holders
-        ]
+    if found := in_data(moments, before, ranks):
+        return found
     with unspoilt(model, "Recovery"), undisturbed():
         weights = {
             name: gathered(value) if isinstance(value, Tensor) else value
             for name, value in amp.model_state_dict(model).items()
         }
         twin = copied(model, "Recovery") if is_cut(model) else model
-        return ranks.every(lambda: _Reruns(amp, twin, weights, loss, moments, limit).diagnosis())
+        return ranks.every(lambda: _Reruns(amp, twin, weights, loss, moments, before, limit).diagnosis())
+
+
+def in_data(moments: Sequence[Moment], before: Sequence[Moment], ranks: Ranks) -> list[Diagnosis]:
+    """The diagnosis of each rank if any rank's data have non-finite values; else none. A collective.
+
+    Data that already had some in the step before, which did not diverge, do not count.
+    """
+    parts = [part for number, moment in enumerate(moments) for part in _parts(moment, number, len(moments))]
+    if any(_parts(moment, 0, 1) for moment in before):
+        parts = []
+    holders = ranks.gather(parts[:3])
+    return [
+        Diagnosis("batch" if found else "transient", f"non-finite values in the data: {'; '.join(found)}")
+        for found in holders
+        if any(holders)
+    ]
 
 
 def _parts(moment: Moment, number: int, of: int) -> list[str]:
     return non_finite_parts(moment.batch, "batch" if of == 1 else f"microbatch {number}")
+
+
+def agreed(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
+    """One diagnosis for all ranks: a bad batch on any rank is skipped by all."""
+    for cause in ("update", "batch", "format", "loss scale"):
+        found = [(rank, one) for rank, one in enumerate(diagnoses) if one.cause == cause]
+        if found:
+            rank, one = found[0]
+            where = f"on rank {rank}: " if len(diagnoses) > 1 else ""
+            return dataclasses.replace(
+                one, evidence=f"{where}{one.evidence}", plan=_joined([v for _, v in found])
+            )
+    return diagnoses[0]
+
+
+def _joined(diagnoses: Sequence[Diagnosis]) -> Plan | None:
+    """One plan with the regions of all plans and the smallest loss scale."""
+    plans = [found.plan for found in diagnoses if found.plan is not None]
+    if not plans:
+        return None
+    first, *others = plans
+    for other in others:
+        more = tuple(region for region in other.regions if region not in first.regions)
+        rules = tuple(rule for rule in other.ops if rule not in first.ops)
+        first = dataclasses.replace(first, regions=(*first.regions, *more), ops=(*first.ops, *rules))
+        if (
+            first.loss_scale is not None
+            and other.loss_scale is not None
+            and other.loss_scale.init < first.loss_scale.init
+        ):
+            first = dataclasses.replace(first, loss_scale=other.loss_scale)
+    return first
 
 
 class _Reruns:
@@ -91,10 +142,12 @@ class _Reruns:
         weights: Mapping[str, Any],
         loss: Loss,
         moments: Sequence[Moment],
+        before: Sequence[Moment],
         limit: float,
     ) -> None:
         self._plan = dataclasses.replace(amp.plan, compile="as_given")
-        self._model, self._loss, self._moments, self._limit = model, loss, moments, limit
+        self._model, self._loss, self._limit = model, loss, limit
+        self._moments, self._before = moments, before
         self._device = next((p.device for p in model.parameters()), torch.device(amp.device_type))
         self._weights = weights
         scale = self._plan.loss_scale
@@ -102,18 +155,25 @@ class _Reruns:
         self._scale = None if scale is None else 1.0 if scale.dynamic else scale.init
 
     def diagnosis(self) -> Diagnosis:
-        ran, said = self._try(self._plan)
+        ran, said = self._try(self._plan, self._moments)
         if self._is_sound(ran):
             return Diagnosis(
                 "transient",
                 f"from the last good state the same batch gives sound gradients under {self._plan}: {said}",
             )
-        reference, also = self._try(REFERENCE)
+        reference, also = self._try(REFERENCE, self._moments)
         if not self._is_sound(reference):
+            if self._before:
+                earlier, then = self._try(self._plan, self._before)
+                if not self._is_sound(earlier):
+                    return Diagnosis(
+                        "update",
+                        f"the batch of the step before, whose loss was normal, now has {then}: that step's update damaged the weights",
+                    )
             return Diagnosis("batch", f"in fp32 the result is no better: {also} (under {self._plan}: {said})")
         told = f"{said} under {self._plan}, {also} in fp32"
         for cause, what, plan in self._cures():
-            cured, how = self._try(plan)
+            cured, how = self._try(plan, self._moments)
             if self._is_sound(cured):
                 return Diagnosis(cause, f"{told}; {what}; tried under {plan}: {how}", plan)
         return Diagnosis("batch", f"{told}; no other plan that was tried gives sound gradients")
@@ -148,12 +208,12 @@ class _Reruns:
         whole = dataclasses.replace(self._plan, regions=(*self._plan.regions, Region("**", compute="fp32")))
         yield "format", "no single region could be identified", whole
 
-    def _try(self, plan: Plan) -> tuple[Ran | None, str]:
-        """Run the step under a plan; return the run, if it succeeded, and its result in a clause."""
+    def _try(self, plan: Plan, step: Sequence[Moment]) -> tuple[Ran | None, str]:
+        """Run a step under a plan; return the run, if it succeeded, and its result in a clause."""
         scales = (
             {} if self._scale is None or plan.loss_scale != self._plan.loss_scale else {"loss": self._scale}
         )
-        moments = [(moment.batch, moment.random) for moment in self._moments]
+        moments = [(moment.batch, moment.random) for moment in step]
         try:
             ran = run_step(
                 "Recovery", copied(self._model, "Recovery"), self._loss, plan, self._device, moments,

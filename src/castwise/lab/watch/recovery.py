@@ -2,16 +2,17 @@
 
 Good states are checkpoints (:mod:`castwise.checkpoint`), each complete or absent. The batches since then are kept with their
 random states, so that the training repeats the same steps with one change: the batch is skipped, a region or the whole
-plan gets a safer format, the loss scale is lowered, or nothing changes, if only the weights were damaged. The number of
-returns is limited, and each is logged with its evidence.
+plan gets a safer format, the loss scale is lowered, or nothing changes, if only the weights were damaged. Each return is
+logged with its evidence. If returns do not help and the weights are finite, the recovery stops and the training continues.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,20 +25,22 @@ from castwise.core.checkpoint.saving import as_list
 from castwise.core.checkpoint.storage import local_of
 from castwise.core.files import write_whole
 from castwise.core.masters import OfThisProcess
-from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.core.session.amp import Amp, SessionView
 from castwise.errors import CheckpointError, DivergedError, PlanError, StateError, check_count, sentence
 from castwise.lab.result import Result
-from castwise.lab.watch.diagnosis import Diagnosis, diagnose
+from castwise.lab.watch.diagnosis import Diagnosis, agreed, diagnose, in_data
 from castwise.lab.watch.good_states import Good, GoodStates
 from castwise.lab.watch.moments import Moment, set_generators
 from castwise.lab.watch.passes import Loss
+from castwise.lab.watch.progress import Progress
 from castwise.lab.watch.recorder import check_prepared
 from castwise.lab.watch.rewind import Rewind
-from castwise.lab.watch.rollback import Rollback, gave_up
+from castwise.lab.watch.rollback import Rollback, gave_up, stopped
 from castwise.lab.watch.symptoms import Symptoms, summed
 
+RESTORED = 10
+"""The loss scale is restored after at most this many steps in a row whose batches are not finite."""
 _NO_MORE = object()
 
 
@@ -64,7 +67,12 @@ class Recovery(OfThisProcess, Result):
     A step has diverged if its loss is not finite; if three steps in a row are skipped that no loss scale would save; or if
     the loss is far above earlier losses, at once or five times in a row (the line is in ``castwise.lab.watch.losses``). Then weights, optimizer, loss
     scale, random generators and ``also`` are restored, ``batches`` yields the same batches again, and before
-    the diverged step is repeated its cause is found on a copy of the model.
+    the diverged step is repeated its cause is found on a copy of the model. A skipped step whose batch holds NaN or infinities
+    needs no return: only the loss scale is restored.
+
+    If ``attempts`` returns in a row make no progress, or more than 24 steps within 2400 would be skipped, returns do not help.
+    Then the last good state is restored, the steps skipped since then are repeated, and high finite losses no longer count as
+    divergence; if the losses were not finite, this recovery stops and the training continues with ``nonfinite="skip"`` alone.
 
     At each step the host waits for the loss. With several ranks every rank makes the same recovery and all return
     together; a step's loss is the mean over ranks. Under FSDP2 a good state is each rank's own shards; to find the cause,
@@ -78,7 +86,8 @@ class Recovery(OfThisProcess, Result):
         folder: For the good states of this recovery only, and its log ``recovery.jsonl``.
         also: Objects by name, with ``state_dict`` and ``load_state_dict``, to restore too: schedulers, averages of weights.
         every: Steps between two good states.
-        attempts: Maximum number of returns without a new good state after the divergence; then an error is raised.
+        attempts: Maximum number of returns in a row without progress. Skipping a batch is progress, and so is a divergence
+            more than five steps later, or a new good state.
         spikes: Whether high finite losses count as divergence; otherwise only non-finite values do.
         keep_bytes: Maximum size of the kept batches; beyond it the earliest are discarded, and a return continues with the
             remaining ones.
@@ -116,20 +125,22 @@ class Recovery(OfThisProcess, Result):
         given, things = as_list(optimizers), dict(also or {})
         self._states = GoodStates(amp, model, self._inner, given, things, Path(folder))
         self._amp, self._model, self._loss = amp, model, loss
-        self._folder, self._every, self._attempts = Path(folder), every, attempts
+        self._folder, self._every = Path(folder), every
         self._data = Rewind(keep_bytes)
         self._ranks = SessionView(amp).ranks
         self._accidents: dict[int, int] = {}
         """By step, how often its divergence was called transient."""
-        self._tries = 0
-        self._furthest = -1
-        """The last diverged step."""
+        self._progress = Progress(attempts)
+        self._bad_data: list[int] = []
+        """The last steps in a row that were skipped for their data."""
+        self._scale: dict[str, Any] | None = None
+        """The session's state after the last step that did not diverge, if it has a dynamic loss scale."""
         self._tried = -1
         """The step before which a good state could not be saved."""
         self._suspect: _Suspect | None = None
         self._first_plan = amp.plan
         self.returns, self.step = (), -1
-        self._closed = self._begins = False
+        self._closed = self._stopped = self._begins = False
         self._symptoms = Symptoms(amp, self._ranks, spikes)
 
     def __enter__(self) -> Self:
@@ -139,11 +150,11 @@ class Recovery(OfThisProcess, Result):
         self.close()
 
     def close(self) -> None:
-        """Stop watching the session. Good states stay on disk."""
+        """Stop watching the session. Good states stay on disk; a loop that is repeating batches repeats the others too."""
         self._closed = True
         self._symptoms.end()
         self._symptoms.clear()
-        self._data.clear()
+        self._data.forget_past()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader; after a return, first those since the good state again, then the loader's next ones.
@@ -152,7 +163,7 @@ class Recovery(OfThisProcess, Result):
         such as a scheduler's step, are kept.
 
         Raises:
-            DivergedError: The training diverged, and ``attempts`` returns did not help.
+            DivergedError: Weights are not finite, and ``attempts`` returns did not help.
             CheckpointError: There is no good state to go back to, or it cannot be read.
             StateError: This recovery or its session was closed; or steps are made without a loss.
         """
@@ -167,11 +178,10 @@ class Recovery(OfThisProcess, Result):
     def _next(self, source: Iterator[Any]) -> Moment | None:
         """The next batch, kept or new; None at the end of the loader."""
         data = self._data
-        if self._closed:
-            batch = next(source, _NO_MORE)
-            return None if batch is _NO_MORE else Moment(batch, {}, ())
         if self._symptoms.stepped:
             self._end_of_step()
+        if self._closed or self._stopped:
+            return self._next_unwatched(source)
         if self._begins and self._symptoms.between_steps:
             self._begin()
         data.pass_over()
@@ -193,6 +203,27 @@ class Recovery(OfThisProcess, Result):
         data.cursor += 1
         return moment
 
+    def _next_unwatched(self, source: Iterator[Any]) -> Moment | None:
+        """The next batch after the recovery stopped: the kept ones that have not been repeated, then the loader's."""
+        data = self._data
+        if self._begins:
+            self._begins = False
+            data.clear()
+        data.pass_over()
+        data.forget_past()
+        moment = data.again()
+        if moment is None:
+            batch = next(source, _NO_MORE)
+            if batch is _NO_MORE:
+                return None
+            moment = Moment(batch, {}, ())
+        else:
+            set_generators(moment.random)
+        if self._stopped or moment.random:
+            self.step = data.step
+        data.cursor += 1
+        return moment
+
     def _begin(self) -> None:
         """Start a loader; batches and good states of the previous loader are discarded."""
         self._begins = False
@@ -207,10 +238,36 @@ class Recovery(OfThisProcess, Result):
 
     def _end_of_step(self) -> None:
         self._data.end_step(self.step)
-        symptom, first = self._symptoms.check(self.step)
-        if symptom:
-            self._go_back(symptom, first)
+        if not self._stopped:
+            symptom, first = self._symptoms.check(self.step)
+            if not symptom:
+                self._bad_data.clear()
+                scale = self._amp.plan.loss_scale
+                self._scale = self._amp.state_dict() if scale is not None and scale.dynamic else None
+            elif not self._needs_no_return(symptom):
+                self._go_back(symptom, first)
         self._symptoms.clear()
+
+    def _needs_no_return(self, symptom: str) -> bool:
+        """If a step was skipped because its batch is not finite, restore the loss scale; the weights are unchanged."""
+        step, data = self.step, self._data
+        if not self._symptoms.unmoved:
+            return False
+        before = data.made(self._states.all[-1].step, step)
+        found = in_data(data.moments_of(step), data.moments_of(before[-1]) if before else [], self._ranks)
+        if not found or not self._is_finite():
+            return False
+        data.passed.add(step)
+        self._bad_data.append(step)
+        if self._scale is not None and len(self._bad_data) <= RESTORED:
+            self._amp.load_state_dict(self._scale)
+        self._log(_Suspect(step, step + 1, symptom, math.inf), agreed(found), "the step was skipped")
+        return True
+
+    def _is_finite(self) -> bool:
+        """Whether all weights are finite, on all ranks. A collective."""
+        sound = all(bool(torch.isfinite(local_of(p)).all()) for p in self._inner.parameters())
+        return not any(summed(self._amp, self._ranks, float(not sound)))
 
     # --- good states ------------------------------------------------------------------------------------------
 
@@ -223,8 +280,7 @@ class Recovery(OfThisProcess, Result):
         )
 
     def _save_state(self) -> None:
-        sound = all(bool(torch.isfinite(local_of(p)).all()) for p in self._inner.parameters())
-        if any(summed(self._amp, self._ranks, float(not sound))):
+        if not self._is_finite():
             if not self._states.all:
                 raise StateError(
                     "Recovery: weights are not finite at the start, so there is no good state to go back to"
@@ -243,8 +299,7 @@ class Recovery(OfThisProcess, Result):
             )
             self._tried = step
             return
-        if step > self._furthest + 1:
-            self._tries = 0
+        self._progress.confirmed(step)
 
     # --- going back -------------------------------------------------------------------------------------------
 
@@ -256,15 +311,42 @@ class Recovery(OfThisProcess, Result):
                 "no change was made",
             )
             self._suspect = None
-        if self._tries >= self._attempts:
-            raise DivergedError(gave_up(first, symptom, self.returns[-self._attempts :], self._folder))
+            self._progress.failed += 1
+        self._progress.diverged(first, self.step)
+        if why := self._progress.stuck(first):
+            self._stop(symptom, first, why)
+            return
         good, limit = self._states.before(first, self._accidents.get(first, 0)), self._symptoms.limit
+        self._return_to(good)
+        self._suspect = _Suspect(first, good.step, symptom, limit)
+
+    def _stop(self, symptom: str, first: int, why: str) -> None:
+        """Restore the last good state and the skipped batches, and continue as without a recovery.
+
+        Raises:
+            DivergedError: Weights are not finite.
+        """
+        if not self._is_finite():
+            tried = tuple(one for one in self.returns if not one.needed_no_return)
+            raise DivergedError(gave_up(first, symptom, tried[-self._progress.attempts :], self._folder))
+        good, high = self._states.before(first, 0), self._symptoms.high
+        again = {step for step in self._progress.skipped if step >= good.step}
+        self._data.passed -= again
+        self._return_to(good)
+        if high:
+            self._symptoms.spikes = False
+        else:
+            self._stopped = True
+        self._log(
+            _Suspect(first, good.step, symptom, math.inf),
+            Diagnosis("unknown", why),
+            stopped(len(again), high),
+        )
+
+    def _return_to(self, good: Good) -> None:
         self._load(good)
-        self._tries += 1
-        self._furthest = max(self._furthest, first, self.step)
         self._states.forget_after(good)
         self._symptoms.back_to(good.step)
-        self._suspect = _Suspect(first, good.step, symptom, limit)
 
     def _load(self, good: Good) -> None:
         """Restore a good state; if that fails or is interrupted, everything is unchanged."""
@@ -278,18 +360,24 @@ class Recovery(OfThisProcess, Result):
         except BaseException:
             data.cursor = here
             raise
+        self._scale = None
         data.spoilt = set().union(*(steps for _, steps in kept))
 
     def _decide(self, suspect: _Suspect) -> None:
         """With the good weights restored, find the cause of a divergence and remove it."""
-        moments, spoilt = self._data.moments_of(suspect.step), self._data.spoilt
+        data, spoilt = self._data, self._data.spoilt
+        moments = data.moments_of(suspect.step)
+        made = data.made(suspect.to_step, suspect.step)
         if suspect.step in spoilt:
             found = Diagnosis(
                 "batch",
                 "the step's batch was overwritten after the loader returned it, so the step cannot be repeated",
             )
         else:
-            found = self._agree(suspect, moments)
+            before = data.moments_of(made[-1]) if made else []
+            found = agreed(
+                diagnose(self._amp, self._inner, self._loss, moments, before, suspect.limit, self._ranks)
+            )
         if found.cause == "transient" and self._accidents.get(suspect.step, 0) > len(self._states.all):
             found = dataclasses.replace(
                 found, cause="batch", evidence=f"{found.evidence}; but each repetition of the step diverged"
@@ -307,8 +395,14 @@ class Recovery(OfThisProcess, Result):
                     evidence=f"{found.evidence}; the plan cannot be changed here: {sentence(error)}",
                 )
         if found.cause == "batch":
-            self._data.passed.add(suspect.step)
+            self._skip(suspect.step)
             action = "the step's batch is skipped" if len(moments) < 2 else "the step's batches are skipped"
+        else:
+            self._progress.failed += 1
+        if found.cause == "update":
+            self._skip(made[-1])
+            self._return_to(self._states.all[-1])
+            action = f"step {made[-1]} is skipped"
         elif found.cause == "transient":
             self._accidents[suspect.step] = self._accidents.get(suspect.step, 0) + 1
         lost = sum(step >= suspect.to_step for step in spoilt - {suspect.step})
@@ -319,19 +413,12 @@ class Recovery(OfThisProcess, Result):
             )
         self._suspect = None
         self._log(suspect, found, action)
+        if made and found.cause == "batch":  # so that the next bad batch costs no repeated steps
+            self._save_state()
 
-    def _agree(self, suspect: _Suspect, moments: Sequence[Moment]) -> Diagnosis:
-        """One diagnosis for all ranks: a bad batch on any rank is skipped by all."""
-        diagnoses = diagnose(self._amp, self._inner, self._loss, moments, suspect.limit, self._ranks)
-        for cause in ("batch", "format", "loss scale"):
-            found = [(rank, one) for rank, one in enumerate(diagnoses) if one.cause == cause]
-            if found:
-                rank, one = found[0]
-                where = f"on rank {rank}: " if self._ranks.size > 1 else ""
-                return dataclasses.replace(
-                    one, evidence=f"{where}{one.evidence}", plan=_joined([v for _, v in found])
-                )
-        return diagnoses[0]
+    def _skip(self, step: int) -> None:
+        self._data.passed.add(step)
+        self._progress.skipped.append(step)
 
     # --- what was done ----------------------------------------------------------------------------------------
 
@@ -347,7 +434,7 @@ class Recovery(OfThisProcess, Result):
         )
         self.returns += (one,)
         if self._ranks.rank == 0:
-            one.tell(self._folder)
+            one.tell(self._folder, sum(other.needed_no_return for other in self.returns))
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -366,22 +453,3 @@ class Recovery(OfThisProcess, Result):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, self.to_json() + "\n")
         return path
-
-
-def _joined(diagnoses: Sequence[Diagnosis]) -> Plan | None:
-    """One plan with the regions of all plans and the smallest loss scale."""
-    plans = [found.plan for found in diagnoses if found.plan is not None]
-    if not plans:
-        return None
-    first, *others = plans
-    for other in others:
-        more = tuple(region for region in other.regions if region not in first.regions)
-        rules = tuple(rule for rule in other.ops if rule not in first.ops)
-        first = dataclasses.replace(first, regions=(*first.regions, *more), ops=(*first.ops, *rules))
-        if (
-            first.loss_scale is not None
-            and other.loss_scale is not None
-            and other.loss_scale.init < first.loss_scale.init
-        ):
-            first = dataclasses.replace(first, loss_scale=other.loss_scale)
-    return first

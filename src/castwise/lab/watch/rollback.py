@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 LOG = "recovery.jsonl"
+WARNED = 3
+"""Number of skipped steps with non-finite data that give a warning."""
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """One return to a good state.
+    """One return to a good state, or one step that was skipped and needed no return.
 
     Attributes:
         step: The diverged step, in data order.
-        to_step: The step from which training continued.
+        to_step: The step from which training continued; after a step that needed no return, the next one.
         symptom: How the divergence was detected.
-        cause: ``batch``, ``format``, ``loss scale``, ``transient``, or ``unknown`` if the step was not repeated.
+        cause: ``batch``, ``update`` (the step before damaged the weights), ``format``, ``loss scale``, ``transient``, or
+            ``unknown`` if the step was not repeated.
         evidence: What was run and the results.
         action: The change that was made.
         plan: The plan of the continued training, as a line.
@@ -39,13 +42,30 @@ class Rollback:
         """Plain values for JSON."""
         return dataclasses.asdict(self)
 
-    def tell(self, folder: Path) -> None:
-        """Give a warning, and append a line to the log in a folder."""
-        warnings.warn(
-            f"Recovery: step {self.step} diverged ({self.symptom}); back to step {self.to_step}. Cause: {self.cause} "
-            f"({self.evidence}). {self.action[:1].upper()}{self.action[1:]}.",
-            stacklevel=5,
-        )
+    @property
+    def needed_no_return(self) -> bool:
+        """Whether the step was skipped for its data, so that the weights were unchanged."""
+        return self.to_step > self.step
+
+    def tell(self, folder: Path, quiet: int) -> None:
+        """Give a warning, and append a line to the log in a folder.
+
+        Args:
+            folder: Of the log.
+            quiet: Number of steps so far that needed no return. Only the first of them give warnings.
+        """
+        if not self.needed_no_return or quiet <= WARNED:
+            how = "weights are unchanged" if self.needed_no_return else f"back to step {self.to_step}"
+            more = (
+                f" Further such steps are only recorded in {LOG}."
+                if self.needed_no_return and quiet == WARNED
+                else ""
+            )
+            warnings.warn(
+                f"Recovery: step {self.step} diverged ({self.symptom}); {how}. Cause: {self.cause} "
+                f"({self.evidence}). {self.action[:1].upper()}{self.action[1:]}.{more}",
+                stacklevel=5,
+            )
         try:
             with (folder / LOG).open("ab+") as file:
                 end = file.seek(0, os.SEEK_END)
@@ -62,4 +82,23 @@ def gave_up(step: int, symptom: str, returns: tuple[Rollback, ...], folder: Path
     return (
         f"Recovery: step {step} diverged ({symptom}), and going back {len(returns)} time{'s' * (len(returns) != 1)} did not "
         f"help: {told}. {folder / LOG} has the evidence. Check the data and the learning rate; attempts= allows more attempts."
+    )
+
+
+def stopped(again: int, high: bool) -> str:
+    """What a recovery did when it stopped, and the next step.
+
+    Args:
+        again: Number of skipped steps that are repeated.
+        high: Whether it stopped because of high finite losses.
+    """
+    repeats = f"{again} skipped step{'s are' if again != 1 else ' is'} repeated, and " if again else ""
+    if high:
+        return (
+            f"{repeats}high finite losses no longer count as divergence, as with spikes=False. Check the batches listed in {LOG}; "
+            "if the loss stays high, lower the learning rate"
+        )
+    return (
+        f"{repeats}this Recovery stops: training continues with nonfinite='skip' alone. Check the data and the learning rate; "
+        f"{LOG} has the evidence"
     )

@@ -38,15 +38,21 @@ class Symptoms:
         amp: The session.
         ranks: The ranks that train together.
         spikes: Whether high finite losses count.
+
+    Attributes:
+        spikes: The same; it may be changed.
+        high: Whether the last symptom was a high finite loss.
+        unmoved: Whether the last symptom was a non-finite loss, and no optimizer stepped on any rank.
     """
 
     def __init__(self, amp: Amp, ranks: Ranks, spikes: bool) -> None:
-        self._amp, self._ranks, self._spikes = amp, ranks, spikes
+        self._amp, self._ranks, self.spikes = amp, ranks, spikes
         self._line = LossLine()
         self._losses: list[tuple[str, Tensor]] = []
         self._results: list[StepResult] = []
         self._skips: list[int] = []
         """Number of steps skipped in a row so far."""
+        self.high = self.unmoved = False
         self._made = True
         """Whether the last step was not skipped: skipped steps do not confirm the weights as good."""
         self._heard = False
@@ -88,10 +94,11 @@ class Symptoms:
         Raises:
             StateError: Steps are made without a loss.
         """
-        skipped_here = any(result.skipped for result in self._results)
-        total, skips, silent = summed(
-            self._amp, self._ranks, mean_loss(self._losses), float(skipped_here), float(not self._losses)
-        )
+        skips_here = [result.skipped for result in self._results]
+        total, skips, moves, silent = summed(
+            self._amp, self._ranks, mean_loss(self._losses), float(any(skips_here)), float(not all(skips_here)),
+            float(not self._losses),
+        )  # fmt: skip
         value, skipped, known = total / self._ranks.size, skips > 0, not silent
         if not known and not self._heard:
             raise StateError(
@@ -102,13 +109,16 @@ class Symptoms:
         self._skips = (
             [*(one for one in self._skips if one != step), step] if skipped and self._is_final() else []
         )
+        self.high = False
+        self.unmoved = known and not math.isfinite(value) and not moves
         if known and not math.isfinite(value):
             return f"the loss is {value}", step
         if len(self._skips) >= STREAK:
             return f"{STREAK} steps in a row were skipped because gradients are not finite", self._skips[0]
-        if skipped or not known or not self._spikes:
+        if skipped or not known or not self.spikes:
             return "", step
         said = self._line.check(step, value)
+        self.high = bool(said)
         return said, self._line.suspects[0][0] if said else step
 
     def _is_final(self) -> bool:

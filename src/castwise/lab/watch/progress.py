@@ -1,0 +1,48 @@
+"""Count a recovery's returns that made no progress, and the batches that it skipped after a return."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from castwise.lab.watch.losses import PERSISTENT
+
+MOST = 24
+"""This many steps may be skipped within ``WITHIN`` steps. More are no accident: the data or the learning rate changed."""
+WITHIN = 2400
+
+
+@dataclass
+class Progress:
+    """Decides when another return is pointless.
+
+    Attributes:
+        attempts: Maximum number of returns without progress.
+        failed: Number of returns since the last progress. A return after which a batch is skipped is progress.
+        furthest: The last diverged step.
+        skipped: The last steps whose batches were skipped after a return.
+    """
+
+    attempts: int
+    failed: int = 0
+    furthest: int = -1
+    skipped: deque[int] = field(default_factory=lambda: deque(maxlen=MOST))
+
+    def diverged(self, first: int, last: int) -> None:
+        """Note a divergence: one well beyond all earlier ones has a new cause."""
+        if first > self.furthest + PERSISTENT:
+            self.failed = 0
+        self.furthest = max(self.furthest, first, last)
+
+    def confirmed(self, step: int) -> None:
+        """Note a good state before a step."""
+        if step > self.furthest + 1:
+            self.failed = 0
+
+    def stuck(self, step: int) -> str:
+        """Why another return is pointless, in a clause; empty if it is not."""
+        if self.failed >= self.attempts:
+            return f"going back {self.failed} time{'s' * (self.failed != 1)} did not help"
+        if len(self.skipped) == MOST and step - self.skipped[0] < WITHIN:
+            return f"the batches of {MOST} steps were already skipped since step {self.skipped[0]}"
+        return ""
