@@ -48,7 +48,7 @@ def tensor(
 
 def make(count: int = 3, name: str = "layers") -> dict[str, Any]:
     """A record of some regions, the first of which fp16 does not hold."""
-    reason = "3.1 % of the activations overflow, the largest is 1.2e+05"
+    reason = "3.1 % of the activations overflow; the largest is 1.2e+05"
     scales = ScaleRange(0.5, 1e-6, 0.06, 131072.0, 8192.0)
     regions = tuple(
         RegionForecast(

@@ -312,7 +312,7 @@ def test_presets_can_be_compared(plan: str) -> None:
 @pytest.mark.skipif(not SOAKING, reason="compiles a model three times; runs in make soak")
 def test_compiled_code_against_eager_code_under_one_plan() -> None:
     found = compare(Stack(layers=2), loss, batch(), LOW, f"{LOW}+compile=default", tries=0)
-    assert "were compiled one by one" in found.notes[0]
+    assert "each call was compiled separately" in found.notes[0]
     assert not found.birthplaces
     assert found.gradient_error is not None
     assert 0.0 < found.gradient_error < 0.05
@@ -378,7 +378,7 @@ def test_own_errors_are_left_out_where_the_loss_cannot_bear_given_values() -> No
         return loss(model, of)
 
     found = compare(Stack(layers=1), failing, batch(), "fp32", LOW, tries=0)
-    assert "the error that each call adds is not known" in found.notes[0]
+    assert "the error that each call adds is unknown" in found.notes[0]
     assert "Fails: no more" in found.notes[0]
     assert {c.forward.effect for c in found.calls} <= {"unseen", "exact"}
 

@@ -53,26 +53,25 @@ _DOMAINS = frozenset({
 })
 
 ADVICE: Mapping[str, str] = {
-    "overflow": "keep its inputs small: scale before the product, subtract the maximum before exp, take a mean instead of a sum",
+    "overflow": "keep the operator's inputs small: scale them before a product, subtract their maximum before exp, take a mean instead of a sum",
     "exp of a large value": "subtract the largest input before exp, or use torch.logsumexp, softmax or log_softmax, which do so",
-    "0/0": "add an epsilon that the format holds to the denominator; where torch.where picks the other branch, put a safe value "
-    "into the denominator before dividing, since backward divides in both branches",
+    "0/0": "add an epsilon that the format holds to the denominator; if torch.where masks the quotient, put a safe value into "
+    "the denominator before dividing, because backward divides in both branches",
     "division by zero": "add an epsilon that the format holds to the denominator, or clamp it away from zero",
     "log of zero": "clamp the argument away from zero before log, or work with log_softmax and logsigmoid",
-    "log of a negative value": "see why the argument is negative: a difference that should be positive loses its sign in rounding",
+    "log of a negative value": "find out why the argument is negative: rounding can change the sign of a small difference",
     "outside the operator's domain": "clamp the argument to slightly inside the operator's domain",
-    "inf - inf": "these infinities come from masks: keep one value in each row unmasked, or fill with the format's "
-    "smallest "
-    "finite value in place of -inf",
+    "inf - inf": "if the infinities come from a mask, keep one value in each row unmasked, or fill with the format's smallest "
+    "finite value instead of -inf",
     "0 * inf": "an intended infinity is multiplied by zero: select with torch.where or masked_fill instead of a product",
-    "a row of nothing but -inf": "every value of a row is masked: keep one unmasked, or fill with torch.finfo(dtype).min",
-    "nothing to reduce": "a selection is empty: leave its term out of the loss in that case",
+    "a row of nothing but -inf": "every value of a row is masked: keep one value unmasked, or fill with torch.finfo(dtype).min instead of -inf",
+    "nothing to reduce": "a selection is empty: leave its term out of the loss when it is empty",
     "data": "clean the data, or leave the batch out",
-    "parameter": "the weights are not finite already: go back to a checkpoint, and inspect the step before",
+    "parameter": "the weights were not finite before this pass: go back to a checkpoint, and inspect the step that wrote them",
     "buffer": "the buffer was not finite before this pass: go back to a checkpoint, or inspect the code that writes it",
     "constant": "the program sets this value itself; make sure that only masked positions use it",
-    "memory": "uninitialised memory is read: use torch.zeros instead of torch.empty, or write all of it",
-    "unseen": "it was computed outside of torch's operators: in NumPy, in an extension, or before the loss was called",
+    "memory": "uninitialised memory is read: use torch.zeros instead of torch.empty, or write every element first",
+    "unseen": "look for code that computes the value outside of torch's operators, in NumPy or an extension, or before the loss is called",
     "unknown": "look at the inputs of the operator",
 }  # fmt: skip
 """Advice by kind of cause, for when no format cures it."""
@@ -221,14 +220,14 @@ def _kind(
             return "0 * inf", "a product of zero and infinity"
         return "inf - inf", "infinities of opposite sign are added, or infinities of equal sign subtracted"
     if first is None:
-        return "unknown", "the operator has no floating input"
+        return "unknown", "the operator has no floating-point input"
     if name in _EXPONENTIALS:
-        return "exp of a large value", f"exp of {first.high:.4g}, beyond any format"
+        return "exp of a large value", f"exp of {first.high:.4g} overflows every format"
     if name in _DIVISIONS or name.startswith("_foreach_div") or (name == "pow" and _zeros(inputs[:1])):
         below = inputs[1] if len(inputs) > 1 else first
         zeros = f"{below.zeros} of {math.prod(below.shape):,} denominators are 0"
         if any(v.nan for v in outputs):
-            return "0/0", f"{zeros}, and so are numerators"
+            return "0/0", f"{zeros}, and so is the numerator of at least one"
         return "division by zero", zeros
     if name in _LOGARITHMS:
         if first.low is not None and first.low < 0 and name not in ("log1p", "log_softmax", "_log_softmax"):
@@ -236,7 +235,7 @@ def _kind(
         return "log of zero", f"{first.zeros} of {math.prod(first.shape):,} arguments are 0"
     if name in _DOMAINS:
         return "outside the operator's domain", f"arguments range from {first.low:.4g} to {first.high:.4g}"
-    return "unknown", "it is not finite in fp64 either"
+    return "unknown", "the result is not finite in fp64 either"
 
 
 def _zeros(values: Sequence[Values]) -> int:
@@ -248,19 +247,18 @@ def _overflow(
 ) -> tuple[str, str]:
     dtype = next((v.dtype for v in outputs), "")
     format = next((f for f in FORMATS.values() if f.torch_name == dtype), FORMATS["fp32"])
-    ends = f"{format.name} ends at {format.max:.4g}"
+    ends = f"the largest {format.name} number is {format.max:.4g}"
     if needed <= format.max:
         return (
             "overflow",
-            f"the result fits ({needed:.4g}), but an intermediate value overflows {format.name}, which ends at "
-            f"{format.max:.4g}",
+            f"the result {needed:.4g} fits into {format.name}, but an intermediate value overflows; {ends}",
         )
     what = "the result"
     if name in _CASTS:
-        what = f"a cast to {format.name} of values"
+        what = f"a value cast to {format.name}"
     elif name in _EXPONENTIALS:
         high = max((v.high for v in inputs if v.high is not None), default=0.0)
-        return "exp of a large value", f"exp of {high:.4g} is {needed:.4g}, and {ends}"
+        return "exp of a large value", f"exp of {high:.4g} is {needed:.4g}; {ends}"
     elif name in _PRODUCTS:
         what = "a sum of products"
     elif name in _SUMS:
@@ -269,4 +267,4 @@ def _overflow(
         what = "a product"
     elif name in _DIVISIONS:
         what = "a quotient"
-    return "overflow", f"{what} reaches {needed:.4g}, and {ends}"
+    return "overflow", f"{what} reaches {needed:.4g}; {ends}"

@@ -144,7 +144,7 @@ class _Comparing:
         if not math.isfinite(ran_a.loss) or not ran_a.finite:
             raise NonFiniteError(
                 f"compare: the loss or a gradient is not finite under {self._first}, so nothing can be compared with it; "
-                "castwise.first_nonfinite finds the operator where that begins"
+                "castwise.first_nonfinite finds the operator that causes this"
             )
         b.reference = a.kept
         ran_b = self._runs.run_finite(_with_room(self._second, a, ran_a), b.begin)
@@ -183,8 +183,8 @@ class _Comparing:
         if plan.compile == "as_given":
             return ran
         self._notes.append(
-            f"Under {plan} calls were compiled one by one: what the compiler fuses across calls shows only in the final loss "
-            f"and gradients."
+            f"Under {plan} each call was compiled separately: fusion across calls affects only the final loss and gradients "
+            f"shown here."
         )
         return self._runs.run(plan, scale=ran.scale, whole=True)
 
@@ -225,7 +225,7 @@ class _Comparing:
             )
         except Exception as error:  # the user's code may fail on replaced values
             self._notes.append(
-                f"Calls could not be given the first plan's values, so the error that each call adds is not known: {told(error)}"
+                f"A pass with values from the first plan failed, so the error that each call adds is unknown: {told(error)}"
             )
             return None
         return Own(own, expected, ran_base, ran_own, ran_expected)
@@ -301,12 +301,12 @@ def _notes(a: Look, b: Look, ran_a: Run, ran_b: Run) -> list[str]:
     shapes = sorted({key.point.call.path for key in changed if b.shapes.get(key) != a.kept[key].shape})
     if shapes:
         out.append(
-            f"Tensors whose shapes differ under the second plan are not compared, at {', '.join(shapes[:3])}."
+            f"Not compared, because shapes differ under the second plan: tensors of {', '.join(shapes[:3])}."
         )
     unseen = sorted({path for ran in (ran_a, ran_b) for path in ran.unseen})
     if unseen:
         out.append(
-            f"Sparse and nested tensors and tensor subclasses are not compared, at {', '.join(unseen[:3])}."
+            f"Not compared: sparse and nested tensors and tensor subclasses of {', '.join(unseen[:3])}."
         )
     if ran_b.strayed:
         out.append(

@@ -86,7 +86,7 @@ def forecast(
         chosen, names = as_plan(plan), _format_names(formats)
         if chosen.formats.isdisjoint(LOW):
             raise PlanError(
-                f"forecast(plan={str(chosen)!r}): it casts nothing to a low format; give a plan that computes in bf16 or fp16, such as "
+                f"forecast(plan={str(chosen)!r}): this plan casts nothing to a low format; give a plan that computes in bf16 or fp16, such as "
                 "'bf16-mixed'"
             )
         check_count("forecast", "microbatches", microbatches, 1)
@@ -128,5 +128,7 @@ def _format_names(formats: Sequence[str]) -> tuple[str, ...]:
     given = [formats] if isinstance(formats, str) else list(formats)
     names = tuple(dict.fromkeys(get_format(name).name for name in given))
     if not names or set(names) - set(FORECAST):
-        raise PlanError(f"forecast(formats={formats!r}): needs one or more of {', '.join(FORECAST)}")
+        raise PlanError(
+            f"forecast(formats={formats!r}): give one or more formats; allowed: {', '.join(FORECAST)}"
+        )
     return names

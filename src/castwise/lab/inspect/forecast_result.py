@@ -154,7 +154,7 @@ class Forecast(Result):
                 return region
         known = ", ".join(repr(region.path) for region in self.regions[:12])
         raise PlanError(
-            f"Forecast.region({path!r}): no module of that path computed anything; modules that did are {known}, ..."
+            f"Forecast.region({path!r}): no module of that path computed anything; these modules did: {known}, ..."
         )
 
     def _fields(self) -> dict[str, Any]:

@@ -342,24 +342,24 @@ class Run:
         if self._ranks.compiled:
             compiled = compiled or [""]
             notes.append(
-                f"Compiled code ran as it is written ({_some(compiled)}): fused by a compiler, it keeps more in fp32."
+                f"Compiled modules ran in eager mode ({_some(compiled)}); fused by a compiler, they keep more values in fp32."
             )
         if self.seen.low:
             what = _some(sorted(self.seen.low))
             notes.append(
-                f"The model casts to a low format by itself ({what}), so the measurements include its rounding."
+                f"The model's own code casts to a low format ({what}), so the measurements include this rounding."
             )
         small = [
             region.path for region in regions if "fp16" not in region.troubles and _loses_gradients(region)
         ]
         if small:
             notes.append(
-                f"At a loss scale of {amounts.number(self.loss_scale)} fp16 loses a tenth or more of the gradients, though "
-                f"only gradients that are small beside the others ({_some(small)}); Adam scales them up, so test the plan "
-                f"with castwise.parity."
+                f"At a loss scale of {amounts.number(self.loss_scale)}, 10 % or more of the gradients of {_some(small)} "
+                f"underflow in fp16. They are small compared with other gradients, but Adam scales small gradients up, so test "
+                f"the plan with castwise.parity."
             )
         notes += [
-            f"It is not known how an overflow spreads in {name}, since the model could not be run in it here: {why}"
+            f"Where an overflow in {name} spreads is unknown, because the model could not be run in {name}: {why}"
             for name, why in self._unspread.items()
         ]
         return tuple(notes)

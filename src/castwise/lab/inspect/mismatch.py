@@ -140,7 +140,7 @@ def mismatch(
         if tokens not in ("given", "sampled"):
             raise PlanError(f"mismatch(tokens={shown(tokens)}): allowed: 'given', 'sampled'")
         if not serve:
-            raise PlanError("mismatch(plan_serve=[]): give a plan, or several")
+            raise PlanError("mismatch(plan_serve=[]): give at least one plan")
         _check_clip(clip)
         return train, serve, tokens, clip
 

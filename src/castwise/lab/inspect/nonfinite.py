@@ -231,8 +231,8 @@ def first_nonfinite(
             return (chosen,)
         if chosen.loss_scale is None or not (math.isfinite(loss_scale) and loss_scale > 0):
             raise PlanError(
-                f"first_nonfinite(loss_scale={loss_scale!r}) with plan {chosen}: needs a positive number, and a plan with a loss "
-                "scale, such as fp16-mixed"
+                f"first_nonfinite(loss_scale={loss_scale!r}) with plan {chosen}: loss_scale must be a positive finite number, and "
+                "the plan must have a loss scale, as fp16-mixed has"
             )
         return (at_scale(chosen, float(loss_scale)),)
 
@@ -260,7 +260,7 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
         "harmless": len({origin.place for origin in seen.origins if origin.kind == "operator"}),
     }
     if not seen.reached:
-        note = "Compiled code ran in eager mode: if only the compiled run is not finite, the compiler's code causes it."
+        note = "Compiled code ran in eager mode: if only the compiled run is not finite, the compiler's code is the cause."
         return FirstNonfinite(**common, note=note if passes.compiled else "")
     culprit, confirmed, others = _culprit(passes, plan, seen)
     if culprit is None:
@@ -268,7 +268,7 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
             **common,
             origin="unseen",
             cause="unseen",
-            why="none of the recorded operators made it",
+            why="no recorded operator made the first non-finite value",
             advice=ADVICE["unseen"],
         )
     reaching = {origin.place for origins in seen.reached.values() for origin in origins}
@@ -368,7 +368,7 @@ def _cause(origin: Origin) -> tuple[str, str]:
     return origin.kind if origin.kind in ADVICE else "unknown", {
         "constant": "the program sets the value itself, as a number or a tensor made in Python",
         "memory": "uninitialised memory is read",
-        "unseen": "it was in an operator's input before any recorded operator returned it",
+        "unseen": "an operator received the non-finite value, but no recorded operator returned it",
     }.get(origin.kind, "")
 
 
@@ -376,9 +376,9 @@ def _with_cures(kind: str, why: str, tried: Sequence[TriedCure], scale: float) -
     """Refine the cause by the cures: what they show beyond the operator's inputs."""
     good = next((cure.what for cure in tried if cure.finite), "")
     if good.startswith("a loss scale"):
-        return "loss scale", f"{why}; at {good} in the place of {scale:g} all gradients are finite"
+        return "loss scale", f"{why}; with {good} instead of {scale:g} all gradients are finite"
     if good and kind in ("0/0", "division by zero", "log of zero"):
-        return "underflow", f"{why}, by underflow: in {good} they are not"
+        return "underflow", f"{why}; the cause is underflow: with {good} the result is finite"
     return kind, why
 
 

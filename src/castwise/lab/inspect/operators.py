@@ -418,7 +418,7 @@ def _casts(calls: Iterable[_Call]) -> list[CastUse]:
 
 def _notes(passes: Passes, plan: Plan) -> Iterator[str]:
     if passes.device.type == "cpu" and "fp16" in plan.formats:
-        yield "fp16 matrix products were emulated, as on every CPU here, so their times are those of the emulation."
+        yield "On a CPU fp16 matrix products are emulated, so their times are those of the emulation."
     if plan.compile != "as_given" or passes.compiled:
         yield "A compiler fuses operators and casts; this table shows the eager code."
 

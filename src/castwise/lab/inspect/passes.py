@@ -95,7 +95,7 @@ class Passes:
             if all(parameter.grad is None for parameter in model.parameters()):
                 raise WorkloadError(
                     f"{self.call}: after loss(model, batch) and backward no parameter of the model has a gradient; the loss must "
-                    "call the model that it is given, since castwise runs it on copies"
+                    "call the model of its first argument, which is a copy"
                 )
             return Pass(model, loss, amp.get_scale())
 

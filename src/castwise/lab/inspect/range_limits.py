@@ -67,8 +67,8 @@ def plan_answer(regions: Sequence[RegionForecast], plan: Plan, formats: Sequence
 
 
 def _but(bad: Sequence[RegionForecast], why: str) -> str:
-    others = f"; nor {len(bad) - 1} other{'s' if len(bad) > 2 else ''}" if len(bad) > 1 else ""
-    return f", not {bad[0].path or 'the model itself'} ({why}){others}."
+    others = f" and {len(bad) - 1} other{'s' if len(bad) > 2 else ''}" if len(bad) > 1 else ""
+    return f", but not {f'region {bad[0].path}' if bad[0].path else 'the model itself'} ({why}){others}."
 
 
 def spreading(name: str, spread: Spread) -> str:
@@ -76,7 +76,7 @@ def spreading(name: str, spread: Spread) -> str:
     count = len(spread.reached)
     where = f"{count} other region{'s' if count > 1 else ''}" if count else "no other region"
     end = "makes gradients non-finite" if spread.gradients else "does not change the gradients"
-    return f"What overflows in {name} reaches {where} and {end}."
+    return f"Overflow in {name} spreads to {where} and {end}."
 
 
 def _first_reasons(
@@ -88,7 +88,7 @@ def _first_reasons(
         reasons = [reason for tensor, cast in casts if cast is not None and (reason := _reason(tensor, cast))]
         if name in region.poles:
             function, share = region.poles[name]
-            reasons.insert(0, f"{amounts.percent(share)} of the activations that {function} takes become 0")
+            reasons.insert(0, f"{amounts.percent(share)} of the inputs of {function} become 0")
         if reasons:
             out[name] = reasons[0]
     return out
@@ -100,7 +100,7 @@ def _reason(tensor: TensorForecast, cast: Cast) -> str:
         return f"rounding drops {amounts.percent(cast.flush)} of the updates" if cast.flush > DROPPED else ""
     if cast.overflow:
         share = amounts.percent(cast.overflow)
-        return f"{share} of the {tensor.kind} overflow{scale}, the largest is {tensor.largest:.2g}"
+        return f"{share} of the {tensor.kind} overflow{scale}; the largest is {tensor.largest:.2g}"
     if cast.underflow > LOST:
         what = f"{amounts.percent(cast.flush)} of the {tensor.kind} become 0{scale}"
         return f"{what}, and a result loses {amounts.percent(cast.underflow)} of its squared norm"
@@ -157,7 +157,7 @@ def _sentence(
     if name == "fp16" and scales is not None:
         how = f", at a loss scale of {amounts.number(loss_scale)},"
         if scales.is_empty:
-            how = f", at a loss scale of {amounts.number(loss_scale)} (none holds all gradients),"
+            how = f", at a loss scale of {amounts.number(loss_scale)} (no loss scale holds all gradients),"
     said = f"{name}{how} holds "
     if not bad:
         return f"{said}all {len(regions)} regions."
