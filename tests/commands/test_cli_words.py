@@ -92,8 +92,14 @@ WORDS: dict[str, tuple[list[str], str]] = {
     "a long seed": (["train", "sine", "--seed", "99999999999999999999"], "is not a seed"),
     "a seed below zero": (["tune", "sine", "--seed", "-1"], "is not a seed"),
     "bytes as a path": (["train", "sine", "--out", "\udcff/o"], "is not valid text"),
-    "a layout": (["train", "sine", "--layout", "x"], "layout 'x': it names no part. Allowed: single, dp2"),
-    "no layout": (["train", "sine", "--layout", ""], "layout '': it names no part. Allowed: single, dp2"),
+    "a layout": (
+        ["train", "sine", "--layout", "x"],
+        "layout 'x': no dimension is given. Allowed: single, dp2",
+    ),
+    "no layout": (
+        ["train", "sine", "--layout", ""],
+        "layout '': no dimension is given. Allowed: single, dp2",
+    ),
     "a module": (["bench", ".:x"], "'.' is not a module name"),
     "bytes as a file": (["bench", "\udcff.py:x"], "is not valid text"),
 }
@@ -121,7 +127,7 @@ def test_a_local_variable_is_not_offered_as_a_workload() -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "xx"])
 def test_an_empty_layout(text: str) -> None:
-    with pytest.raises(PlanError, match="it names no part"):
+    with pytest.raises(PlanError, match="no dimension is given"):
         Layout.parse(text)
 
 

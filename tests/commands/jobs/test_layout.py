@@ -52,7 +52,7 @@ def test_other_text_is_refused_with_what_is_allowed(text: str) -> None:
 
 
 def test_a_part_twice_is_refused_with_the_product() -> None:
-    with pytest.raises(PlanError, match=r"tp is there twice; write tp6 instead"):
+    with pytest.raises(PlanError, match=r"tp is given twice; write tp6 instead"):
         Layout.parse("tp2xdp2xtp3")
 
 
@@ -137,7 +137,7 @@ def test_microbatches_have_to_be_equal() -> None:
     ("microbatches", "schedule", "words"),
     [
         (0, "gpipe", "needs a whole number >= 1"),
-        (2, "1f1b", "1f1b needs 3 or more, one per stage; or use --schedule gpipe"),
+        (2, "1f1b", "1f1b needs at least 3 microbatches, one per stage; or use --schedule gpipe"),
         (7, "interleaved", "interleaved needs a multiple of 3"),
     ],
 )
@@ -160,12 +160,10 @@ def test_options_of_a_pipeline_are_for_pipelines(
 
 def test_a_workload_without_the_field_is_told_what_to_write() -> None:
     mlp = find_workload("sine")
-    with pytest.raises(
-        WorkloadError, match=r"its field 'shards' does not say how; give Workload\(\.\.\., shards="
-    ):
+    with pytest.raises(WorkloadError, match=r"field 'shards' is not set; give Workload\(\.\.\., shards="):
         check_workload(mlp, Layout(tp=2))
     with pytest.raises(
-        WorkloadError, match=r"'pipeline' does not say how; give Workload\(\.\.\., pipeline=Pipeline"
+        WorkloadError, match=r"'pipeline' is not set; give Workload\(\.\.\., pipeline=Pipeline"
     ):
         check_workload(mlp, Layout(pp=2))
     check_workload(mlp, Layout(fsdp=2))
@@ -219,8 +217,8 @@ def _pipelined(tiny: str, split: object) -> Workload:
     [
         (lambda model, _: [model], r"returned \[Sequential\]; it must return 2 modules"),
         (lambda model, _: [model[:2], None], r"returned \[Sequential, NoneType\]"),
-        (lambda model, _: [model[:2], nn.Sequential(model[3])], r"stage 1 has '0.weight', which is not the model's own"),
-        (lambda model, _: [model[:1], model[1:3]], r"no stage has 3.weight, 3.bias; every part"),
+        (lambda model, _: [model[:2], nn.Sequential(model[3])], r"stage 1 has '0.weight', which the model does not have under this name"),
+        (lambda model, _: [model[:1], model[1:3]], r"no stage has 3.weight, 3.bias; each parameter and buffer"),
         (lambda model, _: [model[:1], 1 / 0], r"pipeline.split\(model, stages\) failed: ZeroDivisionError"),
     ],
 )  # fmt: skip

@@ -75,14 +75,16 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path: Path) -> None:
 def test_nothing_is_thrown_away_unasked(tmp_path: Path) -> None:
     train(WORKLOAD, "fp32", steps=2, out=tmp_path, device="cpu", save_every=2)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match=r"was saved at step 2\. Go on with it by --resume"):
+    with pytest.raises(CheckpointError, match=r"was saved at step 2\. Continue it with --resume"):
         train(WORKLOAD, "fp32", steps=4, out=tmp_path, device="cpu")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_another_training_is_not_gone_on_with(tmp_path: Path) -> None:
     train(WORKLOAD, "fp32", steps=2, out=tmp_path, device="cpu", save_every=2)
-    with pytest.raises(CheckpointError, match=r"with seed 0, and this is 'gpt' with seed 1"):
+    with pytest.raises(
+        CheckpointError, match=r"with seed 0, but this training has workload 'gpt' with seed 1"
+    ):
         train(WORKLOAD, "fp32", steps=4, out=tmp_path, device="cpu", seed=1, resume=True)
 
 

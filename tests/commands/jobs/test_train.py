@@ -156,7 +156,7 @@ class _BlowsUp(nn.Linear):
 def test_a_loss_that_becomes_nan_ends_it_and_nothing_written_is_lost(tiny: str, tmp_path: Path) -> None:
     workload = replace(find_workload(f"{tiny}:mlp"), model=lambda: _BlowsUp(8, 1))
     with pytest.raises(
-        NonFiniteError, match=r"step 6 is nan under the plan bf16-mixed, from data that is finite"
+        NonFiniteError, match=r"step 6 is nan under the plan bf16-mixed, although the data is finite"
     ):
         train(workload, "bf16-mixed", steps=500, out=tmp_path)
     lines = _lines(tmp_path)

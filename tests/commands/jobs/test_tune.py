@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[CastwiseError], str]] = {
         {"optimizer": adamw(network().parameters())}, WorkloadError,
         "optimizer must be a function, such as lambda params: torch.optim.AdamW(params, lr=1e-3), got AdamW",
     ),
-    "progress": ({"progress": "yes"}, PlanError, "progress='yes': needs True, False, None or a function of an Event"),
+    "progress": ({"progress": "yes"}, PlanError, "progress='yes': needs True, False, None or a function that takes an Event"),
     "missing": ({"loss": None}, WorkloadError, "tune(): loss is missing; give model=, loss=, batches= and optimizer="),
     "both": ({"workload": "digits"}, WorkloadError, "tune(workload, model=...): give a workload or its parts, not both"),
     "iterator": ({"batches": iter(data())}, WorkloadError, "tune: batches is an iterator (list_iterator), which can be"),
@@ -354,7 +354,7 @@ def test_what_progress_raises_comes_out_as_it_is(stage: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("where", ["file", "file/within"])
 def test_a_place_that_is_no_folder_is_refused_in_a_sentence(where: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(PlanError, match=r"tune\(out=\): .*'.*file.*'; results need a folder"):
+    with pytest.raises(PlanError, match=r"tune\(out=\): .*'.*file.*'; give a writable folder"):
         tune(out=tmp_path / where)
     assert (tmp_path / "file").read_text() == "mine"
 

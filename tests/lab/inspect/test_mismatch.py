@@ -181,7 +181,7 @@ def test_it_is_written_as_json_and_as_a_page(tmp_path: Path) -> None:
         (lambda: mismatch(Language(), [], "fp32", "bf16-mixed"), WorkloadError, "no token"),
         (lambda: mismatch(Language(), [tokens().float()], "fp32", "bf16-mixed"), WorkloadError, "a batch is Tensor"),
         (lambda: mismatch(nn.Embedding(11, 4), [tokens()], "fp32", "fp8"), PlanError, "fp8"),
-        (lambda: mismatch(Language(), [tokens()], "fp32", []), PlanError, "give a plan"),
+        (lambda: mismatch(Language(), [tokens()], "fp32", []), PlanError, "give at least one plan"),
         (lambda: mismatch(Language(), [tokens()], "fp32", "fp32", clip=(1.2, 0.8)), PlanError, "clip=\\(1.2, 0.8\\)"),
         (lambda: mismatch(Language(), [tokens()], "fp32", "fp32", tokens="drawn"), PlanError, "tokens='drawn'"),  # type: ignore[arg-type]
         (lambda: mismatch(Language(), [tokens()], "fp32", "fp32", logits=lambda m, b: (m(b), b[:, 1:], None)), WorkloadError,

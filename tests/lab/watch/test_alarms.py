@@ -90,7 +90,7 @@ def test_every_kind_says_what_it_is_and_what_to_do(kind: str) -> None:
         ((1.0, 1.0), "raise_at and clear_at must differ"),
         ((math.nan, 1.0), "finite numbers"),
         (("1", 0.0), "finite numbers"),
-        ((1.0, 0.0, 0), "patience must be an integer >= 1"),
+        ((1.0, 0.0, 0), "patience must be a whole number >= 1"),
         ((1.0, 0.0, 1.5), "patience"),
     ],
 )

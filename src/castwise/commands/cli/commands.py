@@ -29,7 +29,7 @@ from castwise.errors import CastwiseError
 app = typer.Typer(
     name="castwise",
     cls=Commands,
-    help="Automatic mixed precision for PyTorch: see what precision plans cost on this machine, and train under them.",
+    help="Automatic mixed precision for PyTorch: measure precision plans on this machine, and train under them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -60,18 +60,18 @@ def bench(
         str,
         typer.Option(
             help="Plans, separated by commas: presets, plan lines such as bf16-mixed+ops.exp=fp32, or paths of plan files. "
-            "fp32 is always among them."
+            "fp32 is always included."
         ),
     ] = "fp32,bf16-mixed",
     steps: Annotated[int, typer.Option(help="Training steps per plan.")] = 50,
     rounds: Annotated[
         int,
-        typer.Option(help="Interleaved timing rounds, over all starts."),
+        typer.Option(help="Interleaved timing rounds of each plan, divided among its starts."),
     ] = 15,
     starts: Annotated[
         int,
         typer.Option(
-            help="How many times each plan is started, each time in a new process; 0 times all plans once, in one process."
+            help="Number of new processes in which each plan is timed; 0 to time all plans once, in one process."
         ),
     ] = 5,
     device: Device = None,
@@ -112,8 +112,8 @@ def tune(
     goal: Annotated[
         str,
         typer.Option(
-            help="time: the fastest sound plan; memory: the smallest; numerics: the fewest regions kept in fp32 for one low "
-            "format, whatever the speed here."
+            help="time: the fastest sound plan; memory: the sound plan with the lowest peak memory; numerics: the plan of one low "
+            "format with the fewest regions in fp32, whatever its speed."
         ),
     ] = "time",
     formats: Annotated[
@@ -125,7 +125,8 @@ def tune(
     ] = None,
     budget: Annotated[float, typer.Option(help="Time limit in seconds, approximate.")] = 170.0,
     verify_steps: Annotated[
-        int, typer.Option(help="Steps of training runs of the plan against fp32 at the end; 0 for none.")
+        int,
+        typer.Option(help="Steps of each final training run that compares the plan with fp32; 0 for none."),
     ] = 0,
     verify_seeds: Annotated[
         int, typer.Option(help="Pairs of training runs, one of the plan and one of fp32.")
@@ -136,14 +137,16 @@ def tune(
     accumulate: Annotated[int, typer.Option(help="Microbatches accumulated per update.")] = 1,
     world_size: Annotated[
         int | None,
-        typer.Option(help="Data-parallel ranks that average gradients.", show_default="torchrun's, or 1"),
+        typer.Option(
+            help="Number of data-parallel ranks that average gradients.", show_default="torchrun's, or 1"
+        ),
     ] = None,
     compile_: Annotated[
         str,
         typer.Option(
             "--compile",
-            help="never; auto: compile the model where that is faster; always: choose among compiled plans. Compiling takes its "
-            "time, so give a longer --budget.",
+            help="never; auto: compile the model if that is faster; always: compare only compiled plans. Compiling takes time, "
+            "so give a longer --budget.",
         ),
     ] = "never",
     memory: Annotated[
@@ -152,7 +155,7 @@ def tune(
     fresh: Annotated[
         bool,
         typer.Option(
-            help="Search even where a plan was found before for the same model, data, device and versions."
+            help="Search even if an earlier search found a plan for the same model, data, device and versions."
         ),
     ] = False,
     device: Device = None,
@@ -209,7 +212,7 @@ def train(
         typer.Option(help="Schedule of a pipeline: gpipe, 1f1b, interleaved.", show_default="1f1b"),
     ] = None,
     save_every: Annotated[
-        int, typer.Option(help="Save a checkpoint every so many steps, and after the last; 0 for none.")
+        int, typer.Option(help="Number of steps between checkpoints; the last step is saved too; 0 for none.")
     ] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the newest complete checkpoint in the folder.")
@@ -248,7 +251,7 @@ def doctor(
     lint: Annotated[
         Path | None,
         path_option(
-            "Instead, list the precision problems of a script, or of those in a folder; exit code 1 if there are any.",
+            "Instead of measuring, list the precision problems of a script, or of all in a folder; exit code 1 if there are any.",
             False,
         ),
     ] = None,
@@ -285,11 +288,13 @@ def inspect(
         str, typer.Option(help="Tools, separated by commas: nonfinite, operators, compare, forecast.")
     ] = "nonfinite,operators,compare,forecast",
     plan: PlanName = "bf16-mixed",
-    against: Annotated[str, typer.Option(help="The plan that compare compares it with.")] = "fp32",
+    against: Annotated[
+        str, typer.Option(help="The plan with which the compare tool compares --plan.")
+    ] = "fp32",
     formats: Annotated[
         str,
         typer.Option(
-            help="Formats for forecast, separated by commas: fp16, bf16, fp8_e4m3, fp8_e5m2.",
+            help="Formats for the forecast tool, separated by commas: fp16, bf16, fp8_e4m3, fp8_e5m2.",
             show_default="all of them",
         ),
     ] = "",
@@ -320,7 +325,7 @@ def replay(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="A recorded step, or a folder of them, of which the newest is taken.",
+            help="A recorded step, or a folder of recorded steps, of which the newest is replayed.",
             parser=as_path,
             show_default=False,
         ),
@@ -328,8 +333,7 @@ def replay(
     workload: Annotated[
         str | None,
         typer.Option(
-            help="Workload whose model and loss are run, named as elsewhere. Its code runs, so the name in the record is only "
-            "shown.",
+            help="Workload whose model and loss are run. A workload is code, so the name in the record is shown, but never run.",
             show_default=False,
         ),
     ] = None,
@@ -343,7 +347,7 @@ def replay(
     rank: Annotated[
         int | None,
         typer.Option(
-            help="The rank whose part of a step to replay, where several ranks took the step.",
+            help="Replay only the part of this rank, if several ranks took the step.",
             show_default="all",
         ),
     ] = None,

@@ -71,7 +71,7 @@ Script = Annotated[
     str, typer.Argument(help="The script, or with -m the module, as for python.", show_default=False)
 ]
 ScriptArguments = Annotated[
-    list[str] | None, typer.Argument(help="The script's own.", metavar="[ARGS]...", show_default=False)
+    list[str] | None, typer.Argument(help="Arguments of the script.", metavar="[ARGS]...", show_default=False)
 ]
 IsModule = Annotated[bool, typer.Option("-m", help="Run a module as a script.")]
 PlanName = Annotated[str, typer.Option(help="A preset, a plan line or the path of a plan file.")]

@@ -31,7 +31,7 @@ def run(
         bool,
         typer.Option(
             "--widen",
-            help="If the model arrives in bf16 or fp16, store in fp32 all that the plan does not store low.",
+            help="If the script makes its model in bf16 or fp16, store in fp32 all weights that the plan does not store in a low format.",
         ),
     ] = False,
     module: IsModule = False,
@@ -71,7 +71,7 @@ def try_(
     tune: Annotated[
         bool,
         typer.Option(
-            "--tune", help="Find the plan for the script's model, loss and batches, and try it too."
+            "--tune", help="Tune a plan for the script's model, loss and batches, and try this plan too."
         ),
     ] = False,
     budget: Annotated[float, typer.Option(help="Time limit of tuning in seconds, approximate.")] = 170.0,
@@ -107,7 +107,7 @@ def migrate(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="A script, or a folder of them.", parser=as_path, show_default=False
+            metavar="PATH", help="A script, or a folder of scripts.", parser=as_path, show_default=False
         ),
     ],
     write: Annotated[

@@ -76,7 +76,7 @@ def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Pr
                 cause.add_note(note)
             raise cause from None
     else:
-        raise PlanError(f"progress={progress!r}: needs True, False, None or a function of an Event")
+        raise PlanError(f"progress={progress!r}: needs True, False, None or a function that takes an Event")
 
 
 def make_folder(folder: Path, call: str) -> None:
@@ -91,5 +91,5 @@ def make_folder(folder: Path, call: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise PlanError(
-            f"{call}: {error.strerror}: {str(folder)!r}; results need a folder that exists or can be made, and that is writable"
+            f"{call}: {error.strerror}: {str(folder)!r}; give a writable folder, or one that can be created"
         ) from error

@@ -112,8 +112,8 @@ def _load_note(load: float, cores: int) -> tuple[str, ...]:
     if load < BUSY * cores:
         return ()
     return (
-        f"Other processes were computing (load {load:.1f} on {cores} cores): rates are lower than the device's own, and a "
-        f"format that is faster may seem not to be. Measure again when the machine is idle.",
+        f"Other processes were computing (load {load:.1f} on {cores} cores), so rates are lower than on an idle machine, and a "
+        f"faster format may appear no faster. Measure again when the machine is idle.",
     )
 
 
@@ -199,7 +199,7 @@ def _data(profile: StepProfile) -> Bottleneck | None:
     return Bottleneck(
         "data",
         {"data_s": data_s, "step_s": step_s, "share": profile.data_share},
-        "Prepare batches in other processes (torch.utils.data.DataLoader with num_workers) or keep them prepared; no format "
+        "Prepare batches in other processes (torch.utils.data.DataLoader with num_workers) or prepare them once; no format "
         "makes data arrive sooner.",
         f"The step waits for data: a batch takes {data_s * 1e3:.3g} ms to arrive, the step itself {step_s * 1e3:.3g} ms "
         f"({profile.data_share:.0%} of the time is waiting).",
@@ -219,7 +219,7 @@ def _dispatch(profile: StepProfile) -> Bottleneck | None:
             "dispatch",
             {**measured, "busy_share": profile.busy_share},
             advice,
-            f"The device computes for {profile.busy_share:.0%} of a step and waits in the rest for the host to launch "
+            f"The device computes for {profile.busy_share:.0%} of a step; for the rest it waits for the host to launch "
             f"{launches:.0f} operators.",
         )
     if profile.launch_share < DISPATCH:
@@ -228,8 +228,8 @@ def _dispatch(profile: StepProfile) -> Bottleneck | None:
         "dispatch",
         {**measured, "launch_s": profile.launch_s, "share": profile.launch_share},
         advice,
-        f"Operators are small: {launches:.0f} of them take {each_s * 1e6:.3g} us each, of which launching alone is "
-        f"{profile.launch_s * 1e6:.2g} us or more (at least {profile.launch_share:.0%} of the step).",
+        f"Operators are small: a step runs {launches:.0f}, on average {each_s * 1e6:.3g} us each, and launching one takes at "
+        f"least {profile.launch_s * 1e6:.2g} us (all launches: at least {profile.launch_share:.0%} of the step).",
     )
 
 
@@ -251,12 +251,12 @@ def _outside(profile: StepProfile, rates: Sequence[Rate]) -> Bottleneck | None:
         speedup, name = max(fast)
         limit = 1.0 / (share + (1.0 - share) / speedup)
         measured["most_from_faster_products"] = limit
-        bound = f" Faster products alone ({name}, {speedup:.2g}x) could make it {limit:.2f}x as fast at most."
+        bound = f" Faster products alone ({name}, {speedup:.2g}x) could make the step at most {limit:.2f}x as fast."
     return Bottleneck(
         "outside matrix units",
         measured,
-        "What is left is memory traffic: activations in a low format, torch.compile, channels_last for convolutions "
-        "and a fused optimizer reduce it.",
+        "Memory traffic limits these operators: reduce it by activations in a low format, torch.compile, channels_last for "
+        "convolutions and a fused optimizer.",
         f"{share:.0%} of the operators' time is outside of matrix products and convolutions "
         f"({', '.join(f'{name} {part:.0%}' for name, part in most)}).{bound}",
     )

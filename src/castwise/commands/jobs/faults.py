@@ -28,7 +28,7 @@ def calls(workload: Workload, what: str) -> Iterator[None]:
 def remedy(plan: Plan) -> str:
     """Suggest a remedy for a non-finite loss under a plan without a loss scale."""
     if plan.compute == "fp16":
-        return "use one that has, such as fp16-mixed, or bf16-mixed, which needs none"
+        return "use a plan with a loss scale, such as fp16-mixed, or bf16-mixed, which needs no loss scale"
     if plan.compute == "bf16":
-        return "see whether it stays finite under fp32; if it does not, lower the learning rate"
+        return "check whether the loss stays finite under fp32; if it does not, lower the learning rate"
     return "lower the learning rate, or look for a division by zero or a logarithm of zero in the loss"

@@ -64,18 +64,18 @@ class Layout:
         sizes: dict[str, int] = {}
         if not text.strip("x"):
             raise PlanError(
-                f"layout {text!r}: it names no part. Allowed: {_ALLOWED}; write e.g. --layout dp2"
+                f"layout {text!r}: no dimension is given. Allowed: {_ALLOWED}; write e.g. --layout dp2"
             )
         for part in text.split("x") if text != "single" else ():
             match = re.fullmatch(r"(dp|fsdp|tp|pp)([1-9]\d*)", part)
             if match is None:
                 raise PlanError(
-                    f"layout {text!r}: {part!r} is not a part of one. Allowed: {_ALLOWED}; write e.g. --layout dp2"
+                    f"layout {text!r}: {part!r} is not a dimension with its size. Allowed: {_ALLOWED}; write e.g. --layout dp2"
                 )
             kind, size = match.groups()
             if kind in sizes:
                 raise PlanError(
-                    f"layout {text!r}: {kind} is there twice; write {kind}{sizes[kind] * int(size)} instead. "
+                    f"layout {text!r}: {kind} is given twice; write {kind}{sizes[kind] * int(size)} instead. "
                     f"Allowed: {_ALLOWED}"
                 )
             sizes[kind] = int(size)
@@ -155,7 +155,7 @@ def slice_batch(batch: Any, index: int, parts: int, layout: Layout) -> Any:
         rows = tensor.shape[0]
         if rows % parts:
             raise WorkloadError(
-                f"layout {layout}: a tensor of shape {list(tensor.shape)} in the batch cannot be shared out equally among "
+                f"layout {layout}: a tensor of shape {list(tensor.shape)} in the batch cannot be split equally among "
                 f"{parts} data-parallel ranks; make its first dimension ({rows}) a multiple of {parts}, or use another layout"
             )
         return tensor.narrow(0, index * (rows // parts), rows // parts)
@@ -173,7 +173,9 @@ def check_microbatches(microbatches: int, schedule: str, layout: Layout) -> None
     if microbatches < 1:
         raise PlanError(f"{said}: needs a whole number >= 1")
     if schedule == "1f1b" and microbatches < layout.pp:
-        raise PlanError(f"{said}: 1f1b needs {layout.pp} or more, one per stage; or use --schedule gpipe")
+        raise PlanError(
+            f"{said}: 1f1b needs at least {layout.pp} microbatches, one per stage; or use --schedule gpipe"
+        )
     if schedule == "interleaved" and microbatches % max(1, microbatches // layout.pp):
         raise PlanError(f"{said}: interleaved needs a multiple of {layout.pp}")
 

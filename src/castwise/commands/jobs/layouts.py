@@ -54,14 +54,14 @@ def check_workload(workload: Workload, layout: Layout) -> None:
     """
     if layout.tp > 1 and workload.shards is None:
         raise WorkloadError(
-            f"workload {workload.name!r}: layout {layout} cuts its layers into {layout.tp} pieces, and its field 'shards' does "
-            "not say how; give Workload(..., shards=lambda model: {'0': ColwiseParallel(), '2': RowwiseParallel()}) with the "
+            f"workload {workload.name!r}: layout {layout} splits layers into {layout.tp} pieces, but the workload's field "
+            "'shards' is not set; give Workload(..., shards=lambda model: {'0': ColwiseParallel(), '2': RowwiseParallel()}) with the "
             "styles of torch.distributed.tensor.parallel by module path, or use dp, fsdp or pp"
         )
     if layout.pp > 1 and workload.pipeline is None:
         raise WorkloadError(
-            f"workload {workload.name!r}: layout {layout} cuts its model into stages, and its field 'pipeline' does not say how; "
-            "give Workload(..., pipeline=Pipeline(split=lambda model, stages: [...], inputs=lambda batch: (batch[0],), "
+            f"workload {workload.name!r}: layout {layout} splits the model into stages, but the workload's field 'pipeline' is "
+            "not set; give Workload(..., pipeline=Pipeline(split=lambda model, stages: [...], inputs=lambda batch: (batch[0],), "
             "target=lambda batch: batch[1], loss=torch.nn.functional.mse_loss)) of castwise.lab.workloads.workload, or use dp, fsdp or tp"
         )
 

@@ -84,7 +84,7 @@ def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]
         return
     if not dist.is_available():
         raise StateError(
-            f"{call}: {world} processes were started, and this build of torch has no torch.distributed"
+            f"{call}: {world} processes were started, but this build of torch has no torch.distributed"
         )
     device = _own_device(device, call)
     ours = not running()
@@ -129,18 +129,18 @@ def join(layout: Layout | str | None, device: torch.device) -> Iterator[Training
 def _own_device(device: torch.device, call: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(
-            f"{call}: several processes compute on cpu or cuda, not on {device.type}; use --device cpu"
+            f"{call}: several processes can compute on cpu or cuda, not on {device.type}; use --device cpu"
         )
     if device.type == "cpu" or not torch.cuda.is_available():
         return device
     if device.index is not None and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise DeviceError(
-            f"{call}: all processes of this machine would use {device}; give --device cuda, and each takes its own"
+            f"{call}: all processes of this machine would use {device}; give --device cuda, and each process takes its own GPU"
         )
     local = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
         raise DeviceError(
-            f"{call}: process {local} of this machine needs a GPU of its own, but there are "
+            f"{call}: process {local} of this machine needs a GPU of its own, but the machine has "
             f"{torch.cuda.device_count()}; start fewer processes, or give --device cpu"
         )
     torch.cuda.set_device(local)

@@ -35,8 +35,8 @@ class Saves:
             return 0
         if not self._resume:
             raise CheckpointError(
-                f"train: {self.folder.parent} holds a training that was saved at step {found.step}. Go on with it by --resume "
-                "(resume=True), or name another folder by --out; to start anew here, delete its folder 'checkpoints'."
+                f"train: {self.folder.parent} has a training that was saved at step {found.step}. Continue it with --resume "
+                "(resume=True), or give another folder with --out; to start again at step 0, delete the folder 'checkpoints' in it."
             )
         self._found = found
         return int(found.step)
@@ -58,8 +58,8 @@ class Saves:
         was, now = (extra.get("workload"), extra.get("seed")), (self._workload, self._seed)
         if was != now or type(extra.get("skipped_steps", 0)) is not int:
             raise CheckpointError(
-                f"it is of workload {was[0]!r} with seed {was[1]}, and this is {now[0]!r} with seed {now[1]}; name another folder "
-                "by --out, or the same workload and seed"
+                f"the checkpoint was saved by workload {was[0]!r} with seed {was[1]}, but this training has workload {now[0]!r} with seed "
+                f"{now[1]}; give another folder with --out, or the same workload and seed"
             )
 
     def due(self, step: int, last: int) -> bool:

@@ -54,8 +54,8 @@ class Stages:
         for names in shared:
             if len({number % size for number in names}) < len(names):
                 raise WorkloadError(
-                    f"workload {workload.name!r}: {next(iter(names.values()))} is shared by the stages "
-                    f"{', '.join(map(str, names))}, of which one process has several; use --schedule 1f1b or gpipe"
+                    f"workload {workload.name!r}: the stages {', '.join(map(str, names))} share {next(iter(names.values()))}, "
+                    "and one process has several of these stages; use --schedule 1f1b or gpipe"
                 )
         self.amp = amp
         self.modules = [every[number] for number in numbers]
@@ -175,15 +175,15 @@ def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
         for key, value in part.state_dict(keep_vars=True).items():
             if key not in whole or (value is not whole[key] and isinstance(value, nn.Parameter)):
                 raise WorkloadError(
-                    f"{call}: stage {number} has {key!r}, which is not the model's own by that name; build stages of the model's "
-                    "own submodules, under the names they have there"
+                    f"{call}: stage {number} has {key!r}, which the model does not have under this name; build stages from the "
+                    "model's own submodules, under the same names"
                 )
             found[key] = value
     missing = [key for key in whole if key not in found]
     if missing:
         raise WorkloadError(
-            f"{call}: no stage has {', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}; every part of the model "
-            "belongs into one"
+            f"{call}: no stage has {', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}; each parameter and buffer must "
+            "be in a stage"
         )
     return parts
 

@@ -117,7 +117,7 @@ def _pipeline_options(layout: Layout, microbatches: int | None, schedule: str | 
         for name, value in (("microbatches", microbatches), ("schedule", schedule)):
             if value is not None:
                 raise PlanError(
-                    f"train({name}={value!r}): for pipelines, and layout {layout} has none; leave it out, or use e.g. --layout pp2"
+                    f"train({name}={value!r}): only for pipelines, and layout {layout} has none; leave it out, or use e.g. --layout pp2"
                 )
         return 1, ""
     schedule = "1f1b" if schedule is None else schedule
@@ -328,7 +328,7 @@ class _Run:
         if self.plan.loss_scale is None:
             raise NonFiniteError(
                 f"workload {self.workload.name!r}: the loss of step {step.number} is {float(step.loss)} under the plan "
-                f"{self.plan}, from data that is finite, and the plan has no loss scale that could be lowered; "
+                f"{self.plan}, although the data is finite, and the plan has no loss scale that could be lowered; "
                 f"{remedy(self.plan)}"
             )
 

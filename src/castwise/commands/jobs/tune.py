@@ -263,7 +263,7 @@ def _workload(
         if not isinstance(workload, Workload):
             hint = "; a module goes to model=" if isinstance(workload, nn.Module) else ""
             raise WorkloadError(
-                f"tune({type(workload).__name__}): the workload is a castwise.Workload or how to find one{hint}"
+                f"tune({type(workload).__name__}): give a castwise.Workload, the name of a workload, or a workload's parts{hint}"
             )
         return workload, None, where
     missing = [name for name, value in parts.items() if value is None]

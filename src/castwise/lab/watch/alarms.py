@@ -45,7 +45,7 @@ class Line:
                 f"{self!r}: raise_at and clear_at must differ: clear_at is below raise_at if small values are good, else above"
             )
         if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
-            raise PlanError(f"{self!r}: patience must be an integer >= 1")
+            raise PlanError(f"{self!r}: patience must be a whole number >= 1")
 
     def is_bad(self, value: float) -> bool:
         """Whether a value is beyond the line; NaN is."""
