@@ -95,7 +95,7 @@ def _faults(_rank: int, _world: int, folder: Path) -> None:
         WorkloadError, r"3 heads cannot be cut", GPT.replace("32&heads=2", "48&heads=3"), "fp32", layout="tp2"
     )
     refused(WorkloadError, r"use --microbatches 4", GPT, "fp32", layout="pp2", microbatches=3)
-    refused(WorkloadError, r"the stages 0, 2 share embedding.weight", _tied(), "fp32", layout="pp2",
+    refused(WorkloadError, r"the stages 0, 2, 3 share embedding.weight", _tied(), "fp32", layout="pp2",
             schedule="interleaved")  # fmt: skip
     refused(PlanError, r"schedule='fast'\) is not allowed", GPT, "fp32", layout="pp2", schedule="fast")
     refused(PlanError, r"layout single: needs 1 process", GPT, "fp32", layout="single")

@@ -313,7 +313,7 @@ def test_batches_of_a_workload_that_run_out() -> None:
 def test_a_module_is_no_workload() -> None:
     call: Callable[..., Any] = castwise.tune
     with pytest.raises(
-        WorkloadError, match=r"^tune\(Sequential\): the workload is a castwise.Workload .* goes to model="
+        WorkloadError, match=r"^tune\(Sequential\): give a castwise.Workload, .* pass a module as model="
     ):
         call(network())
 

@@ -261,7 +261,7 @@ def _workload(
         if isinstance(workload, str):
             return find_workload(workload), workload, where
         if not isinstance(workload, Workload):
-            hint = "; a module goes to model=" if isinstance(workload, nn.Module) else ""
+            hint = "; pass a module as model=" if isinstance(workload, nn.Module) else ""
             raise WorkloadError(
                 f"tune({type(workload).__name__}): give a castwise.Workload, the name of a workload, or a workload's parts{hint}"
             )
