@@ -1,13 +1,14 @@
-"""The held-out suite's judge: paired training of a plan and of fp32. It imports no gradient test and no search.
+"""The judge of the held-out and the third suite: paired training of a plan and of fp32, without gradient test or search.
 
 A plan *fails* if a loss is not finite, if the loss scale gives up, if every step is skipped, or if its loss over the last
 fifth of the run is worse than fp32's, in the mean over seeds, by more than the margin: the larger of the standard deviation
 of fp32's own loss over seeds (what a user sees from luck alone) and 0.25 % of it (below that nobody would notice, and few
 seeds may by chance agree). Pairs share their weights, data and random draws. One margin rule holds for every case.
 
-``python bench/planted/paired.py`` judges the suite itself and writes ``bench/results/planted-suite-cpu.json``: in every
-format for which a case is fragile the low plan must fail, and the plan with the place in fp32 must not; the sound twin and
-fp32 with weights moved by a unit in their last place must not fail either.
+``python bench/planted/paired.py`` judges the held-out suite itself and writes ``bench/results/planted-suite-cpu.json``, with
+``--suite discrete`` the third and ``planted-discrete-cpu.json``: in every format for which a case is fragile the low plan
+must fail, and the plan with the place in fp32 must not; the sound twin and fp32 with weights moved by a unit in their last
+place must not fail either.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from castwise import Amp, Plan, Region, Workload
 from castwise.errors import CastwiseError
 from common import write
-from planted.models import CASES, Case, sound_modules
+from planted import discrete, models
+from planted.models import Case, sound_modules
 
 STEPS = 80
 SEEDS = (0, 1, 2, 3)
@@ -175,13 +177,16 @@ def check(case: Case) -> list[dict[str, object]]:
 
 def main() -> None:
     """Judge the suite."""
-    parser = argparse.ArgumentParser(description="Judge the held-out suite of planted failures itself.")
+    parser = argparse.ArgumentParser(description="Judge a suite of planted failures itself.")
+    parser.add_argument(
+        "--suite", default="suite", choices=("suite", "discrete"), help="held-out, or discrete"
+    )
     parser.add_argument("--only", default="", help="names of cases, between commas; then nothing is written")
     options = parser.parse_args()
     torch.set_num_threads(1)
     started = time.perf_counter()
     rows: list[dict[str, object]] = []
-    for case in CASES:
+    for case in (models if options.suite == "suite" else discrete).CASES:
         if options.only and case.name not in options.only.split(","):
             continue
         for row in check(case):
@@ -202,7 +207,7 @@ def main() -> None:
     if options.only:
         print(summary)
     else:
-        write("planted-suite", torch.device("cpu"), __doc__, [*rows, summary])
+        write(f"planted-{options.suite}", torch.device("cpu"), __doc__, [*rows, summary])
 
 
 if __name__ == "__main__":

@@ -287,11 +287,11 @@ def test_a_loss_that_hardly_differs_from_itself_is_judged() -> None:
 
 
 def test_noise_that_cannot_be_replayed_is_no_failure_of_the_plan() -> None:
-    """RReLU draws inside its kernel, as many numbers as there are negative inputs: two formats see other noise."""
+    """In place RReLU overwrites what its draws apply to: two formats see other noise."""
 
     class Noise(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return functional.rrelu(x, -4.0, 4.0, training=True)
+            return functional.rrelu(x.clone(), -4.0, 4.0, training=True, inplace=True)
 
     found = castwise.parity(Framed(Noise()), _loss, _batches, "bf16-mixed")
     assert found.strayed > 0

@@ -1,4 +1,4 @@
-"""Random draws of an fp32 run come back in runs of other formats."""
+"""Random draws of an fp32 run come back in runs of other formats, as those formats draw."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from castwise.lab.passes.observers import observed
 
 LOW = [torch.bfloat16, torch.float16]
 X = (8, 33)
+MANY = 1 << 16
 
 
 def _ones(dtype: torch.dtype) -> Tensor:
@@ -69,8 +70,97 @@ def test_draws_of_fp32_are_replayed_in_other_formats(name: str, dtype: torch.dty
     assert again.dtype == (dtype if drawn.is_floating_point() else drawn.dtype)
     if name == "alpha dropout":  # whose constants are rounded as well
         torch.testing.assert_close(again.float(), drawn, rtol=2e-2, atol=1e-2)
+    elif name in (
+        "rand",
+        "rand_like",
+        "uniform_",
+    ):  # at the same quantile, which lies at most a unit in the last place off
+        torch.testing.assert_close(again.float(), drawn, rtol=0, atol=2 * torch.finfo(dtype).eps)
     else:
         assert torch.equal(again, drawn.to(again.dtype))
+
+
+KERNELS: dict[str, Callable[[torch.dtype], Tensor]] = {
+    "rand": lambda d: torch.rand(MANY, dtype=d),
+    "rand_like": lambda d: torch.rand_like(torch.empty(MANY, dtype=d)),
+    "rand_like of few": lambda d: torch.cat([torch.rand_like(torch.empty(64, dtype=d)) for _ in range(MANY // 64)]),
+    "uniform_": lambda d: torch.empty(MANY, dtype=d).uniform_(),
+    "uniform_, from a number to another": lambda d: torch.empty(MANY, dtype=d).uniform_(1e-6, 0.7),
+    "uniform_, in a step": lambda d: torch.empty(MANY, dtype=d).uniform_(3, 3.01),
+    "uniform_, up to 0": lambda d: torch.empty(MANY, dtype=d).uniform_(-1, 0),
+    "randn": lambda d: torch.randn(MANY, dtype=d),
+    "normal": lambda d: torch.normal(torch.ones(MANY, dtype=d), torch.full((MANY,), 0.01, dtype=d)),
+    "exponential_": lambda d: torch.empty(MANY, dtype=d).exponential_(),
+    "log_normal_": lambda d: torch.empty(MANY, dtype=d).log_normal_(),
+    "cauchy_": lambda d: torch.empty(MANY, dtype=d).cauchy_(),
+    "geometric_": lambda d: torch.empty(MANY, dtype=d).geometric_(0.01),
+    "random_": lambda d: torch.empty(MANY, dtype=d).random_(),
+    "randint_like": lambda d: torch.randint_like(torch.empty(MANY, dtype=d), 200),
+    "poisson": lambda d: torch.poisson(torch.full((MANY,), 300.0, dtype=d)),
+    "bernoulli_": lambda d: torch.empty(MANY, dtype=d).bernoulli_(5e-4),
+    "bernoulli": lambda d: torch.bernoulli(torch.full((MANY,), 0.999, dtype=d)),
+    "bernoulli_ of a tensor": lambda d: torch.empty(MANY, dtype=d).bernoulli_(torch.full((MANY,), 0.3, dtype=d)),
+    "multinomial": lambda d: torch.multinomial(torch.linspace(0, 3, 16, dtype=d).expand(MANY // 8, 16), 2),
+    "multinomial of many": lambda d: torch.multinomial(torch.ones(50, 50_000, dtype=d), 1),
+    "multinomial, again and again": lambda d: torch.multinomial(torch.linspace(0, 3, 16, dtype=d), MANY, True),
+    "rrelu": lambda d: functional.rrelu(torch.full((MANY,), -1.0).to(d), 0.1, 0.3, training=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_replayed_draw_has_the_distribution_of_the_formats_own_kernel(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Two samples of the kernel, of which one came from fp32: their distribution functions differ by chance alone."""
+    if name == "rrelu" and dtype is torch.float16:
+        pytest.skip("torch has no such kernel on a CPU")
+    _, draws = _recorded(lambda: KERNELS[name](torch.float32))
+    again, strayed = _replayed(lambda: KERNELS[name](dtype), draws, seed=1)
+    torch.manual_seed(2)
+    ours, theirs = again.double().flatten(), KERNELS[name](dtype).double().flatten()
+    assert strayed == 0
+    values = torch.cat((ours, theirs)).unique()
+    below = [torch.searchsorted(x.sort().values, values, right=True) / x.numel() for x in (ours, theirs)]
+    # the rates of single values too: a mass of 1/512 at 0 hides in the sampling error of the middle
+    rate = [torch.cat((b[:1], b[1:] - b[:-1])).double() for b in below]
+    error = ((rate[0] + rate[1]) / ours.numel()).sqrt() + 1 / ours.numel()
+    assert (
+        float((below[0] - below[1]).abs().max()) < 2.2 * (2 / ours.numel()) ** 0.5
+    )  # Kolmogorov and Smirnov, 1e-4
+    assert float(((rate[0] - rate[1]).abs() / error).max()) < 6.0
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_rand_is_0_where_the_format_would_round_it_to_1(dtype: torch.dtype) -> None:
+    drawn, draws = _recorded(lambda: torch.rand(MANY))
+    again, _ = _replayed(lambda: torch.rand(MANY, dtype=dtype), draws)
+    eps = torch.finfo(dtype).eps
+    assert float(again.max()) == 1 - eps / 2
+    assert float((again == 0).double().mean()) == pytest.approx(eps / 4, rel=0.2)
+    assert bool((again[drawn < eps / 4] == 0).all())  # rare events of fp32 are among those of the format
+
+
+def test_randint_replays_no_number_that_the_format_cannot_draw() -> None:
+    _, draws = _recorded(lambda: torch.randint_like(torch.empty(MANY), 1000))
+    with pytest.warns(UserWarning, match="out of bounds"):
+        again, _ = _replayed(lambda: torch.randint_like(torch.empty(MANY).bfloat16(), 1000), draws)
+    assert float(again.max()) == 996  # the next is 1000
+
+
+def test_a_wide_draw_is_replayed_as_it_is() -> None:
+    drawn, draws = _recorded(lambda: torch.rand(MANY))
+    again, _ = _replayed(lambda: torch.rand(MANY), draws, seed=1)
+    assert torch.equal(again, drawn)
+
+
+def test_chances_that_move_by_rounding_change_only_the_masks_that_they_decide() -> None:
+    chances = torch.rand(MANY)
+    drawn, draws = _recorded(lambda: torch.bernoulli(chances))
+    again, _ = _replayed(lambda: torch.bernoulli(chances.bfloat16()), draws, seed=1)
+    assert torch.equal(_replayed(lambda: torch.bernoulli(chances), draws, seed=1)[0], drawn)
+    moved = (chances.bfloat16().float() - chances).abs().mean()
+    assert 0 < float((again.float() != drawn).float().mean()) < 2 * float(moved)
 
 
 def test_without_a_tape_a_seed_alone_gives_other_draws() -> None:
@@ -242,10 +332,30 @@ def test_draws_beyond_the_tape_are_counted_and_random() -> None:
     assert not torch.equal(two, drawn)
 
 
+def test_rrelu_repeats_its_slopes_in_forward_and_backward() -> None:
+    values = torch.randn(50)
+
+    def code(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = values.to(dtype).requires_grad_()
+        y = functional.rrelu(x, training=True)
+        return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+    drawn, draws = _recorded(lambda: code(torch.float32))
+    again, strayed = _replayed(lambda: code(torch.bfloat16), draws, seed=1)
+    assert strayed == 0
+    for wide, low in zip(drawn, again, strict=True):
+        torch.testing.assert_close(low.float(), wide, rtol=2e-2, atol=0)
+
+
+def test_rrelu_draws_nothing_in_evaluation() -> None:
+    x = torch.randn(50)
+    assert _recorded(lambda: functional.rrelu(x))[1].tape == []
+
+
 def test_a_noise_that_cannot_be_replayed_is_counted() -> None:
     x = torch.randn(50)
-    _, draws = _recorded(lambda: functional.rrelu(x, training=True))
-    assert _replayed(lambda: functional.rrelu(x.bfloat16(), training=True), draws)[1] == 1
+    _, draws = _recorded(lambda: functional.rrelu_(x.clone(), training=True))
+    assert _replayed(lambda: functional.rrelu_(x.bfloat16(), training=True), draws)[1] == 1
 
 
 def test_code_without_draws_records_nothing() -> None:
@@ -256,7 +366,7 @@ def test_code_without_draws_records_nothing() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("name", ["dropout", "randn", "rand", "bernoulli_"])
+@pytest.mark.parametrize("name", ["dropout", "randn", "bernoulli_"])
 def test_draws_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     torch.set_default_device("cuda")
     try:
@@ -266,3 +376,14 @@ def test_draws_on_a_gpu(name: str, dtype: torch.dtype) -> None:
         torch.set_default_device(None)
     assert strayed == 0
     assert torch.equal(again, drawn.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("name", [name for name in KERNELS if "rrelu" not in name])
+def test_a_replayed_draw_has_the_distribution_of_a_gpus_kernel(name: str, dtype: torch.dtype) -> None:
+    torch.set_default_device("cuda")
+    try:
+        test_a_replayed_draw_has_the_distribution_of_the_formats_own_kernel(name, dtype)
+    finally:
+        torch.set_default_device(None)

@@ -3,6 +3,16 @@
 With one seed, dropout masks agree across formats on a CPU, but ``randn_like`` and ``rand_like`` of a low tensor draw
 other numbers than those of an fp32 tensor, and on a GPU masks can differ too. So the result of every operator that
 torch tags as random is recorded in the reference and replaces the result in the other run.
+
+A lower format draws from another distribution, which the repeated draw must have too. Most of torch's kernels draw in fp32 and round,
+and so does the repetition. The others:
+
+- ``rand``, ``rand_like`` and ``uniform_(a, b)`` never return b: what rounds to b becomes a. So ``rand`` in bf16 is 0 once in 512 draws,
+  in fp16 once in 4096. The repeated draw is the one at the same quantile.
+- ``randint`` and ``random_(a, b)`` return values below b also where the format rounds b - 1 to b; ``random_()`` returns the integers
+  that the format holds exactly.
+- ``bernoulli(p)`` of a tensor draws with p as rounded to the format. The mask changes where p moves past the number that decided.
+- ``multinomial`` divides the weights by exponential draws in the format and takes the largest, which in fp16 may overflow.
 """
 
 from __future__ import annotations
@@ -14,28 +24,131 @@ import torch
 from torch import Tensor, nn
 
 from castwise.core import _torch
+from castwise.core.plans.formats import LOW_DTYPES
 from castwise.lab.passes.observers import Args, Kwargs, Observer, Run
 
-
-def _drawn(op: Any, out: Any) -> Tensor | None:
-    """The random part of an operator's result."""
-    name = op.overloadpacket.__name__
-    if name == "native_dropout":
-        return out[1]  # type: ignore[no-any-return]
-    if not isinstance(out, Tensor) or name.startswith(("rrelu", "_scaled_dot")):
-        return None
-    # masks are 0 and 1: a byte is enough
-    return out.detach().bool() if name.startswith("bernoulli") else out.detach().clone()
+Given = dict[str, Any]
+"""The arguments of an operator, by name."""
+_SEED = 0x5EED_0F_D4A5
 
 
-def _is_random(op: Any, kwargs: dict[str, Any], args: tuple[Any, ...]) -> bool:
+def _is_random(op: _torch.operators.OpOverload, given: Given) -> bool:
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     name = op.overloadpacket.__name__
     if name.startswith("_scaled_dot"):  # tagged as random because of its dropout, which is usually 0
-        given = {**dict(zip(_torch.operators.argument_names(op), args, strict=False)), **kwargs}
         return bool(given.get("dropout_p", 0.0))
-    return True
+    return bool(given.get("training", False)) if name.startswith("rrelu") else True
+
+
+def _drawn(op: _torch.operators.OpOverload, given: Given, out: Any, number: int) -> Tensor | None:
+    """The random part of an operator's result; None if it cannot be repeated."""
+    name = op.overloadpacket.__name__
+    if name == "native_dropout":
+        return out[1]  # type: ignore[no-any-return]
+    if name == "rrelu_with_noise":
+        return given["noise"].clone()  # type: ignore[no-any-return]
+    if not isinstance(out, Tensor) or name.startswith(("rrelu", "_scaled_dot")):
+        return None
+    if name.startswith("bernoulli"):
+        chances = _chances(op, given)
+        # a mask needs a byte; with chances of its own each element needs a number that decided
+        return out.bool() if chances is None else _deciding(out.bool(), chances, _generator(out, number))
+    return out.detach().clone()
+
+
+def _repeated(
+    op: _torch.operators.OpOverload, given: Given, out: Any, drawn: Tensor | None, number: int
+) -> Any:
+    """The operator's result with the recorded draw, as its format would draw; None if that is impossible."""
+    name = op.overloadpacket.__name__
+    if drawn is None:
+        return None
+    if name == "native_dropout":
+        if drawn.shape != out[1].shape:
+            return None
+        if given.get("train") is False:  # in evaluation it is the identity
+            return out
+        p = given["p"]
+        return (given["input"] * drawn * (1.0 / (1.0 - p) if p < 1.0 else 0.0), drawn)
+    if not isinstance(out, Tensor) or drawn.shape != out.shape:
+        return None
+    if name == "rrelu_with_noise":
+        x, noise = given["self"], given["noise"]
+        noise.copy_(torch.where((x <= 0) & (drawn != 1), drawn.to(noise.dtype), noise))
+        return out.copy_(x * noise)
+    if name.startswith("bernoulli") and (chances := _chances(op, given)) is not None:
+        return out.copy_(drawn < chances)
+    if name == "multinomial" and given["self"].dtype in LOW_DTYPES:
+        if given["num_samples"] > 1 and given.get("replacement"):  # another kernel, which sums in fp32
+            return out.copy_(drawn)
+        return out.copy_(_raced(given["self"], drawn, _generator(out, number)))
+    if out.dtype in LOW_DTYPES and drawn.dtype not in LOW_DTYPES:
+        drawn = _in_format(name, given, out.dtype, drawn)
+    return out.copy_(drawn)
+
+
+def _in_format(name: str, given: Given, dtype: torch.dtype, drawn: Tensor) -> Tensor:
+    """The value that a low format's kernel draws at the quantile of a wider format's draw."""
+    if name.startswith(("randint", "random")):
+        end = given.get("high", given.get("to"))
+        if end is None:  # random_(): up to the last integer before which all are exact
+            return (
+                drawn.double() * ((2 / torch.finfo(dtype).eps + 1) / (2 / torch.finfo(drawn.dtype).eps + 1))
+            ).floor()
+        return drawn.clamp_max(float(_below(float(end), dtype)))
+    if name.startswith("uniform") or name in ("rand", "rand_like"):
+        start, end = float(given.get("from", 0.0)), float(given.get("to", 1.0))
+        last = torch.tensor(end, dtype=dtype)
+        # draws above this number round to the end, and become the start
+        edge = (float(last) + float(torch.nextafter(last, last - torch.inf))) / 2
+        low = (drawn - (end - edge)).clamp_min(start).to(dtype)
+        return low.masked_fill_(low == float(last), start)
+    return drawn
+
+
+def _below(end: float, dtype: torch.dtype) -> Tensor:
+    """The largest number of a format below ``end``."""
+    nearest = torch.tensor(end, dtype=dtype)
+    return nearest if float(nearest) < end else torch.nextafter(nearest, nearest - torch.inf)
+
+
+def _chances(op: _torch.operators.OpOverload, given: Given) -> Tensor | None:
+    """The chance of each element of a Bernoulli draw; None if all have one, given as a number."""
+    p = given["self"] if str(op) == "aten.bernoulli.default" else given.get("p")
+    return p.float() if isinstance(p, Tensor) else None
+
+
+def _deciding(mask: Tensor, chances: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform numbers in [0, 1) that are below the chances where the mask is set, and nowhere else."""
+    uniform = torch.rand(mask.shape, generator=generator, device=mask.device)
+    below = torch.nextafter(chances, torch.zeros_like(chances))
+    return torch.where(mask, torch.minimum(chances * uniform, below), chances + (1.0 - chances) * uniform)
+
+
+def _raced(weights: Tensor, winners: Tensor, generator: torch.Generator) -> Tensor:
+    """The winners of ``multinomial`` in a low format, given those of exact arithmetic.
+
+    ``weights / exponential draws`` is largest for the category that arrives first, if category j arrives after a time with rate
+    ``weights[j]``. So the exponential draws are drawn here on condition that the winners arrive in their order.
+    """
+    wide = weights.float()
+
+    def exponential(shape: torch.Size) -> Tensor:
+        return torch.empty(shape, device=weights.device).exponential_(generator=generator)
+
+    won = wide.gather(-1, winners)
+    left = wide.sum(-1, keepdim=True) - won.cumsum(-1) + won
+    arrival = (exponential(won.shape) / left.clamp_min(torch.finfo(torch.float32).tiny)).cumsum(-1)
+    draws = (arrival[..., -1:] * wide + exponential(wide.shape)).scatter(-1, winners, arrival * won)
+    ratio = weights / draws.to(weights.dtype)
+    count = winners.shape[-1]
+    return ratio.argmax(-1, keepdim=True) if count == 1 else ratio.topk(count).indices
+
+
+def _generator(like: Tensor, number: int) -> torch.Generator:
+    """A generator of its own for each draw: seeded as users seed theirs, it would repeat the numbers that made the draw."""
+    return torch.Generator(like.device).manual_seed(_SEED + number)
 
 
 class Draws(Observer):
@@ -61,27 +174,24 @@ class Draws(Observer):
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run the operator; if it is random, record its draw or repeat the recorded one."""
-        out = run(
-            op, args, kwargs
-        )  # also when repeating: its shape and format are needed, and the generator must advance
-        if not _is_random(op, kwargs, args):
+        # also when repeating: its shape and format are needed, and the generator must advance
+        out = run(op, args, kwargs)
+        if torch.Tag.nondeterministic_seeded not in op.tags:
+            return out
+        given = {**dict(zip(_torch.operators.argument_names(op), args, strict=False)), **kwargs}
+        if not _is_random(op, given):
             return out
         name = op.overloadpacket.__name__
+        assert self.tape is not None
         if self._rest is None:
-            assert self.tape is not None
-            self.tape.append((name, _drawn(op, out)))
+            self.tape.append((name, _drawn(op, given, out, len(self.tape))))
             return out
         if not self._rest or self._rest[0][0] != name:
             self.strayed += 1
             return out
-        drawn = self._rest.pop(0)[1]
-        if name == "native_dropout" and drawn is not None and drawn.shape == out[1].shape:
-            if len(args) > 2 and args[2] is False:  # in evaluation it is the identity
-                return out
-            p = args[1]
-            scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
-            return (args[0] * drawn * scale, drawn)
-        if drawn is None or not isinstance(out, Tensor) or drawn.shape != out.shape:
+        number = len(self.tape) - len(self._rest)
+        repeated = _repeated(op, given, out, self._rest.pop(0)[1], number)
+        if repeated is None:
             self.strayed += 1
             return out
-        return out.copy_(drawn)
+        return repeated
