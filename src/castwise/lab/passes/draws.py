@@ -99,7 +99,7 @@ def _in_format(name: str, given: Given, dtype: torch.dtype, drawn: Tensor) -> Te
         return drawn.clamp_max(float(_below(float(end), dtype)))
     if name.startswith("uniform") or name in ("rand", "rand_like"):
         start, end = float(given.get("from", 0.0)), float(given.get("to", 1.0))
-        last = torch.tensor(end, dtype=dtype)
+        last = torch.tensor(end, dtype=dtype, device="cpu")
         # draws above this number round to the end, and become the start
         edge = (float(last) + float(torch.nextafter(last, last - torch.inf))) / 2
         low = (drawn - (end - edge)).clamp_min(start).to(dtype)
@@ -109,7 +109,7 @@ def _in_format(name: str, given: Given, dtype: torch.dtype, drawn: Tensor) -> Te
 
 def _below(end: float, dtype: torch.dtype) -> Tensor:
     """The largest number of a format below ``end``."""
-    nearest = torch.tensor(end, dtype=dtype)
+    nearest = torch.tensor(end, dtype=dtype, device="cpu")
     return nearest if float(nearest) < end else torch.nextafter(nearest, nearest - torch.inf)
 
 
