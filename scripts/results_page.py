@@ -112,7 +112,7 @@ def table(whole: bool) -> str:
             told(row["over_autocast"]),
         ]
         lines.append(line + [told(row["over_best_of_grid"]), searched(row)] * whole)
-    return f"{markdown(lines)}\nOver one-line autocast that is {mean(rows, 'over_autocast'):.2f} times as fast in the geometric mean.\n"
+    return f"{markdown(lines)}\nIn the geometric mean, these plans are {mean(rows, 'over_autocast'):.2f} times as fast as one-line autocast.\n"
 
 
 def mean(rows: list[dict[str, Any]], *keys: str) -> float:
@@ -151,8 +151,8 @@ def compiled() -> str:
         mean(rows, "over_best_of_grid", "over_giving_back"),
     )
     return (
-        f"{markdown(lines)}\nIn the geometric mean that is {over:.2f} times as fast as one-line autocast, and {ahead:.2f} as the best of "
-        f"the grid; without kept memory, which autocast and the grid do not have, {back[0]:.2f} and {back[1]:.2f}.\n"
+        f"{markdown(lines)}\nIn the geometric mean, these plans are {over:.2f} times as fast as one-line autocast, and {ahead:.2f} times as fast as the best of "
+        f"the grid; without kept memory, which autocast and the grid do not use, {back[0]:.2f} and {back[1]:.2f} times.\n"
         f"{backed('tune-compiled-cpu')}"
     )
 
@@ -178,7 +178,7 @@ def machines() -> str:
         ])  # fmt: skip
     over, ahead = mean(rows, "over_autocast"), mean(rows, "over_best_of_grid")
     return (
-        f"{markdown(lines)}\nThere the plans are {over:.2f} times as fast as one-line autocast in the geometric mean, and {ahead:.2f} as the "
+        f"{markdown(lines)}\nIn the geometric mean, these plans are {over:.2f} times as fast as one-line autocast, and {ahead:.2f} times as fast as the "
         f"best of the hand grid.\n{backed(OTHER)}"
     )
 
@@ -237,7 +237,7 @@ def gradients() -> str:
         endless = sum(row["damage"] is None for row in planted)
         lines.append([
             name, f"{passed} of {trials}", f"{max(row['worst_damage'] for row in healthy):.4f}",
-            f"{len(planted)} fail, {endless} of them since gradients are not finite at any loss scale",
+            f"{len(planted)} fail, {endless} of them because gradients are not finite at any loss scale",
         ])  # fmt: skip
     return markdown(lines) + backed("parity-cpu")
 
@@ -351,8 +351,8 @@ def forecasts() -> str:
     sound = [row for row in rows if row.get("sound")]
     alarms = [row for row in sound if row["troubled"]]
     planted = (
-        f"Of {len(fragile)} models with a fragile place {len(broken)} give numbers in fp16 that are not finite: the forecast names the place "
-        f"in {len(named)} of them, and has a trouble in {len(alarms)} of {len(sound)} sound twins."
+        f"Of {len(fragile)} models with a fragile place, {len(broken)} produce non-finite numbers in fp16. The forecast names the place "
+        f"in {len(named)} of these, and reports trouble in {len(alarms)} of the {len(sound)} counterparts without a fragile place."
     )
     return f"{markdown(lines)}\n{planted}\n{backed('forecast-cpu')}"
 

@@ -96,33 +96,32 @@ def page() -> str:
     environment = record["environment"]
     return f"""# What a plan changes on many GPUs
 
-Measured on an {environment["device"]}, {environment["cores"]} cores, gloo, torch {environment["torch"]}
-([parallel-cpu.json](../bench/results/parallel-cpu.json), `python bench/bench_parallel.py`); what follows for many GPUs is derived, not measured. This page is written by
-`python scripts/scaling_page.py`.
+A *plan* says in which format a model is stored and computed. This page shows what a plan changes in memory, communication and time on many GPUs. The first part was measured on an {environment["device"]}, {environment["cores"]} cores, gloo, torch {environment["torch"]}
+([parallel-cpu.json](../bench/results/parallel-cpu.json), `python bench/bench_parallel.py`). The numbers for many GPUs are derived from it, not measured. `python scripts/scaling_page.py` writes this page.
 
 ## Measured
 
-Beside plain DistributedDataParallel with GradScaler, on a model so small that only overhead shows (fp16, two processes):
+This table compares castwise with plain DistributedDataParallel and GradScaler on a model so small that only overhead counts (fp16, two processes):
 
 | loop | step, us | ratio |
 |---|---|---|
 {chr(10).join(beside)}
 
-Under DistributedDataParallel castwise sends nothing. Where ranks can differ, each step sends one number, 4 bytes; on that same small model, against ranks that do not ask each other:
+Under DistributedDataParallel castwise sends nothing. If gradients can differ between ranks, the ranks exchange one number of 4 bytes per step to step or skip together. The ratios, on the same small model, are relative to ranks that do not exchange it:
 
 | processes | | step, us | ratio |
 |---|---|---|---|
 {chr(10).join(asking)}
 
-That is gloo over loopback with more processes than cores can run at once; the message is the smallest there is, and clipping does not add a second one.
+These figures are for gloo over loopback. Four processes share two cores. Clipping adds no second message.
 
-Bytes per parameter and step that one process hands to collectives, and bytes per parameter that it holds in weights, masters, gradients and Adam's state (two processes, a GPT, `AdamW`):
+The next table shows the bytes per parameter and step that one process passes to collectives, and the bytes per parameter that it holds in weights, masters (fp32 copies of low weights), gradients and Adam's state (two processes, a GPT, `AdamW`):
 
 | layout and plan | sent | held |
 |---|---|---|
 {chr(10).join(measured)}
 
-Time of a step of that GPT at one global batch. The machine has two cores, so more than two processes share them, and one process may use only one (one thread each):
+The next table shows the time of a step of that GPT at a fixed global batch size. Each process has one thread. The machine has two cores, so one process uses only one core, and four processes share two:
 
 | layout | plan | processes | step, ms (quartiles) |
 |---|---|---|---|
@@ -130,26 +129,26 @@ Time of a step of that GPT at one global batch. The machine has two cores, so mo
 
 ## Derived
 
-For a model of {PARAMETERS / 1e9:.0f} billion parameters in {LAYERS} blocks, on machines of 8 GPUs: NVLink 4 at {NVLINK / 1e9:.0f} GB/s and direction within one, InfiniBand NDR at {NETWORK / 1e9:.0f} GB/s per GPU between them (both as their makers state
-them). A ring moves (n-1)/n of the bytes of a gather or scatter, and twice that for an all-reduce.
+The derived figures assume a model of {PARAMETERS / 1e9:.0f} billion parameters in {LAYERS} blocks, on machines with 8 GPUs each: NVLink 4 at {NVLINK / 1e9:.0f} GB/s per direction within a machine, InfiniBand NDR at {NETWORK / 1e9:.0f} GB/s per GPU between machines (both as specified by the
+vendors). A ring moves (n-1)/n of the bytes of a gather or scatter, and twice that for an all-reduce.
 
-Gigabytes per GPU, without activations; under FSDP2 with two gathered blocks:
+Memory in gigabytes per GPU, without activations, under FSDP2 with two gathered blocks:
 
 {chr(10).join(memory)}
 
-Milliseconds per step on the wire, none of it hidden behind computing:
+Communication time per step in milliseconds, without overlap with computation:
 
 {chr(10).join(times)}
 
-The agreement is one all-reduce of 4 bytes, 2 log2(n) hops; with {HOP_S * 1e6:.0f} us per hop, which is an assumption:
+The exchange of the flag is one all-reduce of 4 bytes with 2 log2(n) hops. At an assumed {HOP_S * 1e6:.0f} us per hop it takes:
 
 | | {" | ".join(f"{n} GPUs" for n in SIZES)} |
 |---|---|---|---|
 | microseconds per step | {agreement} |
-| beside the step's own traffic (FSDP2, bf16-master) | {share} |
+| as a share of the step's communication time (FSDP2, bf16-master) | {share} |
 
-So: `bf16-mixed` changes neither what is held nor what is sent; it computes faster. `bf16-master` halves what DistributedDataParallel sends, and what FSDP2 gathers, for 2 more bytes per parameter held where weights are not sharded. Under FSDP2 the shards are the
-masters, so that there it costs nothing to hold. What ranks say to agree does not count at any of these sizes.
+In summary, `bf16-mixed` changes neither the memory of weights and state nor the bytes sent; it only computes faster. `bf16-master` halves the bytes that DistributedDataParallel sends and that FSDP2 gathers. If weights are not sharded, it takes 2 more bytes of memory per parameter. Under FSDP2 the shards are the
+masters, so it takes no extra memory. The exchange of the flag is negligible at all of these sizes.
 """
 
 
