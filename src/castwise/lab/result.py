@@ -24,7 +24,7 @@ class Result:
     kind: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """The record that reports are made from: plain data, with numbers that are not finite as None."""
+        """The result as plain data, from which reports are made; non-finite numbers become None."""
         record: dict[str, Any] = plain({"kind": self.kind, "version": RECORD_VERSION, **self._fields()})
         return record
 
@@ -38,7 +38,7 @@ class Result:
         return _text(self.to_dict())
 
     def table(self, *, verbose: bool = True) -> RenderableType:
-        """What was found as text and tables for ``rich.print``: all of it, or what fits on a screen."""
+        """The result as text and tables for ``rich.print``: all of it, or a version that fits on a screen."""
         from castwise.report.show import table
 
         return table(self.to_dict(), verbose)

@@ -57,7 +57,7 @@ def bench(
     hopeless: float = HOPELESS,
     progress: Progress | bool | None = None,
 ) -> BenchResult:
-    """Train a workload under several plans, alternating between them, and measure time, memory and loss of each.
+    """Train a workload under several plans in alternation, and measure the time, memory and loss of each.
 
     First, each plan trains its own copy of the model, from the same weights on the same batches, to compare losses.
     Then each plan is started several times, each time in a new process, and timed in interleaved rounds: each plan runs

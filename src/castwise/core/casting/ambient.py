@@ -19,7 +19,7 @@ from castwise.errors import PlanError, StateError
 
 
 class AmbientAutocast:
-    """A plan's casts in all code, from :meth:`enter` to :meth:`leave`: for libraries whose users open no autocast block.
+    """Casts by a plan in all code from :meth:`enter` to :meth:`leave`, for libraries whose users open no autocast block.
 
     Unlike ``castwise.autocast``, it also casts in threads to which torch passes the autocast state (DataParallel, a
     device's thread that recomputes a forward). It does not cast in backward, whoever calls it: its formulas run in the

@@ -53,7 +53,7 @@ def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> 
 
 
 def lower_function(function: _F) -> _F:
-    """Make ``function`` compute in the plan's format: its floating inputs are cast, nothing inside is autocast.
+    """Make ``function`` compute in the plan's format: cast its floating inputs, and autocast nothing inside.
 
     Outside autocast it runs unchanged. fp64 inputs are left alone, as everywhere in autocast.
     """

@@ -66,7 +66,7 @@ class Loaded:
 
 
 def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_group: Any = None) -> Found:
-    """Find the newest complete checkpoint, the same on all ranks.
+    """Find the newest complete checkpoint; all ranks get the same one.
 
     Waits for one that this process is saving. If another process saves meanwhile, the result is the newest at some
     moment of the call; a checkpoint that is not finished yet is skipped without a warning.
@@ -135,14 +135,14 @@ def load(
     accept: Callable[[Any], None] | None = None,
     process_group: Any = None,
 ) -> Loaded:
-    """Continue a training: weights, masters, optimizer state, loss scale and random generators.
+    """Restore a training run: weights, masters, optimizer state, loss scale and random generators.
 
-    All ranks call it, after ``prepare``. Under the plan and layout that saved, training goes on bit for bit. Under
+    All ranks call it, after ``prepare``. Under the plan and layout of the save, training resumes bit for bit. Under
     another plan, masters take the full fp32 weights, and the loss scale is kept if both plans have one. Under
     another layout, each rank reads the parts that it needs.
 
-    A checkpoint is data: nothing in it is executed, whoever wrote it. All of it is checked before anything is changed,
-    on all ranks; if a module or an optimizer still refuses something, the load is undone on all ranks. During the load,
+    Loading executes no code from the checkpoint, so its source need not be trusted. All ranks check all of it before
+    anything is changed; if a module or an optimizer still refuses something, the load is undone on all ranks. During the load,
     weights and state take twice their memory on the device, and copies of the former weights take host memory, as does
     the state of optimizers with custom loading code. Options that a torch optimizer does not have are refused; if
     another version of torch saved them, they are left out.

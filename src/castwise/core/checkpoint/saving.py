@@ -25,7 +25,7 @@ from castwise.errors import CheckpointError
 
 
 class Saving:
-    """A checkpoint that is being written: its ``step``, and the ``path`` that it will have."""
+    """A checkpoint that is being written, with its ``step`` and its future ``path``."""
 
     def __init__(self, step: int, path: Path, future: Future[None]) -> None:
         self.step, self.path = step, path
@@ -38,7 +38,7 @@ class Saving:
         return self._future.done()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete on this rank; returns its path. No collective of the training is used.
+        """Wait until the checkpoint is complete on this rank; return its path. Runs no collective of the training.
 
         Raises:
             CheckpointError: It could not be written; the one before is still the newest.
@@ -75,7 +75,7 @@ def save(
     keep: int | None = 2,
     process_group: Any = None,
 ) -> Saving:
-    """Save a training as ``folder/step-00000123``, which appears complete or not at all.
+    """Save a training run as ``folder/step-00000123``, which appears complete or not at all.
 
     All ranks call it, between two steps. Each writes its shards; data that several hold (replicated weights, buffers)
     is written by the lowest. A rank of a pipeline passes the part of the model that it holds. Saving a step

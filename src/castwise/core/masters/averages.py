@@ -20,7 +20,7 @@ class AveragedModel(swa_utils.AveragedModel):
     """``torch.optim.swa_utils.AveragedModel`` that averages masters: a correct EMA or SWA under every plan.
 
     Its parameters, its ``state_dict()`` and the arguments of ``avg_fn`` are fp32, whatever format the plan stores the
-    model in, and are read from the masters if there are any. When called, it runs by the plan of its source model, on
+    model in, and are read from the masters if there are any. When called, it runs under the plan of its source model, on
     weights rounded as that model's are; if it was made before ``prepare``, it runs in fp32.
 
     Args:

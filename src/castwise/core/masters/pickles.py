@@ -45,7 +45,7 @@ from."""
 
 @functools.cache
 def make_pickles_plain() -> None:
-    """Make models and optimizers pickle without castwise, permanently: copies of prepared models outlive their session.
+    """Make models and optimizers pickle without castwise, permanently: copies of prepared models may outlive their session.
 
     Objects without castwise's additions pickle as before, by the method of their class.
     """

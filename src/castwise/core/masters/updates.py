@@ -35,7 +35,7 @@ def lamb_(
     decoupled: bool = True,
     adapt_all: bool = False,
 ) -> None:
-    """One step of LAMB: Adam's direction, scaled for each tensor to the norm of the tensor.
+    """One step of LAMB: Adam's direction, scaled for each tensor in proportion to the tensor's norm.
 
     Args:
         params: Of any shapes; written to.

@@ -29,7 +29,7 @@ def _compressed(group: Any, bucket: Any, dtype: torch.dtype) -> torch.futures.Fu
 
 
 def compress_to_bf16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients in bf16: half the bytes of fp32 on the wire, 8 bits of each gradient.
+    """Average a bucket of gradients in bf16: sends half the bytes of fp32, with 8 significant bits per gradient.
 
     Args:
         group: Process group, the first argument of ``ddp.register_comm_hook(group, hook)``; None for all ranks.
@@ -45,7 +45,7 @@ def compress_to_bf16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 def compress_to_fp16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients in fp16, as :func:`compress_to_bf16` does: 11 bits of each gradient.
+    """Average a bucket of gradients in fp16, like :func:`compress_to_bf16`, with 11 significant bits per gradient.
 
     Values that overflow fp16 become infinite on all ranks, and under a plan with a loss scale the step is
     skipped and the scale shrinks; values below 6e-8 are lost.

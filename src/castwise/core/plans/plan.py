@@ -218,7 +218,7 @@ class Plan:
 
     @classmethod
     def preset(cls, name: str) -> Plan:
-        """The preset with a name, see `PRESETS`.
+        """The preset of this name; `PRESETS` has all.
 
         Raises:
             UnknownNameError: No such preset.
@@ -453,7 +453,7 @@ def with_rule(plan: Plan, op: str, rule: str) -> Plan:
 
 
 def as_plan(value: Plan | str | os.PathLike[str] | torch.dtype) -> Plan:
-    """Convert any accepted name of a plan into a Plan.
+    """Convert a preset's name, other text, a path or a dtype to a Plan.
 
     Args:
         value: A plan, a preset name or other text for `Plan.parse`, the path of a plan.json, or a format to

@@ -163,7 +163,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return self.state_after_update if over else self._losses.state_of
 
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
-        """The scale of a loss, by default that of this window: 0-dim fp32 on the device, without waiting for it."""
+        """The scale of a loss, by default in this window: a 0-dim fp32 tensor on the device. Does not wait for the device."""
         return self._losses.scale_tensor(name)
 
     def next_state(self, found_inf: bool, name: str = DEFAULT) -> ScaleState:
@@ -243,7 +243,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         params: Callable[[], Iterable[torch.Tensor]] | Iterable[torch.Tensor],
         **kwargs: Any,
     ) -> None:
-        """Scale a loss and compute its gradients, keeping those of differently scaled losses apart.
+        """Scale a loss and compute its gradients; gradients of losses with other scales stay separate.
 
         The first loss of a window costs nothing extra. For any further one the existing gradients are set aside, the
         new ones are checked, rescaled to the window's scale in their dtype, and added.
@@ -429,7 +429,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         )
 
     def non_finite_params(self, optimizer: Optimizer) -> list[str]:
-        """Names of the parameters whose gradients hold an infinity or a NaN now. Synchronises with the device."""
+        """Names of the parameters whose gradients now contain an infinity or a NaN. Synchronises with the device."""
         names = self.param_names() if self.param_names is not None else {}
         return gradients.non_finite_params(optimizer, names)
 
@@ -465,7 +465,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         """Update every scale used in this window by its outcome, and open the next window.
 
         Args:
-            new_scale: Instead, set this scale for the loss that opened the window, or else for the default loss.
+            new_scale: Set this scale instead, for the loss that opened the window, or else for the default loss.
         """
         if not self.scales:
             return
@@ -502,7 +502,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         That is an overflow, although no step was skipped; finite ones change nothing.
 
         Args:
-            dropped: By an optimizer's ``id``, the flags of its gradients.
+            dropped: The flags of each optimizer's gradients, by the optimizer's ``id``.
             stepped: Steps were made in this window, so :meth:`update` will be called in any case.
         """
         for key, flags in dropped.items():

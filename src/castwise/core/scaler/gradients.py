@@ -203,7 +203,7 @@ def forget_unwritten(optimizer: Optimizer, flags: Iterable[torch.Tensor]) -> Non
 
 
 def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Remove gradients from parameters, so that the next backward's gradients stay separate; :func:`add_up` restores them.
+    """Remove gradients from parameters, so that those of the next backward stay separate; :func:`add_up` adds them again.
 
     If torch.distributed is in use, a gradient may be a view of a bucket that the next backward writes again
     (``gradient_as_bucket_view`` of DistributedDataParallel), so it is copied.

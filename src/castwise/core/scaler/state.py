@@ -88,7 +88,7 @@ class ScaleState:
 
 
 def next_state(state: ScaleState, found_inf: bool, policy: ScalePolicy) -> ScaleState:
-    """The state after one update, in which a gradient was not finite or all were finite.
+    """The loss scale's state after one update, given whether any gradient was not finite.
 
     Returns:
         The state that the device would hold, bit for bit: products are rounded to fp32.

@@ -172,7 +172,7 @@ class Amp(masters.OfThisProcess):
         part: bool = False,
         widen: bool | str = False,
     ) -> Any:
-        """Make a model run by the plan, and optimizers update it by the plan.
+        """Make a model run under the plan, and its optimizers train it under the plan.
 
         Works in place, by hooks: the same objects are returned, and references to parameters stay valid. Prepare before
         ``torch.compile`` and before DistributedDataParallel, after FSDP2's ``fully_shard`` and tensor parallelism's
@@ -185,10 +185,10 @@ class Amp(masters.OfThisProcess):
             optimizers: The optimizers that update it. Prepare several models by several calls, each with the optimizers
                 that update it; pass an optimizer that updates several models with each of them. An optimizer created
                 later is passed later, with the model again, unless the plan stores parameters low.
-            methods: Methods other than ``forward`` that are called from outside, to run by the plan too.
+            methods: Other methods that your code calls, besides ``forward``, and that run under the plan too.
             inference: Cast weights once instead of at every call, and keep no masters: for a model that is not
                 trained any more. Norm layers keep their weights.
-            part: The model is one stage of a pipeline: regions of the plan that match nothing in it belong to other
+            part: The model is one stage of a pipeline: regions of the plan that match no module in it belong to other
                 stages. :meth:`pipeline` checks that each region matches in some stage.
             widen: For a model that arrives in bf16 or fp16: store in fp32 what the plan does not store low. True:
                 trained parameters and buffers in their modules; ``"all"``: frozen parameters too. Exact and in place,
@@ -326,7 +326,7 @@ class Amp(masters.OfThisProcess):
         self._prepares.append(_Prepare(weakref.ref(model), tuple(map(weakref.ref, optimizers)), how))
 
     def change(self, plan: Plan | str | os.PathLike[str] | torch.dtype) -> None:
-        """Switch to another plan between two steps of a training: prepare by it what was prepared before.
+        """Switch to another plan between two steps: prepare the same models and optimizers again, under that plan.
 
         Weights, optimizer state and, if both plans use the same update rule, the loss scale stay; it is better to clear
         gradients before. The session's ``scaler`` is replaced. If the change fails, everything stays as it was. All
@@ -550,7 +550,7 @@ class Amp(masters.OfThisProcess):
         name: str | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Unscaled gradients of a loss with respect to ``inputs``, computed through a scale: for penalties.
+        """Unscaled gradients of a loss with respect to ``inputs``, for penalties; a scale keeps them from underflow.
 
         Args:
             loss: Scalar.
@@ -773,10 +773,10 @@ class Amp(masters.OfThisProcess):
 
     @property
     def restored_buffers(self) -> dict[str, int]:
-        """By path, how often each buffer became non-finite in a skipped step and was restored to its last finite values.
+        """For each buffer's path, how often it became non-finite in a skipped step and got its last finite values back.
 
         The model's class is in front if the session has several models; buffers that were never restored are left out.
-        Reading it waits for the device as :attr:`skipped_steps` does.
+        Reading it waits for the device in the same cases as :attr:`skipped_steps`.
         """
         return self._buffers.restored
 
@@ -787,7 +787,7 @@ class Amp(masters.OfThisProcess):
         It counts updates that are not zero in fp32, and is measured at a few steps (the first, second, fourth, ... and
         every 64th) on slices of this process's parameters; those steps wait for the device. An update that the
         optimizer keeps in its state (Kahan summation) does not count as dropped, nor does any update of an optimizer
-        that rounds stochastically. None under other plans, before the first step, and for an optimizer whose steps
+        that rounds stochastically. The value is None under other plans, before the first step, and for an optimizer whose steps
         cannot be repeated on a copy: one that evaluates the loss itself or holds more than options and state.
         """
         return self._dropped.share
@@ -815,7 +815,7 @@ class Amp(masters.OfThisProcess):
     def fully_shard(
         self, model: nn.Module, *, blocks: Iterable[nn.Module] = (), part: bool = False, **options: Any
     ) -> Any:
-        """Call FSDP2's ``fully_shard`` by the plan: on each region that needs its own group, each block, then the model.
+        """Call FSDP2's ``fully_shard`` for the plan: on regions that need their own group, on each block, then on the model.
 
         Call it before the optimizer is made and before :meth:`prepare`.
 
@@ -850,7 +850,7 @@ class Amp(masters.OfThisProcess):
         self._agreement.look_again()
 
     def pipeline(self, schedule: Any) -> Any:
-        """Let a schedule of ``torch.distributed.pipelining`` train by the plan.
+        """Make a schedule of ``torch.distributed.pipelining`` train under the plan.
 
         The schedule starts its backward passes from the scaled loss and reports the unscaled loss; norms and skipped
         steps are those of all stages together. Stages in low formats pass their outputs on unchanged, and only the
@@ -869,11 +869,11 @@ class Amp(masters.OfThisProcess):
         return self._wrapping.adapt(schedule, self.plan, self.scaler, self._window)
 
     def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
-        """For a parameter given to :meth:`mark_sharded` without ``dim``: which of how many pieces this rank holds."""
+        """For a parameter marked without ``dim``: the number of this rank's piece, and the number of pieces."""
         return self._agreement.pieces.piece(parameter)
 
     def as_whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Values of a parameter given to :meth:`mark_sharded` with ``dim``, as a DTensor of the whole; other values unchanged."""
+        """Values of a parameter marked with ``dim``, as a DTensor of the whole parameter; other values unchanged."""
         return self._agreement.pieces.as_whole(parameter, values)
 
     # --- state --------------------------------------------------------------------------------------------

@@ -85,14 +85,14 @@ class CallComparison:
 
 @dataclass(frozen=True)
 class TriedExemption:
-    """The second plan with one module computed as under the first, and the errors that remain at the end.
+    """A run of the second plan with one module in the first plan's format, and the errors that remain at the end.
 
     Attributes:
         path: Of the module.
         plan: The plan tried.
         loss_error: Relative difference of the loss.
-        output_error: Of the model's outputs.
-        gradient_error: Of all gradients together.
+        output_error: Relative error of the model's outputs.
+        gradient_error: Relative error of all gradients together.
         reason: Why it could not be tried; else empty.
     """
 
@@ -113,8 +113,8 @@ class Comparison(Result):
         plan_a: The reference.
         plan_b: The plan compared with it.
         losses: Under the first and the second plan.
-        output_error: Of the model's outputs; None if it has no comparable output.
-        gradient_error: Of all parameter gradients together; None if nothing is trained.
+        output_error: Relative error of the model's outputs; None if it has no comparable output.
+        gradient_error: Relative error of all parameter gradients together; None if nothing is trained.
         calls: In the order in which they started; the loss first.
         tried: Modules with the worst errors, each computed in the first plan's format.
         parameters: Relative error of each gradient, by parameter path.
@@ -145,7 +145,7 @@ class Comparison(Result):
 
     @property
     def birthplaces(self) -> tuple[CallComparison, ...]:
-        """The calls that make an error which rounding to the format does not explain, the largest excess first."""
+        """The calls whose own error is larger than rounding to the format explains, the largest excess first."""
         return tuple(sorted((c for c in self.calls if c.born), key=lambda c: -c.excess))
 
     @property
@@ -170,7 +170,7 @@ class Comparison(Result):
         return dataclasses.asdict(self) | said | {"loss_error": self.loss_error, "birthplaces": births}
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``compare.json`` and the page ``compare.html`` with its pictures into a folder, which is created.
+        """Write ``compare.json`` and the page ``compare.html`` with its plots into a folder; create the folder if needed.
 
         Returns:
             The page's path; without matplotlib or Jinja no page is written, and it is the path of the JSON file.

@@ -28,13 +28,13 @@ _CALLED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TriedCure:
-    """A plan that was run to see whether it cures the pass.
+    """A plan that was run to test whether it makes the pass finite.
 
     Attributes:
-        what: How it differs from the original plan, in words.
-        plan: The whole plan.
+        what: The difference from the original plan, as text.
+        plan: The complete plan.
         finite: Whether loss, gradients and buffers were finite under it.
-        error: Why it could not run; empty where it did.
+        error: Why it could not run; empty if it ran.
     """
 
     what: str

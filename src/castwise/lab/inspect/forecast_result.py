@@ -44,7 +44,7 @@ class TensorForecast:
     casts: tuple[Cast, ...]
 
     def cast(self, format: str, scaled: bool = True) -> Cast | None:
-        """The cast to a format: the scaled one if training would scale, else the unscaled one; None if not asked for."""
+        """The cast to a format: the scaled one if training would scale, else the unscaled one; None if it was not requested."""
         found = [cast for cast in self.casts if cast.format == format]
         return next(
             (cast for cast in found if (cast.scale is not None) is scaled), found[0] if found else None
@@ -64,8 +64,8 @@ class RegionForecast:
             share of these values.
         troubles: Per format that does not hold the numbers which the plan casts, the reason; other formats are absent.
         stored: The same if everything, parameters included, is stored in the format, without masters or loss scale.
-        computed: Low formats that the plan computes in here; empty if it keeps everything in fp32.
-        trouble: Why one of these does not hold the numbers; empty if all do, or were not asked for.
+        computed: Low formats in which the plan computes this region; empty if it keeps everything in fp32.
+        trouble: Why one of these formats does not hold the numbers; empty if all hold them, or if none was requested.
     """
 
     path: str
@@ -79,13 +79,13 @@ class RegionForecast:
     trouble: str = ""
 
     def tensor(self, kind: Kind, kept: bool = False) -> TensorForecast | None:
-        """The tensors of a kind, or None."""
+        """The tensors of a kind; None if there are none."""
         return next((t for t in self.tensors if t.kind == kind and t.kept is kept), None)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Where overflows spread to, from a run of the plan in the format.
+    """Where overflows spread to, from a run of the plan with the forecast's format.
 
     Attributes:
         sources: Regions whose own activations overflow.
@@ -110,15 +110,15 @@ class Forecast(Result):
     Attributes:
         model: The model's class.
         plan: The plan whose casts are assumed.
-        formats: Asked for.
+        formats: The formats that the forecast covers.
         answer: The result in a few sentences.
         plan_answer: What the plan's own formats do per region, in a sentence; empty if they were not asked for.
         recommendation: The plan line of the low format that holds most regions, with the others in fp32; None if neither ``bf16``
             nor ``fp16`` was asked for or holds the model itself.
-        regions: Those that compute something, in model order.
+        regions: The regions that compute something, in model order.
         scales: Loss scales at which fp16 holds all gradients; None without fp16 or gradients.
         loss_scale: Loss scale at which gradients were cast to fp16; 1 without one.
-        microbatches: How many were run, on all ranks together.
+        microbatches: Number of microbatches that were run, on all ranks together.
         passes: Number of forward/backward passes, on all ranks together.
         spreads: Per format in which activations overflow, where the overflows spread to.
         notes: Further remarks, a sentence each.

@@ -82,7 +82,7 @@ class Mismatch(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``mismatch.json`` and the page ``mismatch.html`` with its pictures into a folder, which is created.
+        """Write ``mismatch.json`` and the page ``mismatch.html`` with its plots into a folder; create the folder if needed.
 
         Returns:
             The page's path; without matplotlib or Jinja no page is written, and it is the path of the JSON file.
@@ -102,7 +102,7 @@ def mismatch(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Mismatch:
-    """Compare a model's log-probabilities per token in training and in serving, and the resulting importance ratios.
+    """Compare a model's log-probabilities per token between training and serving plans, and compute importance ratios.
 
     Both sides run in evaluation mode, without gradients, on copies: the model, random numbers and process-wide settings are
     unchanged when it returns, fails or is interrupted. Waits for the device. Holds one batch's logits twice in fp32.

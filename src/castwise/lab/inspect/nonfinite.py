@@ -152,7 +152,7 @@ class FirstNonfinite(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``nonfinite.json`` and the page ``nonfinite.html`` into a folder, which is created.
+        """Write ``nonfinite.json`` and the page ``nonfinite.html`` into a folder; create the folder if needed.
 
         Returns:
             The page's path; without Jinja a warning is given, and it is the path of the JSON file.
@@ -197,7 +197,7 @@ def first_nonfinite(
     cures: bool = True,
     group: Any = None,
 ) -> FirstNonfinite:
-    """Find the first operator, forward or backward, with finite inputs and a non-finite output.
+    """Find the first operator, forward or backward, that turned finite inputs into a non-finite output.
 
     Only values that reach the loss, a parameter's gradient or a buffer count. The pass runs on copies, several times: the model,
     random numbers and process-wide settings are unchanged when it returns or raises. Waits for the device at every

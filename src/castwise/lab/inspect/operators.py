@@ -60,7 +60,7 @@ class OperatorUse:
 
 @dataclass(frozen=True)
 class RegionUse:
-    """What runs in a module itself, without its submodules.
+    """Operators and casts in a module's own code, without its submodules.
 
     Attributes:
         path: Of the module; "" is the model itself, and the loss.
@@ -83,7 +83,7 @@ class RegionUse:
 
 @dataclass(frozen=True)
 class CastUse:
-    """Equal casts: made by one line of one module, from and to the same formats.
+    """All casts that one line of code in one module makes between the same two formats.
 
     Attributes:
         module: Path.
@@ -112,7 +112,7 @@ class CastUse:
 
 @dataclass(frozen=True)
 class OperatorTable(Result):
-    """Operators by format, and casts.
+    """The operators that ran, by format, and the casts between formats.
 
     Attributes:
         plan: The plan that the model ran under.
@@ -156,7 +156,7 @@ class OperatorTable(Result):
 
     @property
     def answer(self) -> str:
-        """Shares of the formats and of the casts, in a sentence."""
+        """One sentence with each format's share of the operators, and the share of the casts."""
         from castwise.report.operators import headline
 
         return headline(self._said())
@@ -178,7 +178,7 @@ class OperatorTable(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``operators.json`` and the page ``operators.html`` into a folder, which is created.
+        """Write ``operators.json`` and the page ``operators.html`` into a folder; create the folder if needed.
 
         Returns:
             The page's path; without Jinja a warning is given, and it is the path of the JSON file.
@@ -271,7 +271,7 @@ def operator_table(
     seed: int | None = None,
     repeats: int = 3,
 ) -> OperatorTable:
-    """Count operators by format, time them, and find casts, forward and backward, by region.
+    """Count and time operators by format, and find casts, for each module, forward and backward.
 
     Runs on copies and waits for the device at every operator. Compiled models run uncompiled: compiling fuses operators
     and their casts, so the table describes the code as written.

@@ -52,7 +52,7 @@ class Token:
 
 @dataclass(frozen=True)
 class ServeMismatch:
-    """One serving plan against the training plan.
+    """The differences between one serving plan and the training plan.
 
     Attributes:
         plan: The serving plan.

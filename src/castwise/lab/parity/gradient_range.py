@@ -69,13 +69,13 @@ class Histogram:
 
 @dataclass(frozen=True)
 class ScaleRange:
-    """The loss scales at which fp16 holds the gradients.
+    """The range of loss scales at which fp16 can represent the gradients.
 
     Attributes:
         largest: Largest magnitude of any gradient of a module's output or of a parameter, unscaled.
         smallest: Magnitude below which gradients together have one part in 10,000 of a module's squared gradient.
-        lowest_scale: Below it ``smallest`` underflows.
-        highest_scale: Above it ``largest`` overflows.
+        lowest_scale: Scale below which ``smallest`` underflows.
+        highest_scale: Scale above which ``largest`` overflows.
         init: The initial scale: a power of two, a factor of eight below overflow.
     """
 
@@ -87,7 +87,7 @@ class ScaleRange:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no loss scale holds both the smallest and the largest gradient."""
+        """Whether no loss scale keeps both the smallest and the largest gradient in fp16's range."""
         return self.lowest_scale > self.highest_scale
 
 

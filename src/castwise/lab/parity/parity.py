@@ -65,7 +65,7 @@ COMPARABLE = 0.3
 
 @dataclass(frozen=True)
 class RegionParity:
-    """One module's contribution to the damage, by its own parameters.
+    """The contribution of one module's own parameters to the damage.
 
     Attributes:
         path: Of the module.
@@ -93,15 +93,15 @@ class ParityResult:
         reason: Why, in a sentence.
         damage: The error added to one update over the update's expected square.
         adam: The same in units of Adam's steps; None for other optimizers.
-        regions: Per module with parameters of its own.
+        regions: One entry for each module with direct parameters.
         floor: Damage of fp32 against fp32 with different rounding.
-        repeat: Damage of fp32 against an identical repetition: above 0 if the loss is not deterministic.
+        repeat: Damage of fp32 against an identical second run: above 0 if the loss is not deterministic.
         lost_updates: Share of updates dropped by rounding, for plans that store parameters low without masters.
         loss_scale: Loss scale of the gradients, None without one.
         microbatches: Number of microbatches.
         per_update: Microbatches averaged per update.
         passes: Number of forward/backward passes.
-        strayed: Random draws that could not be repeated.
+        strayed: Number of random draws that could not be repeated.
         more: Whether more microbatches may change the verdict.
         stopped: Buffers and untrained parameters that do not change under the plan as they do in fp32.
         note: A further remark, in a sentence: up to which sequence position the plan was tested.
@@ -136,16 +136,16 @@ class ParityResult:
 
     @property
     def severity(self) -> float:
-        """Damage relative to the line below which the plan passes: below 1 it does not show in training."""
+        """Damage divided by the threshold below which a plan passes; below 1, training shows no difference."""
         return severity(self.damage.value, None if self.adam is None else self.adam.value)
 
     @property
     def lines(self) -> tuple[float, float | None]:
-        """The passing lines: of the plain damage, and of the damage in units of Adam's steps, None if not computed."""
+        """The thresholds for a pass: of the plain damage, and of the damage in Adam's units (None if not computed)."""
         return PASS, None if self.adam is None else ADAM_PASS
 
     def worst(self, count: int = 5) -> tuple[RegionParity, ...]:
-        """The modules that contribute most, the worst first."""
+        """The modules that contribute most to the damage, the worst first."""
 
         def weight(region: RegionParity) -> float:
             return (

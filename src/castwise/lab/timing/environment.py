@@ -20,14 +20,14 @@ import torch
 
 @dataclass(frozen=True)
 class Environment:
-    """Device, time, versions and command line of a measurement; paths in the latter are reduced to their last part.
+    """Device, time, versions and command line of a measurement; of paths in the command line, only the last part is kept.
 
     Attributes:
-        device: Name given by its vendor.
-        cores: Number available to this process.
-        threads: Number that torch uses for one operator.
+        device: The device's name, as given by the vendor.
+        cores: Number of cores available to this process.
+        threads: Number of threads that torch uses for one operator.
         capability: The CPU's vector instructions or the GPU's compute capability.
-        commit: Of castwise's own checkout, with ``+`` if files other than results were changed in it; None when installed.
+        commit: Commit of castwise's own checkout, with ``+`` if files other than results have changes; None if installed.
     """
 
     device: str

@@ -18,7 +18,7 @@ from castwise.lab.watch.records import Alarm
 
 @dataclass(frozen=True)
 class Line:
-    """The value at which an alarm is raised, and the value at which it is cleared; in between it keeps its state.
+    """The value at which an alarm is raised, and the value at which it is cleared; in between, the alarm does not change.
 
     Attributes:
         raise_at: Values beyond it are bad.
@@ -48,7 +48,7 @@ class Line:
             raise PlanError(f"{self!r}: patience must be a whole number >= 1")
 
     def is_bad(self, value: float) -> bool:
-        """Whether a value is beyond the line; NaN is."""
+        """Whether a value raises an alarm; NaN does."""
         if math.isnan(value):
             return True
         return value > self.raise_at if self.raise_at > self.clear_at else value < self.raise_at

@@ -41,7 +41,7 @@ KEPT = 512
 
 
 class Monitor(OfThisProcess):
-    """Watches the trainings of a session, cheaply enough to be always on, without changing their results.
+    """Watches the training of a session's models at low cost, and does not change its results.
 
     ::
 
@@ -152,7 +152,7 @@ class Monitor(OfThisProcess):
 
     @property
     def skipped_steps(self) -> int:
-        """Number of skipped steps so far, including those before a resume. Waits as :attr:`castwise.Amp.skipped_steps` does."""
+        """Number of skipped steps so far, including those before a resume. Waits like :attr:`castwise.Amp.skipped_steps`."""
         return self._sampler.skipped_before + self._session.window.skipped_steps
 
     @property
@@ -195,7 +195,7 @@ class Monitor(OfThisProcess):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a resume: counts and open alarms as plain values. The session's state is saved separately."""
+        """State for a resume: counts and open alarms as plain values. Save the session's state separately."""
         turns = [
             {"number": t.number, "steps": t.steps, "streak": t.streak, "made": t.made}
             for t in self._turns.values()

@@ -66,7 +66,7 @@ class _Step:
 
 
 class Recorder(OfThisProcess):
-    """Writes steps that overflow, and steps requested by :meth:`write`, as records that :func:`castwise.replay` runs again.
+    """Records steps that overflow or that :meth:`write` requests, so that :func:`castwise.replay` can run them again.
 
         with castwise.Recorder(amp, model, "runs/a/failures") as recorder:
             for batch in recorder.batches(loader):
@@ -87,10 +87,10 @@ class Recorder(OfThisProcess):
     Args:
         amp: The session.
         model: The prepared model; it may be wrapped in DistributedDataParallel, FSDP2 or ``torch.compile``.
-        folder: Of the records, on a file system shared by all ranks; a rank that raises an error writes into its own subfolder,
+        folder: Folder of the records, on a file system shared by all ranks; a rank that raises an error writes into its own subfolder,
             ``rank-1`` and so on. Numbering continues after existing records.
-        workload: A name of the job, as for :func:`castwise.workload.find_workload`. A replay shows it, but runs it only if it is
-            given again.
+        workload: A name of the job, as for :func:`castwise.workload.find_workload`. A replay shows this
+            name, but runs the workload only if the name is given again.
         most: Maximum number of records per kind.
         copies: Copy the weights before every step, so that a request after a step, as from an alarm, records that step and not
             the next one.

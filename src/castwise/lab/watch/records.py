@@ -16,7 +16,7 @@ from castwise.lab.timing.environment import environment
 
 @dataclass(frozen=True)
 class RegionSample:
-    """Statistics of one module with parameters of its own in one sampled step; None if not observed.
+    """Statistics of one module with direct parameters in one sampled step; None for values that were not observed.
 
     Attributes:
         path: Of the module; ``""`` is the root.
@@ -92,7 +92,7 @@ _REGION_SCALARS = tuple(field.name for field in dataclasses.fields(RegionSample)
 
 @dataclass(frozen=True)
 class Alarm:
-    """A crossed line. It is raised once, and again only after it was cleared.
+    """A value that crossed its line. The alarm is raised once, and again only after it was cleared.
 
     Attributes:
         kind: A key of ``castwise.lab.watch.LINES``.
@@ -130,7 +130,7 @@ class Audit:
         microbatches: Number compared, on all ranks.
         time_s: Wall-clock time of the audit, during which training waits.
         regions: The modules that contribute most, the worst first: path and share.
-        rank: The rank with the worst audit, which this is.
+        rank: The rank whose audit was the worst; this is that rank's audit.
     """
 
     step: int
@@ -151,7 +151,7 @@ class MonitorReport(Result):
     Attributes:
         plan: The session's plan, as text.
         device: The type of device that it runs on.
-        steps: Of the optimizer with the most steps.
+        steps: Number of steps of the optimizer with the most steps.
         skipped_steps: How many of them were skipped.
         every: Steps between two samples.
         samples: The last 512 at most.
@@ -176,7 +176,7 @@ class MonitorReport(Result):
     restored_buffers: tuple[tuple[str, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The record that reports are made from, as JSON types.
+        """The result as JSON types, from which reports are made.
 
         Non-finite numbers are None, and are named in ``not_finite`` of the sample or region.
         """

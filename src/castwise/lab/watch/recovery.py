@@ -53,7 +53,7 @@ class _Suspect:
 
 
 class Recovery(OfThisProcess, Result):
-    """Returns a diverged training to its last good state and removes the cause of the divergence.
+    """Returns a diverged training run to its last good state and removes the cause of the divergence.
 
     .. code-block:: python
 
@@ -157,7 +157,7 @@ class Recovery(OfThisProcess, Result):
         self._data.forget_past()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader; after a return, first those since the good state again, then the loader's next ones.
+        """Yield the batches of a loader. After a return, first repeat those since the good state, then go on with new ones.
 
         Call it once per epoch. It first saves a good state, and no return goes back beyond that: changes between two epochs,
         such as a scheduler's step, are kept.

@@ -249,12 +249,12 @@ class Replay(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``replay.json`` into a folder, and the files of :attr:`first` beside it; returns the folder."""
+        """Write ``replay.json`` and the files of :attr:`first` into a folder; return the folder."""
         self.write(Path(folder))
         return Path(folder)
 
     def write(self, folder: Path) -> list[Path]:
-        """As :meth:`save`; returns the paths of the files."""
+        """Do the same as :meth:`save`, but return the paths of the files."""
         folder.mkdir(parents=True, exist_ok=True)
         written = [folder / "replay.json"]
         write_whole(written[0], self.to_json() + "\n")

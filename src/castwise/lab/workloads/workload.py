@@ -82,13 +82,13 @@ class Workload:
         batches: ``batches(seed)`` -> endless iterator of batches: tensors on the CPU in tuples, lists or mappings. The same
             seed gives the same batches.
         loss: ``loss(model, batch)`` -> floating tensor with one element; the batch is on the model's device.
-        evaluate: From the trained model, in evaluation mode and without gradients, metrics by name.
+        evaluate: Returns metrics by name from the trained model, which is in evaluation mode and without gradients.
         description: One sentence.
-        picture: From the trained model, images by name, ``target`` and ``prediction``, each ``[height, width]``.
-        shards: From the model, its tensor-parallel split: module path to style, as for ``parallelize_module``.
-        blocks: From the model, the modules that FSDP2 shards individually; by default the members of each ``ModuleList``
+        picture: Returns images by name from the trained model, ``target`` and ``prediction``, each ``[height, width]``.
+        shards: Returns the model's tensor-parallel split: module path to style, as for ``parallelize_module``.
+        blocks: Returns the modules that FSDP2 shards individually; by default the members of each ``ModuleList``
             and ``Sequential``. The remaining parameters are sharded with the model itself.
-        pipeline: Its pipeline-parallel split.
+        pipeline: The model's pipeline-parallel split.
     """
 
     name: str
