@@ -95,12 +95,13 @@ def test_launching_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(
-        StateError, match=r"launch_from_torch: the environment has no RANK; start the script with torchrun"
+        StateError,
+        match=r"launch_from_torch: the environment variable RANK is not set; start the script with torchrun",
     ):
         colossalai.launch_from_torch({})
-    with pytest.raises(StateError, match="has no SLURM_PROCID"):
+    with pytest.raises(StateError, match="environment variable SLURM_PROCID is not set"):
         colossalai.launch_from_slurm({}, "h", 1)
-    with pytest.raises(StateError, match="has no OMPI_COMM_WORLD_RANK"):
+    with pytest.raises(StateError, match="environment variable OMPI_COMM_WORLD_RANK is not set"):
         colossalai.launch_from_openmpi({}, "h", 1)
     layer = nn.Linear(1, 1)
     with pytest.raises(StateError, match=r"call colossalai.launch or launch_from_torch first"):

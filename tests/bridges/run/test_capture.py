@@ -95,8 +95,8 @@ REFUSED = {
         "class B(torch.autograd.Function):\n    @staticmethod\n    def forward(c, x): return x * 2\n    @staticmethod\n"
         "    def backward(c, g): return g\nstep(ce(B.apply(m(X[0])), Y[0]))", "by torch functions only",
     ),
-    "no model": ("w = torch.zeros(2, requires_grad=True); w.sum().backward()", "no model was seen"),
-    "autocast": ("with torch.autocast('cpu'): loss = ce(m(X[0]), Y[0])\nstep(loss)", "autocasts"),
+    "no model": ("w = torch.zeros(2, requires_grad=True); w.sum().backward()", "the script trained no model"),
+    "autocast": ("with torch.autocast('cpu'): loss = ce(m(X[0]), Y[0])\nstep(loss)", "runs its model in torch.autocast"),
     "several optimizers": (
         "p = torch.optim.SGD(m[0].parameters(), 0.1)\nstep(ce(m(X[0]), Y[0]))", "several optimizers update the model: AdamW, SGD",
     ),

@@ -174,7 +174,7 @@ def test_a_plan_that_fails_has_a_row_with_its_last_words(here: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("print('done')", "no step of an optimizer was seen. Its last output: no model"), ("1 / 0", "seen. Its last output: ZeroDivisionError"),
+    [("print('done')", "the script made no optimizer step. Its last output: the script trained no model"), ("1 / 0", "made no optimizer step. Its last output: ZeroDivisionError"),
      ("open('../x')", "ran in a copy of the working folder"),
      ("try:\n    open('../x')\nexcept OSError as e:\n    raise RuntimeError('no data') from e", "ran in a copy of the working folder")],
 )  # fmt: skip

@@ -738,7 +738,7 @@ def test_an_optimizer_of_nothing_in_the_model_steps_as_it_would() -> None:
     for plan in ("fp16-mixed", "fp16-master"):
         model = Apart()
         with pytest.raises(
-            StateError, match=r"SGD\.step\(\): .*has not prepared.*gradients still hold the loss scale"
+            StateError, match=r"SGD\.step\(\): .*has not prepared.*gradients still contain the loss scale"
         ):
             fit(model, plan, model="net")
         assert model.other.item() == 1.0
@@ -804,7 +804,7 @@ def test_a_toggled_optimizer_alone_gets_gradients(plan: str) -> None:
 def test_every_average_of_rounded_weights_is_said() -> None:
     callback = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
     with pytest.warns(
-        UserWarning, match="Lightning's StochasticWeightAveraging keeps is of weights rounded to bf16"
+        UserWarning, match="Lightning's StochasticWeightAveraging averages weights that are rounded to bf16"
     ):
         fit(Net(), "bf16-master", max_epochs=2, callbacks=[callback])
 
@@ -954,9 +954,7 @@ def test_autocast_around_and_a_scaler_inside_are_refused() -> None:
         plugin = CastwisePrecision("bf16-mixed")
         refuses(StateError, "inside torch.autocast", lambda: fabric_for(plugin).setup_module(Net()))
     model.grad_scaler = torch.amp.GradScaler("cpu")
-    refuses(
-        StateError, r"Net.grad_scaler is a GradScaler, which are two loss", lambda: fit(model, "fp16-mixed")
-    )
+    refuses(StateError, r"Net.grad_scaler is a GradScaler: two loss", lambda: fit(model, "fp16-mixed"))
     model.grad_scaler = torch.amp.GradScaler("cpu", enabled=False)
     assert same(fit(model, "fp16-mixed"), by_hand(Net(), "fp16-mixed"))  # and the model is as it was
 
@@ -991,7 +989,7 @@ def test_autocast_inside_is_refused_where_it_differs(
             return module(batches(1)[0][0])
 
     if refused:
-        refuses(StateError, rf"dtype={dtype}\) under the plan {plan}, which are two", call)
+        refuses(StateError, rf"dtype={dtype}\) under the plan {plan}: two", call)
         assert same(before, Net())
         refuses(StateError, rf"Fabric has set up is called in .*dtype={dtype}\) under", by_fabric)
     else:
@@ -1019,10 +1017,14 @@ def test_a_scaler_of_ones_own_beside_fabrics_is_refused(plan: str) -> None:
         ({"model": ""}, PlanError, r"model=''\) is not allowed. Allowed: the path of a submodule"),
         ({"model": ()}, PlanError, r"model=\(\)\) is not allowed"),
         ({"model": 3}, PlanError, r"model=3\) is not allowed"),
-        ({"model": "body"}, PlanError, "Net has no submodule of that path. Allowed: 'net', and those below"),
+        (
+            {"model": "body"},
+            PlanError,
+            "Net has no submodule of that path. Allowed: 'net', and their submodules",
+        ),
         ({"methods": ("encode",)}, StateError, "Net has no method of that name"),
         ({"nonfinite": "stop"}, PlanError, "nonfinite='stop'"),
-        ({"plan": "bf16-mixed+compile=default"}, StateError, "Name what is to be compiled: .*model='net'"),
+        ({"plan": "bf16-mixed+compile=default"}, StateError, "Name the submodule to compile: .*model='net'"),
         ({"plan": "bf16-mixed+regions.1=fp32"}, PlanError, "no module of Net matches"),
     ],
     ids=str,
@@ -1038,7 +1040,7 @@ def test_a_module_that_was_compiled_whole_is_refused() -> None:
     model = torch.compile(Net(), backend="eager")
     refuses(
         StateError,
-        "Net is compiled already, its training step too",
+        "Net is compiled already with its training step",
         lambda: trainer_for(CastwisePrecision("bf16-mixed")).fit(model, loader(batches())),
     )
 
@@ -1059,8 +1061,8 @@ def test_another_release_of_lightning_is_said(
     monkeypatch.setattr(lightning, "__version__", release)
     CastwisePrecision("fp32")
     assert [str(warning.message) for warning in recwarn] == [
-        f"CastwisePrecision was tested with Lightning 2.6, and this is {release}, whose precision hooks may differ; install "
-        "'lightning==2.6.*' where something fails."
+        f"CastwisePrecision was tested with Lightning 2.6, but {release} is installed, whose precision hooks may differ; if "
+        "something fails, install 'lightning==2.6.*'."
     ] * warns
     assert all(warning.filename == __file__ for warning in recwarn)
 

@@ -195,7 +195,8 @@ def test_a_rate_that_nobody_takes_is_refused(apart: None) -> None:
     accelerator = CastwiseAccelerator("fp32")
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(
-        StateError, match=r"backward\(learning_rate=0\.5\): none of the optimizers.*groups hold the rate"
+        StateError,
+        match=r"backward\(learning_rate=0\.5\): none of the optimizers.*set the learning rate in the optimizer's param_groups",
     ):
         accelerator.backward(model(torch.ones(2, 4)).sum(), learning_rate=0.5)
 

@@ -116,16 +116,16 @@ def test_a_failure_says_what_is_wrong_by_how_much_and_what_to_try() -> None:
     said = str(caught.value)
     assert caught.value.result.verdict == "fail"
     assert f"{caught.value.result.damage.value:.2g}" in said
-    assert "To pass, it has to stay below 0.01." in said
-    assert "Keeping 2 (Standardise) in fp32 cures it: damage is then " in said
-    assert "Try: Region('2', compute='fp32') among the plan's regions" in said
+    assert "To pass, damage must stay below 0.01." in said
+    assert "With 2 (Standardise) in fp32 the plan passes: damage is " in said
+    assert "Try: adding Region('2', compute='fp32') to the plan's regions" in said
     cured = castwise.Plan.parse("bf16-mixed+regions.2=fp32")
     assert assert_precision_safe(model(nn.GELU(), Standardise(100.0)), loss, BATCHES, cured)
 
 
 def test_a_kind_of_module_that_is_wrong_in_many_places_is_named_by_type() -> None:
     with pytest.raises(
-        PrecisionUnsafe, match=r"Keeping Standardise \(2 of them, such as 1\) in fp32 cures it"
+        PrecisionUnsafe, match=r"With Standardise \(2 of them, such as 1\) in fp32 the plan passes"
     ) as caught:
         assert_precision_safe(
             model(Standardise(100.0), nn.Linear(32, 32), Standardise(100.0)), loss, BATCHES, "bf16-mixed"
@@ -136,7 +136,7 @@ def test_a_kind_of_module_that_is_wrong_in_many_places_is_named_by_type() -> Non
 def test_a_search_that_finds_no_cure_blames_nobody() -> None:
     with pytest.raises(
         PrecisionUnsafe,
-        match=r"Of the 1 kinds of modules that were tried in fp32, none alone cures it\.\s*Try",
+        match=r"No single kind of module makes the plan pass in fp32 \(1 tried\)\.\s*Try",
     ):
         assert_precision_safe(
             model(Innocent(), nn.Linear(32, 32), Standardise(100.0)), loss, BATCHES, "bf16-mixed", max_tried=1
@@ -271,7 +271,7 @@ def test_skipped(assert_precision_safe):
     assert "PrecisionUndecided: bf16-mixed: undecided." in done.stdout, done.stdout
     assert "__tracebackhide__" not in done.stdout  # where the assertion stands, not how it works inside
     found = dict(
-        re.findall(r"^\S*::(test_\w+): (\w+) at \S+ of its line: bf16-mixed$", done.stdout, re.MULTILINE)
+        re.findall(r"^\S*::(test_\w+): (\w+) at \S+ times the limit: bf16-mixed$", done.stdout, re.MULTILINE)
     )
     assert found == {
         "test_sound": "pass",

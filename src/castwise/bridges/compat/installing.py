@@ -36,7 +36,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             name, asked = (_home_of(part).removeprefix(f"{_HOME}.") for part in (fullname, _asked(fullname)))
             note = instead(asked, inside=name) or "docs/compat.md lists the modules that it has"
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: castwise.compat stands in for it here and has no such module; {note}",
+                f"No module named {fullname!r}: castwise.compat replaces the library here, and has no such module; {note}",
                 name=fullname,
             )
         return importlib.machinery.ModuleSpec(fullname, _Loader(home), is_package=True)

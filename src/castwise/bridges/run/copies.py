@@ -33,14 +33,14 @@ def copied(folder: Path, scratch: Path) -> Path:
     if sum(_sizes(here)) > LARGEST_BYTES:
         raise CastwiseError(
             f"castwise try: the working folder holds more than {LARGEST_BYTES >> 30} GiB, which is not copied for each plan; run "
-            "it from a smaller folder, or with --in-place, where each plan's run overwrites the files of the last"
+            "it from a smaller folder, or with --in-place, in which each run overwrites the files of the previous run"
         )
     try:
         _copy(here, folder, here, folder, scratch)
     except OSError as error:
         raise CastwiseError(
             f"castwise try: the working folder cannot be copied into {str(scratch)!r}: {error.strerror}. Set the environment variable "
-            "TMPDIR to a folder with enough space, or use --in-place, where each plan's run overwrites the files of the last"
+            "TMPDIR to a folder with enough space, or use --in-place, in which each run overwrites the files of the previous run"
         ) from error
     return folder
 

@@ -30,7 +30,7 @@ def check(target: str, is_module: bool, command: str = "run") -> None:
         what = "is a folder" if Path(target).is_dir() else "does not exist"
         raise CastwiseError(
             f"castwise {command} {target!r}: {what}; allowed: the path of a Python script, as for python itself, or -m and the name of "
-            "a module. Options of castwise come before it, the script's own after it"
+            "a module. Options of castwise go before the script, and options of the script after it"
         )
 
 

@@ -130,15 +130,19 @@ class Follower:
         while self._undo:
             self._undo.pop()()
         if skipped := self.skipped_steps:
-            self.say(f"{skipped} steps were skipped, since a gradient was not finite")
+            self.say(
+                f"{skipped} step{'s were' if skipped > 1 else ' was'} skipped because gradients were not finite"
+            )
             restored = {name for amp in self.sessions.values() for name in amp.restored_buffers}
             if restored:
-                self.say(f"buffers that they had made non-finite were restored: {some(sorted(restored))}")
+                self.say(
+                    f"buffers that skipped steps had made non-finite were restored: {some(sorted(restored))}"
+                )
         elif not self.sessions and self._left_alone:
-            self._once(f"nothing ran under the plan, since {' and '.join(self._left_alone)}")
+            self._once(f"nothing ran under the plan, because {' and '.join(self._left_alone)}")
         elif not self.sessions:
-            by = " by one of torch's optimizers" if self._needs_optimizers else ""
-            self._once(f"no model was seen in training{by}, so nothing ran under the plan")
+            with_ = " with an optimizer of torch" if self._needs_optimizers else ""
+            self._once(f"the script trained no model{with_}, so nothing ran under the plan")
 
     @property
     def skipped_steps(self) -> int:
@@ -233,15 +237,18 @@ class Follower:
         device_type = next(model.parameters()).device.type
         ours = {id(amp.scaler) for amp in self.sessions.values()}
         if torch.is_autocast_enabled(device_type):
-            self._leave_alone(model, "the script autocasts it itself")
+            self._leave_alone(model, "the script runs it in torch.autocast")
         elif any(_is_scaler(thing) and id(thing) not in ours for thing in gc.get_objects()):
-            self._leave_alone(model, "the script scales its loss itself, by a GradScaler")
+            self._leave_alone(model, "the script scales its loss with a GradScaler")
         elif self.plan.stores_low and any(p.dtype is torch.float64 for p in model.parameters()):
             self._leave_alone(
-                model, f"it has parameters in fp64, which the plan {self.plan} would mix with low ones"
+                model,
+                f"it has parameters in fp64, which the plan {self.plan} would mix with parameters in a low format",
             )
         elif self.plan.stores_low and not numbers:
-            self._leave_alone(model, f"the plan {self.plan} needs the optimizer before the model is wrapped")
+            self._leave_alone(
+                model, f"the plan {self.plan} needs an optimizer that is made before the model is wrapped"
+            )
         elif self.plan.stores_low and _runs_forward(model):
             self._leave_alone(
                 model,

@@ -290,7 +290,9 @@ def _race(children: Sequence[_Child], rounds: int, tell: Progress) -> None:
 def _check_first(child: _Child, script: str, in_place: bool) -> None:
     if not child.is_timed:
         took = (
-            "no step of an optimizer was seen" if child.last is None else "it ended before it could be timed"
+            "the script made no optimizer step"
+            if child.last is None
+            else "the script ended before it could be timed"
         )
         lacks = "" if in_place or not child.lacks_file else (
             ". It ran in a copy of the working folder: name files outside of that folder by absolute paths, or use --in-place"

@@ -123,9 +123,11 @@ class ScriptCapture:
     def _meet(self, model: nn.Module) -> None:
         if self._ours is not None:
             kinds = f"{type(self._ours).__name__} and {type(model).__name__}"
-            self._refuse(f"the script trains several models, or calls the parts of one separately ({kinds})")
+            self._refuse(f"the script trains several models, or calls parts of a model separately ({kinds})")
         if torch.is_autocast_enabled(next(model.parameters()).device.type):
-            self._refuse("the script autocasts its model itself, so that there is no fp32 to compare with")
+            self._refuse(
+                "the script runs its model in torch.autocast, so there is no fp32 run to compare with"
+            )
         self._ours, self.model, self._random = model, copy.deepcopy(model), torch.get_rng_state()
         self._recording = Recording(model)
         self._recording.start()
@@ -140,7 +142,7 @@ class ScriptCapture:
         ):
             return found
         if len(outputs) != 1 or outputs[0].numel() != 1:
-            self.trouble.append("backward is called on something other than one loss")
+            self.trouble.append("backward is called on something other than one scalar loss")
             recording.clear()
         elif why := recording.finish(outputs[0]):
             self.trouble.append(why)
@@ -162,8 +164,8 @@ class ScriptCapture:
             ).detach()
         if not torch.allclose(repeated, loss.detach(), rtol=1e-3, atol=1e-6):
             self._refuse(
-                f"the loss of the first batch is {loss.item():.6g} in the script, and {repeated.item():.6g} when it is computed again "
-                "from what was recorded"
+                f"the loss of the first batch is {loss.item():.6g} in the script, but {repeated.item():.6g} when it is computed again "
+                "from the recording"
             )
 
     def _refuse(self, why: str) -> NoReturn:
@@ -192,7 +194,7 @@ class ScriptCapture:
                 type(o).__name__ for o in optimizers
             )
         if recording is None or model is None or not recording.batches or self.refusal is not None:
-            nothing = "no model was seen in training by one of torch's optimizers"
+            nothing = "the script trained no model with an optimizer of torch"
             raise CastwiseError(
                 f"castwise try --tune: {self.refusal or next(iter(self.trouble), nothing)}. Write a castwise.Workload, and run castwise "
                 "tune file.py:attribute"
@@ -236,7 +238,7 @@ def tune_script(
             process.wait()
             log.seek(0)
             last = last_words(log.read().decode(errors="replace").splitlines())
-            found = f"castwise try {script!r}: it failed. Its last output: {last}"
+            found = f"castwise try {script!r}: the script failed. Its last output: {last}"
         finally:
             end(process, 0)
     if isinstance(found, str):

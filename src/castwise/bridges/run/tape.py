@@ -215,7 +215,7 @@ class Recording(TorchFunctionMode):
         given = sorted({s.key for step in steps for s in step.sources if s.kind == "given"})
         if number is None or self._unknown.intersection(given) or all(s.function is not None for s in steps):
             self.clear()
-            return "its loss is not computed from the outputs of one model by torch functions only"
+            return "the loss is not computed from the outputs of one model by torch functions only"
         places = {old: new for new, old in enumerate(given)}
         self.batches.append((len(self.tapes), [self._tensors[i] for i in given]))
         self.size += sum(tensor.nbytes for tensor in self.batches[-1][1])

@@ -96,7 +96,7 @@ def assert_precision_safe(
 
     result = test(plan)
     if record is not None:
-        record("castwise", f"{result.verdict} at {result.severity:.2g} of its line: {result.plan}")
+        record("castwise", f"{result.verdict} at {result.severity:.2g} times the limit: {result.plan}")
     if result.verdict == "fail":
         raise PrecisionUnsafe(_said(result, _cures(result, model, test, max_tried)), result)
     if result.verdict == "undecided":
@@ -137,7 +137,7 @@ def _said(result: castwise.ParityResult, advice: list[str]) -> str:
     text = io.StringIO()
     Console(file=text, width=100, color_system=None).print(result.table())
     plain, adam = result.lines
-    line = f"To pass, it has to stay below {plain:g}" + (
+    line = f"To pass, damage must stay below {plain:g}" + (
         f", and below {adam:g} in the units of Adam's steps." if adam else "."
     )
     rows = [row.rstrip() for row in text.getvalue().splitlines()]
@@ -149,12 +149,12 @@ def _more(result: castwise.ParityResult) -> list[str]:
     """Suggestions that may decide an undecided result."""
     if result.more:
         return [
-            f"Not decided by {result.microbatches} microbatches. Try: more and more varied batches, or "
-            f"microbatches={2 * result.microbatches}, which draws up to four times as many."
+            f"Undecided after {result.microbatches} microbatches. Try: a larger number of batches with more varied data, or "
+            f"microbatches={2 * result.microbatches}, which tests up to {8 * result.microbatches} microbatches."
         ]
     return [
-        "Not decided, and more batches would not help. Try: what the reason above names; a plan with more in fp32, which "
-        "`castwise tune` finds; or undecided='skip'."
+        "Undecided, and more batches would not help. Try: the remedy that the reason above names; a plan with more modules in "
+        "fp32, which `castwise tune` finds; or undecided='skip'."
     ]
 
 
@@ -167,7 +167,7 @@ def _cures(
     plan, search = result.plan, "`castwise tune` finds the fastest plan that passes."
     if result.stopped:
         kept = ", ".join(sorted({name.rpartition(".")[0] or name for name in result.stopped}))
-        return [f"Try: keeping the state of {kept} in fp32, as by a region with params='fp32'; {search}"]
+        return [f"Try: keeping the state of {kept} in fp32 with a region that has params='fp32'; {search}"]
     if result.lost_updates is not None and result.damage.value < result.lines[0]:
         return [f"Try: fp32 masters (master='fp32'), or storing parameters in fp32; {search}"]
     kinds = _kinds(model)
@@ -176,12 +176,12 @@ def _cures(
         with contextlib.suppress(castwise.CastwiseError):  # a kind whose forward never runs
             if found := test(cured):
                 return [
-                    f"Keeping {name} in fp32 cures it: damage is then {found.damage.value:.2g}.",
-                    f"Try: Region({pattern!r}, compute='fp32') among the plan's regions, or rewriting it so that it can be "
+                    f"With {name} in fp32 the plan passes: damage is {found.damage.value:.2g}.",
+                    f"Try: adding Region({pattern!r}, compute='fp32') to the plan's regions, or rewriting {name} so that it can be "
                     f"computed in {plan.compute}; {search}",
                 ]
     tried = min(max_tried, len(kinds))
-    return [f"Of the {tried} kinds of modules that were tried in fp32, none alone cures it. Try: {search}"]
+    return [f"No single kind of module makes the plan pass in fp32 ({tried} tried). Try: {search}"]
 
 
 def _kinds(model: Any) -> list[tuple[str, str]]:

@@ -32,7 +32,7 @@ def test_it_shows_a_diff_and_lists_what_is_left(tmp_path: Path) -> None:
     ]
     assert f"{file}:1: kept: {KEPT}" in lines
     assert f"{file}:2: left: castwise.compat has no apex.RNN: use the recurrent layers of torch.nn" in lines
-    assert lines[-1] == "Would rewrite 1 of 1 file; --write does it (lines: 1 left to you)"
+    assert lines[-1] == "Would rewrite 1 of 1 file; --write rewrites them (1 line left to you)"
     assert file.read_text() == BEFORE
 
 
@@ -41,7 +41,7 @@ def test_it_writes_when_asked(tmp_path: Path) -> None:
     file.write_text(BEFORE)
     done = CliRunner().invoke(app, ["migrate", str(tmp_path), "--write"])
     assert done.exit_code == 0, done.output
-    assert "Rewrote 1 of 1 file (lines: 1 left to you)" in done.stdout
+    assert "Rewrote 1 of 1 file (1 line left to you)" in done.stdout
     assert file.read_text() == BEFORE.replace("from apex import", "from castwise.compat.apex import")
 
 
@@ -52,7 +52,7 @@ def test_a_file_that_cannot_be_migrated_is_code_1_and_the_others_are_shown(tmp_p
     assert done.exit_code == 1
     assert "+from castwise.compat.apex import amp" in done.stdout
     assert done.stderr.startswith("castwise: migrate: ")
-    assert "bad.py is not Python that can be parsed: line 2" in done.stderr
+    assert "bad.py cannot be parsed as Python: line 2" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -213,7 +213,10 @@ def test_compiled_code_of_apex_is_noted(module: str, form: str) -> None:
     script = form.format(module) + "\n"
     after, (finding,) = rewrite(script)
     assert after == script
-    assert finding.text == f"{module} is Apex's compiled code, and castwise has none: use torch's operators"
+    assert (
+        finding.text
+        == f"{module} is Apex's compiled code, which castwise does not include: use torch's operators"
+    )
 
 
 HEAD = '"""A script."""\nfrom __future__ import annotations\n'

@@ -23,7 +23,7 @@ def test_nothing_is_written_without_being_asked(tmp_path: Path) -> None:
     assert [each.path for each in result.changed] == [file]
     assert file.read_text() == BEFORE
     assert not result.files[0].written
-    assert result.summary() == "Would rewrite 1 of 1 file; --write does it"
+    assert result.summary() == "Would rewrite 1 of 1 file; --write rewrites them"
 
 
 def test_writing_leaves_the_file_and_nothing_else(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_encodings_stay(tmp_path: Path, encoding: str, head: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        (b"from apex import amp\nif:\n", "is not Python that can be parsed: line 2: "),
-        (b"from apex import amp\nprint 'two'\n", "is not Python that can be parsed: line 2: "),
+        (b"from apex import amp\nif:\n", "cannot be parsed as Python: line 2: "),
+        (b"from apex import amp\nprint 'two'\n", "cannot be parsed as Python: line 2: "),
         (b"from apex import amp\n\0\1\2", "cannot be read: it holds null bytes"),
         (b"from apex import amp\n# K\xfcnstler\n", "cannot be read: its text is not utf-8"),
         (b"# coding: klingon\nfrom apex import amp\n", "cannot be read: unknown encoding"),
@@ -167,7 +167,7 @@ def test_a_read_only_file_is_a_problem_and_stays(tmp_path: Path) -> None:
     file.chmod(0o444)
     assert migrate(file).problems == ()
     result = migrate(file, write=True)
-    assert result.problems[0].problem == "was not written: it is read-only"
+    assert result.problems[0].problem == "was not written: the file is read-only"
     assert file.read_text() == BEFORE
 
 
@@ -183,7 +183,7 @@ def test_a_file_that_changes_meanwhile_is_not_overwritten(
 
     monkeypatch.setattr(files_room, "rewrite", rewrite)
     result = migrate(file, write=True)
-    assert result.problems[0].problem == "was not written: it was changed in the meantime"
+    assert result.problems[0].problem == "was not written: the file was changed in the meantime"
     assert file.read_text() == "mine\n"
 
 
@@ -273,7 +273,7 @@ def test_all_files_are_written_or_none(tmp_path: Path) -> None:
     (tmp_path / "b.py").chmod(0o444)
     result = migrate(tmp_path, write=True)
     assert [file.path.name for file in result.problems] == ["a.py", "b.py", "c.py"]
-    assert result.problems[0].problem == f"was not written, since {tmp_path / 'b.py'} cannot be"
+    assert result.problems[0].problem == f"was not written, because {tmp_path / 'b.py'} cannot be written"
     assert {(tmp_path / name).read_text() for name in ("a.py", "b.py", "c.py")} == {BEFORE}
 
 
@@ -297,7 +297,7 @@ def test_what_fails_half_way_is_taken_back(
         problems = {file.path.name: file.problem for file in migrate(tmp_path, write=True).problems}
         assert problems.pop("b.py") == "was not written: No space left on device"
         assert problems == dict.fromkeys(
-            ("a.py", "c.py"), f"was not written, since {tmp_path / 'b.py'} cannot be"
+            ("a.py", "c.py"), f"was not written, because {tmp_path / 'b.py'} cannot be written"
         )
     else:
         with pytest.raises(KeyboardInterrupt):

@@ -28,12 +28,12 @@ NOT_A_SESSION = {
     "another format": ("autocast()", "autocast(dtype=torch.bfloat16)", "no fp16 autocast"),
     "lazily": ("criterion(model(x), y)", "sum(model(each) for each in x)", "runs outside of autocast"),
     "a lambda": ("criterion(model(x), y)", "later(lambda: model(x))", "runs outside of autocast"),
-    "handed to a function": ("loader:\n", "loader:\n    validate(model)\n", "'model' is passed on here"),
-    "another name for the model": ("scaler = ", "copy = model\nscaler = ", "'model' is passed on here"),
-    "kept in a list": ("optimizer = ", "holders.append(model)\noptimizer = ", "'model' is passed on here"),
-    "registered": ("optimizer = ", "trainer.hooks[0].register(model)\noptimizer = ", "'model' is passed on here"),
-    "an average of the model": ("scaler = ", "ema = Average(model)\nscaler = ", "'model' is passed on here"),
-    "a part of the model": ("loader:\n", "loader:\n    model.head(x)\n", "'model' is passed on here"),
+    "handed to a function": ("loader:\n", "loader:\n    validate(model)\n", "'model' is passed here to code"),
+    "another name for the model": ("scaler = ", "copy = model\nscaler = ", "'model' is passed here to code"),
+    "kept in a list": ("optimizer = ", "holders.append(model)\noptimizer = ", "'model' is passed here to code"),
+    "registered": ("optimizer = ", "trainer.hooks[0].register(model)\noptimizer = ", "'model' is passed here to code"),
+    "an average of the model": ("scaler = ", "ema = Average(model)\nscaler = ", "'model' is passed here to code"),
+    "a part of the model": ("loader:\n", "loader:\n    model.head(x)\n", "'model' is passed here to code"),
     "wrapped before": ("optimizer = ", "model = torch.compile(model)\noptimizer = ", "wrapped before its optimizer is made"),
     "scripted before": ("optimizer = ", "model = torch.jit.script(model)\noptimizer = ", "wrapped before its optimizer is made"),
     "another model later": ("for x", "model = other\nfor x", "is reassigned after"),
@@ -42,23 +42,23 @@ NOT_A_SESSION = {
     "unknown parameters": ("model.parameters()", "groups(model)", "which model 'optimizer' updates"),
     "two optimizers by one name": ("scaler = ", "optimizer = other(optimizer)\nscaler = ", "how 'optimizer' is made"),
     "the model's name from a loop": ("model = Net().cuda()", "for model in models:\n    pass", "where 'model' comes from"),
-    "the scaler handed on": ("loader:\n", "loader:\n    log(scaler)\n", "'scaler' is passed on here"),
+    "the scaler handed on": ("loader:\n", "loader:\n    log(scaler)\n", "'scaler' is passed to other code here"),
     "the scaler in an object": ("scaler = GradScaler()", "self.scaler = scaler = GradScaler()", "one variable"),
     "a scaler that may be none": ("GradScaler()", "GradScaler() if fp16 else None", "one variable"),
     "a second scaler": ("for x", "other = GradScaler()\nfor x", "more than one scaler"),
     "a scale known only later": ("GradScaler()", "GradScaler(init_scale=args.scale)", "init_scale is not a literal number"),
     "computed enabled": ("GradScaler()", "GradScaler(enabled=not args.fp32)", "neither True nor a plain name"),
-    "enabled bound twice": ("scaler = GradScaler()", "on = 1\non = 2\nscaler = GradScaler(enabled=on)", "may be bound more than once"),
+    "enabled bound twice": ("scaler = GradScaler()", "on = 1\non = 2\nscaler = GradScaler(enabled=on)", "may be assigned more than once"),
     "enabled for one alone": ("scaler = GradScaler()", "on = 1\nscaler = GradScaler(enabled=on)", "no fp16 autocast"),
     "update with a value": ("update()", "update(1024.0)", "scaler.update(...) has no counterpart"),
     "no update": ("    scaler.update()\n", "", "no update() follows"),
     "an update alone": ("    scaler.step(optimizer)\n    scaler", "    scaler.step(optimizer)\n    scaler.update()\n    scaler", "follows no step()"),
     "update in another block": ("    scaler.update()", "    if x:\n        scaler.update()", "different blocks"),
-    "a way out between": ("    scaler.update()", "    if x:\n        continue\n    scaler.update()", "may be left between"),
+    "a way out between": ("    scaler.update()", "    if x:\n        continue\n    scaler.update()", "may end between"),
     "a look between": ("    scaler.update()", "    print(scaler.get_scale())\n    scaler.update()", "the scale is read between"),
     "a loss between": ("    scaler.update()", "    scaler.scale(loss).backward()\n    scaler.update()", "a loss is scaled between"),
     "the result of a step": ("    scaler.step(", "    result = scaler.step(", "its result is used"),
-    "a closure": ("step(optimizer)", "step(optimizer, closure)", "more than an optimizer's name"),
+    "a closure": ("step(optimizer)", "step(optimizer, closure)", "an argument other than an optimizer's name"),
     "a gradient": (".backward()", ".backward(ones)", "something other than .backward()"),
     "a gradient by name": (".backward()", ".backward(gradient=ones)", "something other than .backward()"),
     "a scaled loss kept": ("scaler.scale(loss).backward()", "scaled = scaler.scale(loss)\n    scaled.backward()", "something other than"),
@@ -67,22 +67,22 @@ NOT_A_SESSION = {
     "a loss and more on one line": (".backward()", ".backward(); done()", "scaler.scale(loss).backward() shares its line"),
     "a step on the line of an if": ("scaler.step(", "if x: scaler.step(", "scaler.step(optimizer) shares its line"),
     "wrapped behind its optimizer": ("lr=0.1)\n", "lr=0.1); model = DDP(model)\n", "wrapped before its optimizer is made"),
-    "kept after a semicolon": ("optimizer = ", "init(model); holders.append(model)\noptimizer = ", "'model' is passed on here"),
-    "run after a semicolon": ("for x", "model = DDP(model); validate(model)\nfor x", "'model' is passed on here"),
+    "kept after a semicolon": ("optimizer = ", "init(model); holders.append(model)\noptimizer = ", "'model' is passed here to code"),
+    "run after a semicolon": ("for x", "model = DDP(model); validate(model)\nfor x", "'model' is passed here to code"),
     "is_enabled": ("loader:\n", "loader:\n    scaler.is_enabled()\n", "scaler.is_enabled() has no counterpart"),
-    "clipped while scaled": ("    scaler.step(", "    clip_grad_norm_(model.parameters(), 1.0)\n    scaler.step(", "gradients are used while the scale is in them"),
-    "clipped before unscaling": ("    scaler.step(", "    clip(model.parameters())\n    scaler.unscale_(optimizer)\n    scaler.step(", "unscale_(optimizer) comes after it"),
-    "gradients dropped while scaled": ("    scaler.step(", "    weight.grad = None\n    scaler.step(", "gradients are used while the scale is in them"),
-    "clipped above the backward": ("    optimizer.zero_grad()\n    with", "    clip_grad_norm_(params, 1.0)\n    scaler.step(optimizer)\n    scaler.update()\n    with", "gradients are used while the scale is in them"),
-    "a step without the scaler": ("    scaler.step(", "    optimizer.step()\n    scaler.step(", "'optimizer' is stepped without the scaler here"),
-    "another step of the optimizer": ("for x", "optimizer.step = counted(optimizer.step)\nfor x", "'optimizer' is given another step() here"),
-    "a loss without the scaler": ("    scaler.step(", "    other.backward()\n    scaler.step(", "gradients come from a loss that is not scaled here"),
-    "no loss": ("    scaler.scale(loss).backward()\n", "", "no loss is scaled with it here"),
+    "clipped while scaled": ("    scaler.step(", "    clip_grad_norm_(model.parameters(), 1.0)\n    scaler.step(", "gradients are used while they still contain the loss scale"),
+    "clipped before unscaling": ("    scaler.step(", "    clip(model.parameters())\n    scaler.unscale_(optimizer)\n    scaler.step(", "unscale_(optimizer) comes later"),
+    "gradients dropped while scaled": ("    scaler.step(", "    weight.grad = None\n    scaler.step(", "gradients are used while they still contain the loss scale"),
+    "clipped above the backward": ("    optimizer.zero_grad()\n    with", "    clip_grad_norm_(params, 1.0)\n    scaler.step(optimizer)\n    scaler.update()\n    with", "gradients are used while they still contain the loss scale"),
+    "a step without the scaler": ("    scaler.step(", "    optimizer.step()\n    scaler.step(", "optimizer.step is called without the scaler here"),
+    "another step of the optimizer": ("for x", "optimizer.step = counted(optimizer.step)\nfor x", "optimizer.step is used without being called here"),
+    "a loss without the scaler": ("    scaler.step(", "    other.backward()\n    scaler.step(", "this backward starts from a loss that the scaler has not scaled"),
+    "no loss": ("    scaler.scale(loss).backward()\n", "", "the scaler scales no loss in this script"),
     "variables by text": ("for x", "exec(open('config.py').read())\nfor x", "accesses variables by strings"),
     "autocast set for all": ("for x", "torch.set_autocast_gpu_dtype(torch.bfloat16)\nfor x", "sets autocast's dtype"),
-    "around another optimizer": ("torch.optim.SGD(model.parameters(), lr=0.1)", "Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))", "made around another optimizer"),
-    "sharded in place": ("optimizer = ", "fully_shard(model)\noptimizer = ", "'model' is passed on here"),
-    "compiled in place": ("optimizer = ", "model.compile()\noptimizer = ", "'model' is passed on here"),
+    "around another optimizer": ("torch.optim.SGD(model.parameters(), lr=0.1)", "Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))", "wraps another optimizer"),
+    "sharded in place": ("optimizer = ", "fully_shard(model)\noptimizer = ", "'model' is passed here to code"),
+    "compiled in place": ("optimizer = ", "model.compile()\noptimizer = ", "'model' is passed here to code"),
     "wrapped by a function": ("model = Net().cuda()", "def build():\n    return DataParallel(Net())\nmodel = build()", "wrapped before its optimizer is made"),
 }  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_a_decorated_function_stays() -> None:
     head, _, loop = TORCH.partition("for x, y in loader:\n")
     after, findings = rewrite(f"{head}@torch.compile\ndef step(x, y):\n{loop}")
     assert "castwise.Amp(" not in after
-    assert "a function with a decorator" in findings[0].text
+    assert "in a decorated function" in findings[0].text
 
 
 VALIDATE = "def validate(x):\n    with autocast():\n        return model(x)\n\n\n"
@@ -168,7 +168,7 @@ def test_what_is_bound_for_another_scope_stays() -> None:
     before = f"import torch\nfrom torch.cuda.amp import GradScaler, autocast\n\ndef setup():\n    global model, optimizer, scaler\n{made}\nsetup()\nfor x, y in loader:\n{loop}"
     after, findings = rewrite(before)
     assert after == before
-    assert "'scaler' is bound outside of the function that makes it" in findings[0].text
+    assert "'scaler' is a global or nonlocal variable of the function that makes it" in findings[0].text
 
 
 def test_a_script_with_castwise_as_a_name_of_its_own_is_left() -> None:

@@ -43,7 +43,7 @@ for x in []:
     [
         ("model = Derived(2, 2)", "pass", "", ""),
         ("model = Derived(2, 2).double()", "model.train()", ", init_scale=0.25", ""),
-        ("model = Duck()", "pass", "", "'model' is no torch.nn.Module"),
+        ("model = Duck()", "pass", "", "the class of 'model' does not derive from torch.nn.Module"),
         ("model = nn.Linear(2, 2).half()", "pass", "", "weights of 'model' are stored in low precision"),
         ("model = nn.Linear(2, 2)\nmodel = model.to(torch.bfloat16)", "pass", "", "stored in low precision"),
         ("model = nn.Linear(2, 2, dtype=torch.half)", "pass", "", "stored in low precision"),
@@ -55,7 +55,7 @@ for x in []:
             "",
             "weights of 'model' have no shape",
         ),
-        ("model = nn.Linear(2, 2)", "pass", ", init_scale=1e-5", "the scale begins below 2**-14"),
+        ("model = nn.Linear(2, 2)", "pass", ", init_scale=1e-5", "init_scale is below 2**-14"),
     ],
 )
 def test_a_session_that_would_be_refused(model: str, between: str, scale: str, why: str) -> None:

@@ -28,7 +28,10 @@ def test_arguments_by_place_are_those_of_torch(name: str) -> None:
     assert {each: call.view.code(value) for each, value in call.given.items()} == {
         each: each for each in names
     }
-    assert read(f"{name}({', '.join(names)}, more)").unseen == "its arguments are not known"
+    assert (
+        read(f"{name}({', '.join(names)}, more)").unseen
+        == "the script does not show the arguments of this call"
+    )
 
 
 @pytest.mark.parametrize(

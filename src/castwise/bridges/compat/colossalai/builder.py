@@ -33,7 +33,7 @@ def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bo
     if not isinstance(layers, nn.Sequential) or len(layers) < shares:
         raise PlanError(
             f"build_pipeline_model({type(layers).__name__}, num_chunks={num_chunks}): needs an nn.Sequential of at least "
-            f"{shares} layers, one for each of {ranks} ranks times {num_chunks}"
+            f"{shares} layers, one for each of {num_chunks} chunks on each of {ranks} ranks"
         )
     named = list(layers.named_children())
     bounds = [len(named) * index // shares for index in range(shares + 1)]

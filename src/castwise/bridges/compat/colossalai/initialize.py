@@ -90,7 +90,7 @@ def launch(
     said = ""
     if not dist.is_initialized():
         if backend == "nccl" and kind != "cuda":
-            backend, said = "gloo", f", backend gloo since there is no CUDA device (this one is {kind})"
+            backend, said = "gloo", f", backend gloo because there is no CUDA device (this device is {kind})"
         address = f"[{host}]" if ":" in host else host
         dist.init_process_group(
             backend, rank=rank, world_size=world_size, init_method=f"tcp://{address}:{port}"
@@ -116,7 +116,7 @@ def _launch_by(
             given[key] = os.environ[name] if key == "host" else int(os.environ[name])
     except KeyError as error:
         raise StateError(
-            f"launch_from_{call}: the environment has no {error.args[0]}; start the script with {starter}"
+            f"launch_from_{call}: the environment variable {error.args[0]} is not set; start the script with {starter}"
         ) from None
     launch(config, **given)
 

@@ -51,13 +51,13 @@ def shard(amp: Amp, model: nn.Module, optimizer: Optimizer, zero: dict[str, Any]
     """
     if optimizer.state:
         raise StateError(
-            f"initialize with zero: this {type(optimizer).__name__} has already stepped, so its state is that of unsharded "
-            f"parameters; make a new one"
+            f"initialize with zero: this {type(optimizer).__name__} has already made a step, so its state belongs to "
+            "unsharded parameters; make a new optimizer"
         )
     ignored = sorted(set(zero) - set(_READ))
     if ignored:
         get_dist_logger().warning(
-            f"zero: {', '.join(ignored)} have no meaning for FSDP2, which does the sharding here; the options used are "
+            f"zero: {', '.join(ignored)} are not used, because FSDP2 does the sharding; the options used are "
             f"{', '.join(_READ)}",
             ranks=[0],
         )

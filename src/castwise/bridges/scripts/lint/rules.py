@@ -52,7 +52,7 @@ def fp16_on_a_cpu(script: Script) -> Iterator[Fault]:
             yield script.fault(
                 call.node,
                 "fp16-on-cpu",
-                "CPUs compute fp16 by converting to fp32 and back, and its small range remains: gradients below 6e-8 become zero",
+                "CPUs compute fp16 by converting to fp32 and back, and keep the small range of fp16: gradients below 6e-8 become zero",
                 'torch.autocast("cpu", dtype=torch.bfloat16); castwise doctor measures how fast this CPU is in each format',
             )
 
@@ -75,8 +75,7 @@ def device_that_is_not_there(script: Script) -> Iterator[Fault]:
             yield script.fault(
                 call.node,
                 "cuda-hard-coded",
-                f"where the script falls back to the CPU this {what} is for another device and has no effect: everything runs "
-                f"in fp32",
+                f"when the script falls back to the CPU, this {what} for CUDA has no effect: everything runs in fp32",
                 f"torch.amp.{what}(device_type, ...) with the type of the device that was chosen: device_type = torch.device(device).type",
             )
 
@@ -115,9 +114,9 @@ def clipping_before_unscale(script: Script) -> Iterator[Fault]:
                 yield script.fault(
                     clip,
                     "clip-before-unscale",
-                    f"gradients still hold the loss scale (65536 at first) here, so nearly all are clipped, and to a norm "
-                    f"that is too small by the factor of {name}'s scale",
-                    f"{name}.unscale_(optimizer) before it; with castwise: amp.step(optimizer, max_norm=...)",
+                    "gradients are still multiplied by the loss scale (65536 at first) here, so nearly all are clipped, and after "
+                    "unscaling their norm is too small by the factor of the loss scale",
+                    f"{name}.unscale_(optimizer) before clipping; with castwise: amp.step(optimizer, max_norm=...)",
                 )
 
 
@@ -129,7 +128,7 @@ def scaler_never_updated(script: Script) -> Iterator[Fault]:
             yield script.fault(
                 steps[0],
                 "scaler-not-updated",
-                f"{name}.update() is never called: the scale stays where it began, and once it is too large every step is skipped",
+                f"{name}.update() is never called: the loss scale never changes, and while it is too large every step is skipped",
                 f"{name}.update() after {name}.step(optimizer)",
             )
 
@@ -154,7 +153,7 @@ def step_on_scaled_gradients(script: Script) -> Iterator[Fault]:
                 yield script.fault(
                     step,
                     "step-on-scaled-gradients",
-                    f"the gradients come from {name}.scale(loss), so this update is too large by the factor of the scale, and "
+                    f"the gradients come from {name}.scale(loss), so this update is too large by the factor of the loss scale, and "
                     f"infinities reach the weights",
                     f"{name}.step({optimizer}); {name}.update()",
                 )
@@ -174,7 +173,7 @@ def scaler_made_in_the_loop(script: Script) -> Iterator[Fault]:
                 yield script.fault(
                     made.node,
                     "scaler-in-the-loop",
-                    "a new one is made in every step and begins at 65536 each time, so it never finds the right scale",
+                    "every step makes a new scaler, which starts at a loss scale of 65536, so the right scale is never found",
                     f"{name} = torch.amp.GradScaler(...) once, before the loop",
                 )
                 break
@@ -193,9 +192,9 @@ def scaler_not_saved(script: Script) -> Iterator[Fault]:
                 yield script.fault(
                     call,
                     "scaler-not-saved",
-                    f"the optimizer is saved and {name} is not: a resumed run begins at a scale of 65536 and skips steps until it "
-                    "has found its scale again",
-                    f'{{..., "scaler": {name}.state_dict()}}, and {name}.load_state_dict(...) where it is resumed',
+                    f"the optimizer is saved, but {name} is not: a resumed run starts at a loss scale of 65536 and skips steps until "
+                    "the right scale is found again",
+                    f'{{..., "scaler": {name}.state_dict()}}, and {name}.load_state_dict(...) when the run resumes',
                 )
                 break
 
@@ -219,9 +218,9 @@ def low_weights_without_masters(script: Script) -> Iterator[Fault]:
             yield script.fault(
                 at,
                 "low-weights-without-masters",
-                f"{model!r} is stored in {kind} and trained as it is: updates below {'1/256' if kind == 'bf16' else '1/2048'} of a weight "
+                f"{model!r} is stored in {kind} and trained without masters: updates below {'1/256' if kind == 'bf16' else '1/2048'} of a weight "
                 f"are rounded away{eps}",
-                f'leave it in fp32 and use autocast; or castwise.Amp("{kind}-master") and amp.prepare({model}, optimizer), which keeps '
+                f'keep it in fp32 and use autocast; or castwise.Amp("{kind}-master") and amp.prepare({model}, optimizer), which keeps '
                 "fp32 masters",
             )
 

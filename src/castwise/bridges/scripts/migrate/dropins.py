@@ -262,9 +262,7 @@ class _DropIns:
                     self._say_text(node, name)
 
     def _say_text(self, node: cst.CSTNode, name: str) -> None:
-        said = (
-            f"{name} is named in a string, which stays: castwise.compat.install() provides it under that name"
-        )
+        said = f"{name} is named in a string, which is unchanged: castwise.compat.install() provides {name} under that name"
         self.edits.say(node, "left", said)
 
     def _dotted(self, node: cst.CSTNode) -> str:
@@ -306,7 +304,7 @@ class _DropIns:
                 self.edits.say(
                     node,
                     "left",
-                    f"{said} of the script that is started; then all of them import castwise.compat.{library}",
+                    f"{said} of the script that is started; every import of {library} then gives castwise.compat.{library}",
                 )
         return stay is None
 
@@ -317,7 +315,9 @@ class _DropIns:
             self.said.add(library)
             self.edits.say(node, "left", f"{library} is a part of this program, so its imports stay")
         elif _KERNELS.match(library):
-            said = f"{library} is Apex's compiled code, and castwise has none: use torch's operators"
+            said = (
+                f"{library} is Apex's compiled code, which castwise does not include: use torch's operators"
+            )
             self.edits.say(node, "left", said)
 
     def _say_absent(self, node: cst.CSTNode, part: str, dotted: str) -> None:

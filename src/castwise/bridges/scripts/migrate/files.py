@@ -110,14 +110,12 @@ def _one(file: Path, text: str, exported: frozenset[str], stays: Mapping[str, St
     except RecursionError:
         return FileResult(file, text, text, problem="is nested too deeply to be analysed")
     except SyntaxError as error:
-        return FileResult(file, text, text, problem=f"is not Python that can be parsed: {reason(error)}")
+        return FileResult(file, text, text, problem=f"cannot be parsed as Python: {reason(error)}")
     return FileResult(file, text, after, tuple(findings))
 
 
 def _link(link: Path) -> FileResult:
-    where = (
-        f"a symbolic link to {os.readlink(link)}, which was not followed; name that file to have it migrated"
-    )
+    where = f"a symbolic link to {os.readlink(link)}, which was not followed; to migrate that file, name it instead of the link"
     return FileResult(link, findings=(Finding(1, "left", where),))
 
 
@@ -136,7 +134,7 @@ def _write(
             problems[result.path] = f"was not written: {reason(error)}"
     if problems:
         barred = ", ".join(str(path) for path in problems)
-        others = dict.fromkeys(texts, f"was not written, since {barred} cannot be")
+        others = dict.fromkeys(texts, f"was not written, because {barred} cannot be written")
         return _with_problems(results, {**others, **problems})
     problems = _put(texts, raws)
     if problems:
@@ -165,9 +163,9 @@ def _put(texts: Mapping[Path, bytes], raws: Mapping[Path, bytes]) -> dict[Path, 
         if not isinstance(error, OSError):
             raise
         others = {
-            other: f"was written and could not be restored after {path} could not be written"
+            other: f"was written, and the old text could not be restored when {path} could not be written"
             if other in kept
-            else f"was not written, since {path} cannot be"
+            else f"was not written, because {path} cannot be written"
             for other in texts
         }
         return {**others, path: f"was not written: {reason(error)}"}
@@ -191,9 +189,9 @@ def _put_back(path: Path, before: bytes, after: bytes) -> bool:
 def _check_writable(path: Path, before: bytes) -> None:
     # A new file may replace one that is not writable: only the folder's permissions decide.
     if not stat.S_IMODE(path.stat().st_mode) & stat.S_IWUSR or not os.access(path, os.W_OK):
-        raise PermissionError(13, "it is read-only")
+        raise PermissionError(13, "the file is read-only")
     if path.read_bytes() != before:
-        raise OSError("it was changed in the meantime")
+        raise OSError("the file was changed in the meantime")
 
 
 def _stage(path: Path, text: bytes) -> str:

@@ -324,7 +324,7 @@ def _why_others_find_apex(scripts: Iterable[Script], takes_scaler: bool) -> str:
     if "apex.amp.scale_loss" in seen and not {"initialize", "apex.amp.init"} & seen:
         return "a library initializes amp, as the Trainer of transformers does"
     if asked - {"apex"} or (asked and (used or {"amp", "initialize"} <= seen)):
-        return "the program looks it up by its name as a string"
+        return "the program looks up apex by a string"
     return ""
 
 

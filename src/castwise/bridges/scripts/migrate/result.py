@@ -113,12 +113,12 @@ class Migration:
         if any(file.written for file in self.files):
             did = f"rewrote {count} of {_count(self.looked_at, 'file')}"
         elif count:
-            did = f"would rewrite {count} of {_count(self.looked_at, 'file')}; --write does it"
+            did = f"would rewrite {count} of {_count(self.looked_at, 'file')}; --write rewrites them"
         else:
             did = f"nothing to rewrite in {_count(self.looked_at, 'file')}"
-        notes = [f"{differs} behave otherwise" if differs > 1 else "1 behaves otherwise"] if differs else []
-        notes += [f"{left} left to you"] if left else []
-        return f"{did}{' (lines: ' + ', '.join(notes) + ')' if notes else ''}".capitalize()
+        notes = [f"{_count(differs, 'line')} behave{'s' * (differs == 1)} differently"] if differs else []
+        notes += [f"{_count(left, 'line')} left to you"] if left else []
+        return f"{did}{' (' + ', '.join(notes) + ')' if notes else ''}".capitalize()
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain values for JSON: the change of each file as a diff."""

@@ -78,7 +78,7 @@ def _check_update(view: View, update: Event, stepped: list[Event]) -> None:
         raise Undecided(update.node, "step() and update() are in different blocks")
     for statement in suite.body[view.index(stepped[0].node) : view.index(update.node)]:
         if any(isinstance(node, _JUMPS) for node in inside(statement)):
-            raise Undecided(statement, "the loop may be left between step() and update()")
+            raise Undecided(statement, "the loop may end between step() and update()")
 
 
 def check_gradients(view: View, events: Iterable[Event]) -> None:
@@ -103,7 +103,7 @@ def check_gradients(view: View, events: Iterable[Event]) -> None:
                     ):
                         raise Undecided(
                             node,
-                            f"gradients are used while the scale is in them: {_shown(event)} comes after it",
+                            f"gradients are used while they still contain the loss scale: {_shown(event)} comes later",
                         )
                 scaled, early = None, False
 

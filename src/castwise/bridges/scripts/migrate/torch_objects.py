@@ -61,7 +61,7 @@ def thing(view: View, name: cst.Name) -> Thing:
         item for item in found if isinstance(item, meta.Assignment) and view.assigned_value(item) is not None
     ]
     if not found or len(plain) < len(found) or len({id(item.scope) for item in plain}) != 1:
-        raise Undecided(name, f"it is not known where {name.value!r} comes from")
+        raise Undecided(name, f"the script does not show where {name.value!r} comes from")
     return Thing(name.value, plain[0].scope, tuple(plain))
 
 
@@ -80,17 +80,17 @@ def models_of(view: View, optimizer: Thing) -> list[cst.Name]:
     item = optimizer.assignments[0]
     value = view.assigned_value(item)
     if len(optimizer.assignments) > 1 or not isinstance(value, cst.Call) or not value.args:
-        raise Undecided(item.node, f"it is not known how {optimizer.name!r} is made")
+        raise Undecided(item.node, f"the script does not show how {optimizer.name!r} is made")
     first = value.args[0].value
     if any(
         isinstance(node, cst.Call) and is_optimizer(view.origin(node.func) or "") for node in inside(first)
     ):
-        raise Undecided(item.node, f"{optimizer.name!r} is made around another optimizer")
+        raise Undecided(item.node, f"{optimizer.name!r} wraps another optimizer")
     names: dict[str, cst.Name] = {}
     for name in filter(None, map(root, asked_for_parameters(first))):
         names.setdefault(name.value, name)
     if not names:
-        raise Undecided(item.node, f"it is not known which model {optimizer.name!r} updates")
+        raise Undecided(item.node, f"the script does not show which model {optimizer.name!r} updates")
     return list(names.values())
 
 
@@ -105,7 +105,7 @@ def check_apart(view: View, optimizers: list[Thing]) -> None:
             for whole in _taken(view, one, whole=True):
                 if any(f"{part}.".startswith(f"{whole}.") for part in _taken(view, other, whole=False)):
                     node = one.assignments[0].node
-                    raise Undecided(node, f"{one.name!r} updates parameters that {other.name!r} updates too")
+                    raise Undecided(node, f"{one.name!r} and {other.name!r} update the same parameters")
 
 
 def _taken(view: View, optimizer: Thing, *, whole: bool) -> list[str]:
@@ -223,7 +223,9 @@ def check_derives(view: View, one: Thing, base: str) -> None:
             if isinstance(item.node, cst.ClassDef):
                 bases = [each.value for each in item.node.bases]
                 if not [each for each in bases if view.code(each) not in ("object", "ABC", "abc.ABC")]:
-                    raise Undecided(one.assignments[0].node, f"{one.name!r} is no {base}")
+                    raise Undecided(
+                        one.assignments[0].node, f"the class of {one.name!r} does not derive from {base}"
+                    )
                 waiting += bases
 
 
@@ -266,8 +268,8 @@ def run_once(
         if any(isinstance(outer, _LOOPS) for outer in around) or (others and not distinct):
             raise Undecided(
                 call,
-                f"{model!r} runs more than once in one block of autocast, where all its runs share copies of the "
-                "weights: put each run in a separate block of the original script",
+                f"{model!r} is called more than once in one autocast block, so the calls share low copies of the weights: "
+                "put each call in an autocast block of its own in the original script",
             )
 
 

@@ -71,14 +71,17 @@ class Session:
             )
         for use in references(self.view, self.scaler):
             self._look_at_use(use)
-        for kind, what in (("step", "no optimizer is stepped"), ("backward", "no loss is scaled")):
+        for kind, what in (
+            ("step", "the scaler steps no optimizer"),
+            ("backward", "the scaler scales no loss"),
+        ):
             if not any(event.kind == kind for event in self.events):
-                raise Undecided(self.made, f"{what} with it here")
+                raise Undecided(self.made, f"{what} in this script")
         for event in self.events:
             function = self.view.function(event.node)
             if isinstance(function, cst.FunctionDef) and function.decorators:
                 raise Undecided(
-                    event.node, "it is in a function with a decorator, which may be torch.compile"
+                    event.node, "this call is in a decorated function, and the decorator may be torch.compile"
                 )
         check_windows(self.view, self.events)
         check_gradients(self.view, self.events)
@@ -124,11 +127,14 @@ class Session:
             raise Undecided(self.made, "the scaler is not assigned to one variable in a separate statement")
         suite = view.suite(line)
         if suite is None:
-            raise Undecided(self.made, "the scaler is made on the line of an if")
+            raise Undecided(self.made, "the scaler is made on the same line as its if")
         self.home, self.suite = line, suite
         self.scaler = thing(view, targets[0])
         if view.scope(self.made) is not self.scaler.scope:
-            raise Undecided(self.made, f"{self.scaler.name!r} is bound outside of the function that makes it")
+            raise Undecided(
+                self.made,
+                f"{self.scaler.name!r} is a global or nonlocal variable of the function that makes it",
+            )
         if len(self.scaler.assignments) > 1:
             raise Undecided(
                 self.scaler.assignments[1].node, f"{self.scaler.name!r} is assigned more than once"
@@ -148,7 +154,7 @@ class Session:
             if number is None:
                 raise Undecided(value, f"{name} is not a literal number")
             if name == "init_scale" and number < _FLOOR:
-                raise Undecided(value, "the scale begins below 2**-14, the smallest of a session")
+                raise Undecided(value, "init_scale is below 2**-14, the smallest loss scale of a session")
             items.append(
                 f"+loss_scale.{_SCALE_FIELDS[name]}={str(number).replace('e+', 'e').removesuffix('.0')}"
             )
@@ -159,10 +165,10 @@ class Session:
         attribute = view.parent(name)
         call = None if attribute is None else view.parent(attribute)
         if not isinstance(attribute, cst.Attribute) or attribute.value is not name:
-            raise Undecided(name, f"{name.value!r} is passed on here")
+            raise Undecided(name, f"{name.value!r} is passed to other code here")
         what = attribute.attr.value
         if not isinstance(call, cst.Call) or call.func is not attribute:
-            raise Undecided(name, f"{name.value}.{what} is not called here")
+            raise Undecided(name, f"{name.value}.{what} is used here without being called")
         is_statement = isinstance(view.parent(call), cst.Expr)
         if what == "scale":
             outer = view.parent(call)
@@ -180,15 +186,16 @@ class Session:
             ):
                 raise Undecided(
                     call,
-                    f"{name.value}.scale(...) is used for something other than .backward(); use amp.scale and amp.grad for "
-                    f"that",
+                    f"{name.value}.scale(...) is used for something other than .backward(); with castwise use amp.scale and "
+                    f"amp.grad",
                 )
             self._note(Event("backward", backward))
         elif what in ("step", "unscale_"):
             target = call.args[0].value if len(call.args) == 1 and not call.args[0].star else None
             if not is_statement or not isinstance(target, cst.Name) or call.args[0].keyword:
                 raise Undecided(
-                    call, f"{name.value}.{what} is given more than an optimizer's name, or its result is used"
+                    call,
+                    f"{name.value}.{what}(...) has an argument other than an optimizer's name, or its result is used",
                 )
             self.optimizers.setdefault(target.value, thing(view, target))
             self._note(Event("step" if what == "step" else "unscale", call, target.value))
@@ -217,8 +224,8 @@ class Session:
             if isinstance(attribute, cst.Attribute) and attribute.attr.value == "step":
                 called = isinstance(outer, cst.Call) and outer.func is attribute
                 if self.enabled is None or not called:
-                    what = "stepped without the scaler" if called else "given another step()"
-                    raise Undecided(name, f"{name.value!r} is {what} here")
+                    what = "called without the scaler" if called else "used without being called"
+                    raise Undecided(name, f"{name.value}.step is {what} here")
         own = {event.node for event in self.events}
         for call, _ in view.calls:
             if (
@@ -228,7 +235,7 @@ class Session:
                 and call.func.attr.value == "backward"
                 and view.is_within(view.scope(call), self.scaler.scope)
             ):
-                raise Undecided(call, "gradients come from a loss that is not scaled here")
+                raise Undecided(call, "this backward starts from a loss that the scaler has not scaled")
 
     def _find_regions(self) -> None:
         view = self.view
@@ -306,7 +313,7 @@ class Session:
             early = view.scope(name) is model.scope and view.position(name) < at
             if not (early and self._passes(small, model)):
                 raise Undecided(
-                    name, f"{name.value!r} is passed on here, to code that may run it outside of autocast"
+                    name, f"{name.value!r} is passed here to code that may run it outside of autocast"
                 )
         for region, calls in runs.items():
             run_once(view, model.name, region, calls, self._losses())
@@ -358,5 +365,5 @@ def _condition(call: AmpCall) -> str | None:
     if not isinstance(value, (cst.Name, cst.Attribute)) or view.code(value) == "False":
         raise Undecided(value, "enabled= is neither True nor a plain name")
     if not view.is_fixed(value):
-        raise Undecided(value, f"{view.code(value)} may be bound more than once")
+        raise Undecided(value, f"{view.code(value)} may be assigned more than once")
     return view.code(value)

@@ -26,9 +26,11 @@ def rewrite_session(edits: Edits, exported: frozenset[str]) -> None:
     try:
         made = amp_calls(view, SCALER)
         if not made:
-            raise Undecided(found[0], "no GradScaler is made here, so this script does not show the loop")
+            raise Undecided(
+                found[0], "this script makes no GradScaler, so it does not show the training loop"
+            )
         if len(made) > 1:
-            raise Undecided(made[1].node, "there is more than one scaler")
+            raise Undecided(made[1].node, "the script has more than one scaler")
         if edits.findings:  # of Apex or Colossal-AI
             raise Undecided(made[0].node, "the script uses another kind of mixed precision too")
         session = Session(view, made[0])
@@ -114,21 +116,21 @@ class _Writer:
             self.edits.say(
                 session.made,
                 "differs",
-                "where there is no CUDA, torch.amp turned itself off with a warning; "
+                "without CUDA, torch.amp was disabled with a warning; "
                 f"castwise.Amp(device={session.device}) raises a DeviceError",
             )
         self.edits.say(
             session.made,
             "differs",
-            "the loss scale stops at 2**-14, and gradients that overflow there again and again raise a LossScaleError; "
-            "it fell to zero before",
+            "the loss scale does not fall below 2**-14, where repeated overflow raises a LossScaleError; with torch.amp it could "
+            "fall to zero",
         )
         if session.enabled is not None:
             self.edits.say(
                 session.made,
                 "differs",
-                f"where {session.enabled} is off, steps whose gradients are not finite are skipped too; "
-                'castwise.Amp(..., nonfinite="allow") takes them',
+                f"steps with non-finite gradients are skipped even if {session.enabled} is false; "
+                'castwise.Amp(..., nonfinite="allow") does not skip them',
             )
 
     # --- imports ------------------------------------------------------------------------------------------

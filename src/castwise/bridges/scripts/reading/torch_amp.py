@@ -91,11 +91,11 @@ def _read(view: View, node: cst.Call, origin: str) -> AmpCall:
     unseen = ""
     for place, each in enumerate(node.args):
         if each.star or (each.keyword is None and place >= len(order)):
-            unseen = "its arguments are not known"
+            unseen = "the script does not show the arguments of this call"
             break
         given[each.keyword.value if each.keyword else order[place]] = each.value
     if not unseen and set(given) - set(order):
-        unseen = "it has an argument that torch's does not have"
+        unseen = "this call has an argument that torch does not have"
     return AmpCall(view, node, origin, given, unseen)
 
 

@@ -91,8 +91,8 @@ class CastwiseAccelerator(Accelerator):
         """
         if accelerator._models or accelerator._optimizers:
             raise StateError(
-                f"CastwiseAccelerator.adopt: this {type(accelerator).__name__} has prepared models or optimizers already; give it the "
-                "plan before its first prepare"
+                f"CastwiseAccelerator.adopt: this {type(accelerator).__name__} has prepared models or optimizers already; call "
+                "adopt before the accelerator's first prepare"
             )
         kind = type(accelerator)
         accelerator.__class__ = (
@@ -118,14 +118,13 @@ class CastwiseAccelerator(Accelerator):
             raise StateError(
                 f"CastwiseAccelerator(plan={_shown(plan)}): Accelerate runs {self.distributed_type.name} here, which sets its "
                 f"own precision. Allowed: one process, or DistributedDataParallel on several. To shard by FSDP2 under a plan, "
-                f"use "
-                "castwise.Amp in a loop of your own: amp.fully_shard(model), then amp.prepare(model, optimizer)"
+                "use castwise.Amp in a loop of your own: amp.fully_shard(model), then amp.prepare(model, optimizer)"
             )
         if isinstance(plan, Amp):
             if plan.device_type != self.device.type:
                 raise StateError(
-                    f"CastwiseAccelerator({plan!r}): this accelerator is for {self.device.type!r}. Make the session for it, "
-                    f"castwise.Amp({str(plan.plan)!r}, device={self.device.type!r}), or give the plan alone"
+                    f"CastwiseAccelerator({plan!r}): this accelerator is for {self.device.type!r}. Make the session for this device, "
+                    f"castwise.Amp({str(plan.plan)!r}, device={self.device.type!r}), or give the plan instead of a session"
                 )
             self.amp = plan
         else:
@@ -209,7 +208,7 @@ class CastwiseAccelerator(Accelerator):
             self._take_in(model, [raw], False)
         if not self.amp.holds(raw):
             raise StateError(
-                f"prepare({type(raw).__name__}): it updates no model that this accelerator has prepared; give both to one call: "
+                f"prepare({type(raw).__name__}): this optimizer updates no model that this accelerator has prepared; give model and optimizer to one call: "
                 "accelerator.prepare(model, optimizer)"
             )
         placed = self.device_placement if device_placement is None else device_placement
@@ -237,7 +236,7 @@ class CastwiseAccelerator(Accelerator):
         if owner is not None and owner is not amp:
             if owner not in _made:
                 raise StateError(
-                    f"prepare({type(model).__name__}): {owner!r} has prepared it already, and this accelerator would by "
+                    f"prepare({type(model).__name__}): {owner!r} has prepared this model already, but this accelerator has "
                     f"{amp!r}. Give the accelerator that session instead of a plan, or close() it first"
                 )
             owner.close()
@@ -289,8 +288,8 @@ class CastwiseAccelerator(Accelerator):
         else:
             raise StateError(
                 f"backward(learning_rate={learning_rate!r}): none of the optimizers that were prepared updates weights inside "
-                f"the backward, as LOMO does, so this argument has no effect. Leave it out: the optimizer's groups hold the "
-                f"rate"
+                f"the backward, as LOMO does, so this argument has no effect. Leave it out, and set the learning rate in the "
+                f"optimizer's param_groups"
             )
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
@@ -406,6 +405,6 @@ def _refuse_two(plan: Amp | Plan | str | os.PathLike[str], settings: Mapping[str
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise PlanError(
             f"CastwiseAccelerator(plan={_shown(plan)}) together with {given}: two settings of precision at once. Allowed: the plan "
-            "alone, with loss_scale= in it to start from another scale. Leave the other out, also of "
-            "`accelerate launch --mixed_precision`, of its configuration file and of ACCELERATE_MIXED_PRECISION"
+            "alone, whose loss_scale= sets the initial scale. Remove the other setting, also from "
+            "`accelerate launch --mixed_precision`, from its configuration file and from ACCELERATE_MIXED_PRECISION"
         )

@@ -74,7 +74,7 @@ class CastwiseMixin:
             plan = self._plan.plan if isinstance(self._plan, Amp) else self._plan
             raise PlanError(
                 f"{type(self).__name__}(plan={str(plan)!r}) together with {', '.join(given)}: two settings of precision at once. "
-                "Allowed: the plan alone. Leave the other out of TrainingArguments and of the environment, or train with "
+                "Allowed: the plan alone. Remove the other setting from TrainingArguments and the environment, or train with "
                 "transformers.Trainer without a plan"
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]

@@ -20,7 +20,7 @@ def check_version(library: str) -> None:
     installed = importlib.metadata.version(library)
     if installed.split(".")[:2] != TESTED[library].split("."):
         warnings.warn(
-            f"castwise.integrations.huggingface is tested with {library} {TESTED[library]}, and this is {installed}: install "
-            f"'{library}=={TESTED[library]}.*', or compare a short run with the same plan in a loop of your own first",
+            f"castwise.integrations.huggingface is tested with {library} {TESTED[library]}, but {installed} is installed: install "
+            f"'{library}=={TESTED[library]}.*', or first compare a short run with the same plan in a loop of your own",
             stacklevel=3,
         )

@@ -44,8 +44,8 @@ def _say_what_to_use(strategy: type, name: str) -> None:
     def put(self: Any, precision: Any) -> None:
         if isinstance(precision, CastwisePrecision):
             raise StrategyError(
-                f"{precision}: {strategy.__name__} takes no precision plug-in but Lightning's own FSDPPrecision. Shard by FSDP2: "
-                "strategy=ModelParallelStrategy(...), and precision.fully_shard(model, mesh=device_mesh['data_parallel']) where it is "
+                f"{precision}: {strategy.__name__} takes no precision plug-in but Lightning's own FSDPPrecision. Shard with FSDP2 instead: "
+                "strategy=ModelParallelStrategy(...), and precision.fully_shard(model, mesh=device_mesh['data_parallel']) where the model is "
                 "parallelized"
             )
         setting.fset(self, precision)

@@ -180,7 +180,11 @@ class CastwisePrecision(Precision):
             except AttributeError:
                 raise PlanError(
                     f"CastwisePrecision(model={path!r}): {type(module).__name__} has no submodule of that path. "
-                    f"Allowed: {', '.join(map(repr, known)) or 'none, since it has none'}, and those below."
+                    + (
+                        f"Allowed: {', '.join(map(repr, known))}, and their submodules."
+                        if known
+                        else "It has no submodules."
+                    )
                 ) from None
         return roots
 
@@ -189,13 +193,13 @@ class CastwisePrecision(Precision):
         whole = isinstance(module, LightningModule) and self._paths is None
         if whole and getattr(module, "_compiler_ctx", None) is not None:
             raise StateError(
-                f"CastwisePrecision: this {kind} is compiled already, its training step too, and a plan must be applied before compiling. Give "
-                "the Trainer the module itself, and compile by CastwisePrecision('...+compile=default', model='...')"
+                f"CastwisePrecision: this {kind} is compiled already with its training step, but a plan must be applied before compiling. Give "
+                "the Trainer the uncompiled module, and compile with CastwisePrecision('...+compile=default', model='...')"
             )
         if whole and self.plan.compile != "as_given":
             raise StateError(
-                f"CastwisePrecision({str(self.plan)!r}): the plan compiles the model, and {kind} is called by its steps. Name what is "
-                "to be compiled: CastwisePrecision(plan, model='net')"
+                f"CastwisePrecision({str(self.plan)!r}): the plan compiles the model, but {kind} is called by its steps. Name the "
+                "submodule to compile: CastwisePrecision(plan, model='net')"
             )
         optimizers = [*optimizers]
         self._own_steps = frozenset(step for step in _STEPS if step in vars(module)) if whole else frozenset()
@@ -248,10 +252,9 @@ class CastwisePrecision(Precision):
         averaging = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _AVERAGING)]
         if self.plan.stores_low and averaging:
             warnings.warn(
-                f"The average that Lightning's {averaging[0]} keeps is of weights rounded to {self.plan.compute}, and is itself rounded "
-                f"when the model takes it, since the plan {self.plan} stores parameters low. Average with "
-                f"castwise.AveragedModel(model), "
-                "or use a plan that stores them in fp32.",
+                f"Lightning's {averaging[0]} averages weights that are rounded to {self.plan.compute}, and the average is rounded again "
+                f"when it is copied into the model, because the plan {self.plan} stores parameters low. Average with "
+                "castwise.AveragedModel(model), or use a plan that stores parameters in fp32.",
                 stacklevel=2,
             )
         return model, optimizers, [Resting(config, self) for config in lr_schedulers]
@@ -294,8 +297,8 @@ class CastwisePrecision(Precision):
             self._waiting.append(module)
         else:
             raise StateError(
-                f"CastwisePrecision({str(self.plan)!r}): the plan stores parameters low, so a module that is wrapped is prepared with "
-                "its optimizer. Call fabric.setup(model, optimizer) in place of setup_module and setup_optimizers"
+                f"CastwisePrecision({str(self.plan)!r}): the plan stores parameters low, so a module that is wrapped must be prepared with "
+                "its optimizer. Call fabric.setup(model, optimizer) instead of setup_module and setup_optimizers"
             )
 
     def _join(self, optimizers: Sequence[Optimizer]) -> None:
@@ -383,7 +386,7 @@ class CastwisePrecision(Precision):
         if dtype in {torch.float32, *(_DTYPES[name] for name in formats if name in _DTYPES)}:
             return []
         return [
-            f"{who} is called in torch.autocast({kind!r}, dtype={dtype}) under the plan {self.plan}, which are two precision settings "
+            f"{who} is called in torch.autocast({kind!r}, dtype={dtype}) under the plan {self.plan}: two precision settings "
             "at once. Remove the autocast block, or put its format into a region of the plan"
         ]
 
@@ -423,17 +426,15 @@ class CastwisePrecision(Precision):
         if not self.amp.holds(optimizer):
             if self.plan.loss_scale is not None:
                 raise StateError(
-                    f"{type(optimizer).__name__}.step(): {self} has not prepared this optimizer, which updates no parameter "
-                    f"under the plan or was made in the middle of a fit, and the gradients still hold the loss scale. Use one "
-                    f"optimizer with parameter groups; name each part that is trained, model=['net', 'other']; keep the "
-                    f"optimizers that "
-                    "configure_optimizers "
-                    "made; or use a plan without a loss scale, such as 'bf16-mixed'"
+                    f"{type(optimizer).__name__}.step(): {self} has not prepared this optimizer, because it updates no "
+                    "parameter under the plan or was made during the fit; the gradients still contain the loss scale. Use one "
+                    "optimizer with parameter groups; or name each part that is trained, model=['net', 'other']; or keep the "
+                    "optimizers that configure_optimizers made; or use a plan without a loss scale, such as 'bf16-mixed'"
                 )
             return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
         if kwargs:
             raise StateError(
-                f"{type(optimizer).__name__}.step({', '.join(kwargs)}): under a plan a step takes a closure and nothing else. Set "
+                f"{type(optimizer).__name__}.step({', '.join(kwargs)}): under a plan step takes only a closure. Set "
                 "options in optimizer.param_groups"
             )
         values: list[Any] = []
@@ -499,7 +500,7 @@ def _check_release() -> None:
     release = lightning.__version__
     if release.split(".")[:2] != _TESTED.split("."):
         warnings.warn(
-            f"CastwisePrecision was tested with Lightning {_TESTED}, and this is {release}, whose precision hooks may differ; "
-            f"install 'lightning=={_TESTED}.*' where something fails.",
+            f"CastwisePrecision was tested with Lightning {_TESTED}, but {release} is installed, whose precision hooks may differ; "
+            f"if something fails, install 'lightning=={_TESTED}.*'.",
             stacklevel=3,
         )

@@ -91,12 +91,12 @@ def check_alone(module: nn.Module, amp: Amp) -> None:
     kind = type(module).__name__
     if torch.is_autocast_enabled(amp.device_type):
         raise StateError(
-            f"CastwisePrecision({str(amp.plan)!r}): {kind} is set up inside torch.autocast, which are two precision settings at once. "
+            f"CastwisePrecision({str(amp.plan)!r}): {kind} is set up inside torch.autocast: two precision settings at once. "
             "Remove the autocast block; the plan casts"
         )
     for name, value in vars(module).items():
         if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
             raise StateError(
-                f"CastwisePrecision({str(amp.plan)!r}): {kind}.{name} is a GradScaler, which are two loss scales at once. Remove it; "
+                f"CastwisePrecision({str(amp.plan)!r}): {kind}.{name} is a GradScaler: two loss scales at once. Remove it; "
                 "a plan such as 'fp16-mixed' scales the loss"
             )

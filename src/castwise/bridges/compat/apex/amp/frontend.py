@@ -78,7 +78,7 @@ def initialize(
     _amp_state.loss_scalers = []
     if _end_casts():
         maybe_print(
-            "amp.initialize was called again: the casts of an earlier call with O1 end here.  Call it once, "
+            "amp.initialize was called again: the casts of an earlier call with O1 end here.  Call amp.initialize once, "
             "with lists of all models and optimizers, to keep them.",
             True,
         )

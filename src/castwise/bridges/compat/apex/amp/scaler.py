@@ -101,7 +101,7 @@ class LossScaler:
         if self._stuck >= _PATIENCE and not self._min_loss_scale:
             raise LossScaleError(
                 f"amp.scale_loss: gradients were not finite {self._stuck} times in a row with the loss scale at {floor:.3g}, "
-                "so no smaller scale would cure it. Look for NaN or huge values in the data, the weights and the loss, "
+                "so a smaller scale would not help. Look for NaN or huge values in the data, the weights and the loss, "
                 "lower the learning rate, or initialize with cast_model_type=torch.bfloat16 and opt_level='O2'."
             )
         return True

@@ -115,7 +115,7 @@ def _checked(closure: Callable[[], Any], stash: Stash) -> Callable[[], Any]:
         overflow, stash.overflow = stash.overflow, None
         if overflow is not None:
             raise RuntimeError(
-                f"{_NO_CLOSURES} The gradients of this one overflowed inside the step; the loss scale is "
+                f"{_NO_CLOSURES} The gradients of this closure overflowed inside the step; the loss scale is "
                 f"{overflow[1].loss_scale()} now. Step again, or initialize with a fixed loss_scale."
             )
         return value

@@ -51,5 +51,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
         return None
     world = dist.get_world_size()
     if group_size > world or world % group_size:
-        raise ValueError(f"create_syncbn_process_group({group_size}): must divide the {world} ranks")
+        raise ValueError(
+            f"create_syncbn_process_group({group_size}): group_size must divide the number of ranks, {world}"
+        )
     return dist.new_subgroups(group_size)[0]

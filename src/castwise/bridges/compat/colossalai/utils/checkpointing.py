@@ -24,7 +24,7 @@ def _session(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     amp = Amp.of(parts[0])
     if amp is None:
         raise StateError(
-            "save_checkpoint and load_checkpoint take the model of an engine (engine.model): this one was not prepared by "
+            "save_checkpoint and load_checkpoint take the model of an engine (engine.model): this model was not prepared by "
             "colossalai.initialize or convert_to_amp"
         )
     optimizers = () if optimizer is None else getattr(optimizer, "optimizer", optimizer)

@@ -29,5 +29,5 @@ def report_memory_usage(message: str, logger: Any = None, report_cpu: bool = Fal
     if report_cpu or not parts:
         import resource
 
-        parts.append(f"process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.1f} MiB at most")
+        parts.append(f"process peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.1f} MiB")
     print_rank_0(f"{message}: {', '.join(parts)}", logger)

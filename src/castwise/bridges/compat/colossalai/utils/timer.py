@@ -32,7 +32,7 @@ class Timer:
     def stop(self, keep_in_history: bool = False) -> float:
         """Stop, and keep the interval if requested; waits for the device. Returns its length in seconds."""
         if self._begun_s is None:
-            raise StateError("Timer.stop: it was not started; call start() first")
+            raise StateError("Timer.stop: the timer was not started; call start() first")
         synchronize()
         self._elapsed_s = time.perf_counter() - self._begun_s
         self._begun_s = None

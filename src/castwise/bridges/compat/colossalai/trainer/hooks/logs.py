@@ -172,7 +172,7 @@ class TensorboardHook(BaseHook):
         if ranks is None or rank in ranks:
             if not is_no_pp_or_last_stage():
                 raise StateError(
-                    f"TensorboardHook(ranks={ranks!r}): rank {rank} is not in the last stage of the pipeline, which alone has "
+                    f"TensorboardHook(ranks={ranks!r}): rank {rank} is not in the last stage of the pipeline, and only that stage has "
                     "metrics; give the ranks of the last stage"
                 )
             from torch.utils.tensorboard import SummaryWriter
