@@ -49,19 +49,24 @@ class LossLine:
         median, spread = self._line()
         return median + SPREADS * spread
 
-    def check(self, step: int, loss: float) -> str:
-        """Record a finite loss; return a clause that says why it has diverged, or an empty string if it has not."""
+    def check(self, step: int, loss: float, made: bool = True) -> str:
+        """Record a finite loss; return a clause that says why it has diverged, or an empty string if it has not.
+
+        The losses of steps that were not made, since gradients were not finite, do not move the line. One of them alone is
+        no divergence: its update did no damage.
+        """
         if len(self._recent) < LEAST:
-            self._take(step, loss)
+            if made:
+                self._take(step, loss)
             return ""
         median, spread = self._line()
         if loss <= median + SPREADS * spread:
-            for one in (*self.suspects, (step, loss)):
+            for one in (*self.suspects, (step, loss)) if made else ():
                 self._take(*one)  # the suspects before it were harmless
             self.suspects = []
             return ""
         self.suspects.append((step, loss))
-        if loss > max(self._start, median) + FAR * spread:
+        if made and loss > max(self._start, median) + FAR * spread:
             return f"the loss {loss:.4g} is {(loss - median) / spread:.0f} robust standard deviations above the median {median:.4g}"
         if len(self.suspects) >= PERSISTENT:
             low = min(value for _, value in self.suspects)
@@ -76,6 +81,10 @@ class LossLine:
         self._seen += 1
         if self._seen <= LEAST:
             self._start = max(self._start, loss)
+
+    def last(self, since: int, step: int) -> int | None:
+        """The last step from ``since`` to before ``step`` that was made with a normal loss."""
+        return next((one for one, _ in reversed(self._recent) if since <= one < step), None)
 
     def back_to(self, step: int) -> None:
         """Discard the losses from a step on."""

@@ -21,23 +21,29 @@ class Progress:
         failed: Number of returns since the last progress. A return after which a batch is skipped is progress.
         furthest: The last diverged step.
         skipped: The last steps whose batches were skipped after a return.
+        updates: Those that were skipped since the last progress because their update damaged the weights.
     """
 
     attempts: int
     failed: int = 0
     furthest: int = -1
     skipped: deque[int] = field(default_factory=lambda: deque(maxlen=MOST))
+    updates: set[int] = field(default_factory=set)
 
     def diverged(self, first: int, last: int) -> None:
         """Note a divergence: one well beyond all earlier ones has a new cause."""
         if first > self.furthest + PERSISTENT:
-            self.failed = 0
+            self._start_again()
         self.furthest = max(self.furthest, first, last)
 
     def confirmed(self, step: int) -> None:
         """Note a good state before a step."""
         if step > self.furthest + 1:
-            self.failed = 0
+            self._start_again()
+
+    def _start_again(self) -> None:
+        self.failed = 0
+        self.updates.clear()
 
     def stuck(self, step: int) -> str:
         """Why another return is pointless, in a clause; empty if it is not."""

@@ -253,8 +253,7 @@ class Recovery(OfThisProcess, Result):
         step, data = self.step, self._data
         if not self._symptoms.unmoved:
             return False
-        before = data.made(self._states.all[-1].step, step)
-        found = in_data(data.moments_of(step), data.moments_of(before[-1]) if before else [], self._ranks)
+        found = in_data(data.moments_of(step), self._before(self._states.all[-1].step, step)[1], self._ranks)
         if not found or not self._is_finite():
             return False
         data.passed.add(step)
@@ -316,7 +315,9 @@ class Recovery(OfThisProcess, Result):
         if why := self._progress.stuck(first):
             self._stop(symptom, first, why)
             return
-        good, limit = self._states.before(first, self._accidents.get(first, 0)), self._symptoms.limit
+        self._data.passed -= self._progress.updates  # skipping these did not help
+        earlier = max(self._accidents.get(first, 0), self._progress.failed)
+        good, limit = self._states.before(first, earlier), self._symptoms.limit
         self._return_to(good)
         self._suspect = _Suspect(first, good.step, symptom, limit)
 
@@ -329,7 +330,7 @@ class Recovery(OfThisProcess, Result):
         if not self._is_finite():
             tried = tuple(one for one in self.returns if not one.needed_no_return)
             raise DivergedError(gave_up(first, symptom, tried[-self._progress.attempts :], self._folder))
-        good, high = self._states.before(first, 0), self._symptoms.high
+        good, high = self._states.before(min([first, *self._progress.updates]), 0), self._symptoms.high
         again = {step for step in self._progress.skipped if step >= good.step}
         self._data.passed -= again
         self._return_to(good)
@@ -367,14 +368,13 @@ class Recovery(OfThisProcess, Result):
         """With the good weights restored, find the cause of a divergence and remove it."""
         data, spoilt = self._data, self._data.spoilt
         moments = data.moments_of(suspect.step)
-        made = data.made(suspect.to_step, suspect.step)
+        last, before = self._before(suspect.to_step, suspect.step)
         if suspect.step in spoilt:
             found = Diagnosis(
                 "batch",
                 "the step's batch was overwritten after the loader returned it, so the step cannot be repeated",
             )
         else:
-            before = data.moments_of(made[-1]) if made else []
             found = agreed(
                 diagnose(self._amp, self._inner, self._loss, moments, before, suspect.limit, self._ranks)
             )
@@ -400,9 +400,11 @@ class Recovery(OfThisProcess, Result):
         else:
             self._progress.failed += 1
         if found.cause == "update":
-            self._skip(made[-1])
+            assert last is not None
+            self._skip(last)
+            self._progress.updates.add(last)
             self._return_to(self._states.all[-1])
-            action = f"step {made[-1]} is skipped"
+            action = f"step {last} is skipped"
         elif found.cause == "transient":
             self._accidents[suspect.step] = self._accidents.get(suspect.step, 0) + 1
         lost = sum(step >= suspect.to_step for step in spoilt - {suspect.step})
@@ -413,8 +415,13 @@ class Recovery(OfThisProcess, Result):
             )
         self._suspect = None
         self._log(suspect, found, action)
-        if made and found.cause == "batch":  # so that the next bad batch costs no repeated steps
+        if before and found.cause == "batch":  # so that the next bad batch costs no repeated steps
             self._save_state()
+
+    def _before(self, since: int, step: int) -> tuple[int | None, list[Moment]]:
+        """The last step since ``since`` that was made with a normal loss, and its batches, if they can be repeated."""
+        last = self._symptoms.last_normal(since, step)
+        return last, [] if last is None or last in self._data.spoilt else self._data.moments_of(last)
 
     def _skip(self, step: int) -> None:
         self._data.passed.add(step)

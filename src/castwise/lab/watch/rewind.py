@@ -73,10 +73,6 @@ class Rewind:
         """End a step: the next new batch belongs to a later one."""
         self._next_step = max(self._next_step, step + 1)
 
-    def made(self, since: int, step: int) -> list[int]:
-        """The steps from ``since`` to before ``step`` that are not skipped."""
-        return [one for one in range(since, step) if one not in self.passed | self.spoilt]
-
     def moments_of(self, step: int) -> list[Moment]:
         """The kept batches of a step."""
         return [one.moment for one in self._kept if one.step == step]

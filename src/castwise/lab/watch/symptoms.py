@@ -115,9 +115,11 @@ class Symptoms:
             return f"the loss is {value}", step
         if len(self._skips) >= STREAK:
             return f"{STREAK} steps in a row were skipped because gradients are not finite", self._skips[0]
-        if skipped or not known or not self.spikes:
+        if not known:
             return "", step
-        said = self._line.check(step, value)
+        said = self._line.check(step, value, not skipped)
+        if not self.spikes:
+            self._line.suspects, said = [], ""
         self.high = bool(said)
         return said, self._line.suspects[0][0] if said else step
 
@@ -125,6 +127,10 @@ class Symptoms:
         """Whether a skipped step is more than the loss scale's search."""
         scale = self._amp.plan.loss_scale
         return scale is None or not scale.dynamic or self._amp.get_scale() <= 1.0
+
+    def last_normal(self, since: int, step: int) -> int | None:
+        """The last step from ``since`` to before ``step`` that was made with a normal loss."""
+        return self._line.last(since, step)
 
     def back_to(self, step: int) -> None:
         """Discard observations from a step on."""
