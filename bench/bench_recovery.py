@@ -1,10 +1,9 @@
 """Is a training with ``castwise.Recovery`` at least as good as one with ``nonfinite="skip"`` alone, and what does the recovery cost?
 
-Two built-in workloads are trained for 160 steps under fp16-mixed, undisturbed and with each of 19 kinds of trouble, with a recovery
-(good states every 50 steps) and with ``nonfinite="skip"`` alone, from three seeds. A loss is the mean over the last 30 steps, without the steps
-whose data were spoilt; a run that ends in an error, or whose loss is not finite, counts as infinite. ``at_least_as_good``: from each seed the
-loss with the recovery is at most the loss with skip alone plus one standard deviation of the undisturbed runs. ``in_band``: the loss is no more
-than three standard deviations above their mean. Undisturbed runs with and without a recovery alternate and are timed, with good
+Built-in workloads are trained for 120 steps under fp16-mixed, undisturbed and with kinds of trouble (19 on ``sine``, 4 on a vision
+transformer), with a recovery (good states every 40 steps) and with ``nonfinite="skip"`` alone, from three seeds. A loss is the mean over the last
+30 steps, without the steps whose data were spoilt; a run that ends in an error, or whose loss is not finite, counts as infinite.
+``at_least_as_good``: from each seed the loss with the recovery is at most 1.05 times the loss with skip alone. ``in_band``: the loss is no more than three standard deviations above their mean. Undisturbed runs with and without a recovery alternate and are timed, with good
 states every 100 steps. Trouble that depends on a step happens again each time the step is repeated, except for "once".
 """
 
@@ -26,8 +25,8 @@ from castwise.lab.passes.isolation import seed_all
 from castwise.lab.workloads.workload import Workload, find_workload
 from common import Results, arguments
 
-STEPS, LAST, HIT, LATE, EVERY = 160, 30, 90, 110, 50
-BAND, SEEDS = 5, 3
+STEPS, LAST, HIT, LATE, EVERY = 120, 30, 70, 85, 40
+BAND, SEEDS = 4, 3
 JOBS = {"sine?size=16&hidden=32": ("head", 1, "head"), "digits?model=vit&width=32": ("patches", 0, "head")}
 """By workload: the module next to which ``Loud`` is put, the part of a batch that is spoilt, the module whose weights are."""
 ALL = range(STEPS)
@@ -49,6 +48,8 @@ OTHERS = (
     "optimizer state destroyed, once", "huge gradient, finite loss", "learning rate times 1000 for one step",
     "learning rate times 100 for good", "a module overflows fp16 for one step", "a module overflows fp16 for good",
 )  # fmt: skip
+KINDS = dict(zip(JOBS, ((*DATA, *OTHERS), (*list(DATA)[:2], OTHERS[0], OTHERS[-1])), strict=True))
+"""By workload."""
 
 
 class Loud(nn.Module):
@@ -143,7 +144,11 @@ class Run:
         if self.kind.startswith("a module overflows"):
             loud = step + 1 == HIT if self.kind.endswith("one step") else step + 1 >= LATE
             getattr(self.model, self.place).gain.fill_(1e6 if loud else 1.0)
-        if not self.kind.endswith("once") or step != (99 if "good state" in self.kind else HIT) or self.hits:
+        if (
+            not self.kind.endswith("once")
+            or step != (2 * EVERY - 1 if "good state" in self.kind else HIT)
+            or self.hits
+        ):
             return
         self.hits += 1
         inner = getattr(self.model, self.weights)
@@ -202,7 +207,7 @@ def main() -> None:
                     "step_ms": 1e3 * statistics.median(run.step_s for run in plain),
                     "watched_over_plain": statistics.median(a.step_s / b.step_s for a, b in zip(watched, plain, strict=True)),
                 })  # fmt: skip
-                for kind in (*DATA, *OTHERS):
+                for kind in KINDS[name]:
                     results.add(_hit(name, kind, statistics.fmean(ends), statistics.stdev(ends)))
         rows = [row for row in results.rows if "at_least_as_good" in row]
         good = sum(row["at_least_as_good"] for row in rows)
@@ -217,7 +222,7 @@ def _hit(name: str, kind: str, mean: float, spread: float) -> dict[str, Any]:
     top = mean + 3 * spread
     return {
         "workload": name, "kind": kind, "seeds": SEEDS, "losses": [run.last for run in with_it],
-        "skip_alone": [run.last for run in without], "at_least_as_good": all(a.last <= b.last + spread for a, b in pairs),
+        "skip_alone": [run.last for run in without], "at_least_as_good": all(a.last <= 1.05 * b.last for a, b in pairs),
         "in_band": sum(run.last <= top for run in with_it), "skip_alone_in_band": sum(run.last <= top for run in without),
         "returns": len(returns), "skipped_without_return": len(records) - len(returns),
         "stopped": sum(one.cause == "unknown" for one in returns), "causes": sorted({one.cause for one in records}),

@@ -368,7 +368,8 @@ def wrong(count: int, steps: range, by: float = 40.0) -> Iterator[Batch]:
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
 def test_twenty_mislabelled_batches_in_a_row_are_skipped(plan: str, tmp_path: Path) -> None:
     run = with_it(tmp_path, wrong(160, range(50, 70)), nothing, plan)
-    assert [one.step for one in run.recovery.returns] == [*range(50, 70)]
+    # under a loss scale these steps overflow and are skipped: fewer than five in a row need no return
+    assert [one.step for one in run.recovery.returns] == [*range(50, 70 if plan == "bf16-mixed" else 66)]
     assert run.recovery.returns[1].to_step == 50  # nothing is repeated: the state at the first is a good one
     other = alone(wrong(160, range(50, 70)), nothing, plan)
     assert run.end() < other.end()
