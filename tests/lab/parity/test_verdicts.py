@@ -303,8 +303,8 @@ def test_without_an_optimizer_parameters_stored_low_are_undecided() -> None:
     found = castwise.parity(Framed(nn.GELU()), _loss, _batches, "bf16-true")
     assert found.verdict == "undecided"
     assert found.reason.endswith(
-        "; but parameters are stored low without masters: give optimizer= to measure how many updates rounding "
-        "drops"
+        "; but parameters are stored low without masters: give optimizer= to measure how much of its updates rounding "
+        "loses"
     )
 
 

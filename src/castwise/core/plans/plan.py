@@ -171,6 +171,13 @@ class Plan:
         )
 
     @property
+    def lacks_masters(self) -> bool:
+        """Whether parameters of the model or of a region are stored low without fp32 masters."""
+        return self.master == "none" and (
+            self.stores_low or any(region.params in LOW for region in self.regions)
+        )
+
+    @property
     def autocasts(self) -> bool:
         """Whether operators are autocast to the plan's own compute format."""
         return self.compute in LOW and (self.rules != "none" or bool(self.ops))

@@ -68,23 +68,28 @@ def check_fused(optimizer: Optimizer) -> None:
         )
 
 
+def fuses_low(optimizer: Optimizer, device_type: str) -> bool:
+    """Whether the fused kernel updates parameters stored in bf16 or fp16.
+
+    torch's fused SGD on a CPU silently leaves most elements of such parameters unchanged.
+    """
+    return not (isinstance(optimizer, SGD) and device_type == "cpu")
+
+
 def check_updates(optimizer: Optimizer) -> None:
     """Check that an optimizer's kernel updates parameters in their storage format.
 
-    torch's fused SGD on a CPU silently leaves most elements of bf16 and fp16 parameters unchanged. Adam's
-    usual ``eps`` of 1e-8 is zero in fp16, where an element without a gradient becomes 0 / 0; a warning says so.
+    Adam's usual ``eps`` of 1e-8 is zero in fp16, where an element without a gradient becomes 0 / 0; a warning says so.
 
     Raises:
-        DeviceError: It is fused SGD on such parameters.
+        DeviceError: It is fused SGD on parameters that :func:`fuses_low` excludes.
     """
     _check_eps(optimizer)
-    if not isinstance(optimizer, SGD):
-        return
     for group in optimizer.param_groups:
         low = {
             p.dtype
             for p in group["params"]
-            if p.requires_grad and p.device.type == "cpu" and p.dtype in LOW_DTYPES
+            if p.requires_grad and p.dtype in LOW_DTYPES and not fuses_low(optimizer, p.device.type)
         }
         if group.get("fused") and low:
             raise DeviceError(

@@ -1,12 +1,28 @@
-"""Updates dropped by rounding, which stall a run whose parameters are stored low without masters.
+"""The optimizer's updates under plans that store parameters low: correct gradients say nothing about them.
 
-The gradient test cannot detect this, since the gradients are correct.
+A copy of the model is trained in fp32. After 1, 4, 16, 64 and 256 steps, each of the next steps is taken twice from the same
+weights, gradients and optimizer state: in fp32, and as the plan stores them, by the plan's own optimizer. So this test sees
+
+- updates that rounding drops, because they are small beside the weights that they change;
+- an optimizer whose own arithmetic fails in the format: in fp16 Adam's eps of 1e-8 is 0, and so are its second moments.
+
+What counts is the share of fp32's *update* that is missing, not the number of elements: SGD often drops half of the elements
+without harm, since they hold little of the update. Each group of the optimizer is tested by itself, since a small group can
+stand still while the whole moves. Updates shrink while a model learns, so late steps are tested too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+import inspect
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,63 +30,132 @@ from torch import Tensor, nn
 
 from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
-from castwise.core.plans.formats import FORMATS
+from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import Plan
 from castwise.lab.passes.isolation import seed_all
+from castwise.lab.passes.passes import under
 
-LOST = 0.5
-"""A run stalls if the plan drops more than this share of the updates."""
+LOST = 0.05
+"""Maximum share of a group's update that a plan may lose.
+
+Source: bench/results/updates-cpu.json, by bench/bench_updates.py.
+"""
+FAR = 0.5
+"""Maximum share by which a plan may move a group further than fp32 does."""
+AFTER = (1, 4, 16, 64, 256)
+"""Numbers of fp32 steps after which the plan's steps are compared with fp32's."""
+COMPARED = 3
+"""Number of steps compared each time."""
 WARM_STEPS = 4
-"""Steps before the observed one: an optimizer's first step differs from later ones."""
+"""Steps before the one that :func:`one_update` observes: an optimizer's first step differs from later ones."""
+
+Loss = Callable[[nn.Module, Any], Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def lost_updates(
+@dataclass(frozen=True)
+class UpdateLoss:
+    """How a plan's updates differ from fp32's.
+
+    Attributes:
+        lost: Share of a group's update that the plan loses, the worst over groups and steps; below 0 if it moves too far.
+        where: The worst group, by its parameters.
+        step: Number of the worst step.
+        steps: Number of the last step that was compared.
+        broken: A clause about the first tensor that the plan's optimizer made non-finite, or an empty string.
+    """
+
+    lost: float = 0.0
+    where: str = ""
+    step: int = 0
+    steps: int = 0
+    broken: str = ""
+
+    @property
+    def why(self) -> str:
+        """Why the plan cannot be used, as a clause; empty if its updates are sound."""
+        if self.broken:
+            return self.broken
+        if self.lost > LOST:
+            return f"rounding loses {self.lost:.0%} of the optimizer's update of {self.where} at step {self.step}"
+        if self.lost < -FAR:
+            return f"a step of the optimizer moves {self.where} {1.0 - self.lost:.2g} times as far as in fp32 at step {self.step}"
+        return ""
+
+    @property
+    def severity(self) -> float:
+        """The loss relative to the line above which a plan fails."""
+        return math.inf if self.broken else max(self.lost / LOST, -self.lost / FAR)
+
+
+def update_loss(
     model: nn.Module,
-    loss: Callable[[nn.Module, Any], Tensor],
+    loss: Loss,
     batches: Iterator[Any],
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    optimizer: MakeOptimizer,
     plan: Plan,
     device: torch.device,
     seed: int = 0,
-) -> float | None:
-    """The share of elements with a nonzero update that rounding to their storage format drops.
+    until: float | None = None,
+) -> UpdateLoss | None:
+    """Compare steps of the plan's own optimizer with fp32's, early and late in a training.
 
-    A copy of the model is trained in fp32 for a few steps; the last update is then added to the rounded weights.
-    None for plans that do not store parameters low, or that keep masters.
+    None for plans that do not store parameters low. With masters only early steps are compared, since nothing is rounded.
+    After ``until``, a time of ``time.monotonic``, no later steps are compared; the first ones always are.
     """
-    if not plan.stores_low or plan.keeps_masters:
+    if not (plan.lacks_masters or plan.keeps_masters):
         return None
-    dtype = FORMATS[plan.compute].dtype
-    moved = lost = 0
-    for _, old, update in one_update(model, loss, batches, optimizer, device, seed):
-        changes = update != 0
-        moved += int(changes.sum())
-        if old.is_floating_point() and old.dtype is not torch.float64:  # plans store no other tensors low
-            lost += int((changes & (stored_change(old, update, dtype) == 0)).sum())
-    return lost / moved if moved else 0.0
+    training = _Training(model, loss, batches, optimizer, device, seed)
+    found = UpdateLoss()
+    for after in AFTER if plan.lacks_masters else AFTER[:2]:
+        while training.steps < after:
+            if training.steps >= AFTER[1] and until is not None and time.monotonic() > until:
+                return found
+            training.step()
+        kept = [0.0] * len(training.groups)
+        whole = [0.0] * len(training.groups)
+        for _ in range(COMPARED):
+            training.backward()
+            before, own = training.values(), _own_step(training, plan)
+            training.update()
+            for index, group in enumerate(training.values()):
+                changes = [new - old for new, old in zip(group, before[index], strict=True)]
+                whole[index] += sum(_dot(change, change) for change in changes)
+                if not isinstance(own, str):
+                    kept[index] += sum(
+                        _dot(change, _changed(*change_of))
+                        for change, change_of in zip(
+                            changes, zip(before[index], changes, own[index], strict=True), strict=True
+                        )
+                    )
+            if not math.isfinite(sum(whole)):  # fp32 itself diverges
+                return found
+            if isinstance(own, str):
+                broken = f"{own} at step {training.steps}, where fp32 stays finite"
+                return dataclasses.replace(found, broken=broken, step=training.steps, steps=training.steps)
+        for where, own_kept, square in zip(training.groups, kept, whole, strict=True):
+            lost = 1.0 - own_kept / square if square else 0.0
+            here = dataclasses.replace(found, lost=lost, where=where, step=training.steps)
+            found = max(found, here, key=lambda one: one.severity)
+        found = dataclasses.replace(found, steps=training.steps)
+    return found
 
 
 def one_update(
     model: nn.Module,
-    loss: Callable[[nn.Module, Any], Tensor],
+    loss: Loss,
     batches: Iterator[Any],
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    optimizer: MakeOptimizer,
     device: torch.device,
     seed: int = 0,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Train a copy of the model in fp32 for a few steps; return name, weights and last update of each parameter."""
-    copied = copy.deepcopy(model).to(device)
-    widen_(copied)
-    optim = optimizer(copied.parameters())
-    before = []
-    for step in range(WARM_STEPS + 1):
-        batch = to_device(next(batches), device)
-        seed_all(seed + step)
-        before = [p.detach().clone() for p in copied.parameters()] if step == WARM_STEPS else []
-        optim.zero_grad()
-        loss(copied, batch).backward()
-        optim.step()
-    for (name, new), old in zip(copied.named_parameters(), before, strict=True):
+    training = _Training(model, loss, batches, optimizer, device, seed)
+    for _ in range(WARM_STEPS):
+        training.step()
+    before = [p.detach().clone() for p in training.model.parameters()]
+    training.step()
+    for (name, new), old in zip(training.model.named_parameters(), before, strict=True):
         yield name, old, new.detach() - old
 
 
@@ -79,3 +164,136 @@ def stored_change(weights: Tensor, update: Tensor, dtype: torch.dtype) -> Tensor
     stored = weights.to(dtype).float()
     moved = (stored + update).to(dtype).float()
     return torch.where(moved == stored, 0.0, moved - stored)
+
+
+class _Training:
+    """A copy of a model that is trained in fp32.
+
+    Attributes:
+        model: The copy.
+        optimizer: Its optimizer.
+        groups: Of each group of the optimizer, the parameters in words.
+        steps: Number of steps so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batches: Iterator[Any],
+        optimizer: MakeOptimizer,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.model = copy.deepcopy(model).to(device)
+        widen_(self.model)
+        self.make, self.device, self.steps = optimizer, device, 0
+        self.optimizer = optimizer(self.model.parameters())
+        names = iter(_names(self.model, self.optimizer))
+        self.groups = [
+            _in_words([next(names) for _ in group["params"]]) for group in self.optimizer.param_groups
+        ]
+        self._loss, self._batches, self._seed = loss, batches, seed
+        self._batch: Any = None
+
+    @property
+    def needs_closure(self) -> bool:
+        """Whether the optimizer's step computes gradients itself."""
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        return closure is not None and closure.default is inspect.Parameter.empty
+
+    def values(self) -> list[list[Tensor]]:
+        """Copies of the parameters, by group of the optimizer."""
+        return [[p.detach().clone() for p in group["params"]] for group in self.optimizer.param_groups]
+
+    def backward(self) -> None:
+        """Compute the gradients of the next batch."""
+        self._batch = to_device(next(self._batches), self.device)
+        self._evaluate()
+
+    def update(self) -> None:
+        """Let the optimizer take its step."""
+        self.optimizer.step(*((self._evaluate,) if self.needs_closure else ()))
+        self.steps += 1
+
+    def step(self) -> None:
+        """Take a whole step on the next batch."""
+        self.backward()
+        self.update()
+
+    def _evaluate(self) -> float:
+        seed_all(self._seed + self.steps)
+        self.optimizer.zero_grad()
+        value = self._loss(self.model, self._batch)
+        value.backward()
+        return float(value.detach())
+
+
+def _own_step(training: _Training, plan: Plan) -> list[list[Tensor | torch.dtype]] | str:
+    """The changes that the plan's optimizer makes from the training's weights, gradients and state, by group.
+
+    Instead of each change the format in which its parameter is stored, if the optimizer takes no step from given gradients or
+    state. A clause if a change is not finite.
+    """
+    model = copy.deepcopy(training.model)
+    optimizer = training.make(model.parameters())
+    names = _names(model, optimizer)
+    bare = dataclasses.replace(plan, loss_scale=None, compile="as_given")
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # what prepare warns of, such as eps in fp16, is tested here
+        stack.enter_context(under(bare, model, training.device, optimizer))
+        stored: list[list[Tensor | torch.dtype]] = [
+            [p.dtype for p in group["params"]] for group in optimizer.param_groups
+        ]
+        if training.needs_closure:
+            return stored
+        try:
+            optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        except Exception:  # of the optimizer's own class
+            return stored
+        for p, trained in zip(model.parameters(), training.model.parameters(), strict=True):
+            if trained.grad is not None:
+                p.grad = trained.grad.to(p.grad_dtype or p.dtype, copy=True)
+        before = [[p.detach().clone() for p in group["params"]] for group in optimizer.param_groups]
+        optimizer.step()
+        changes: list[list[Tensor | torch.dtype]] = [
+            [_wide(new) - _wide(old) for new, old in zip(group["params"], olds, strict=True)]
+            for group, olds in zip(optimizer.param_groups, before, strict=True)
+        ]
+    for name, change in zip(names, itertools.chain.from_iterable(changes), strict=True):
+        if isinstance(change, Tensor) and not bool(torch.isfinite(change).all()):
+            return f"a step of the optimizer in {plan.compute} makes {name} non-finite"
+    return changes
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A tensor in fp32 or, if it is wider, as it is."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _in_words(names: Sequence[str]) -> str:
+    """A group of parameters, by up to two names."""
+    more = len(names) - 2
+    others = f" and {more} other{'s' * (more > 1)}" if more > 0 else ""
+    return (", " if others else " and ").join(names[:2]) + others
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Paths of an optimizer's parameters, in its order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = optimizer.param_groups
+    return [names.get(id(p), "a tensor outside the model") for group in groups for p in group["params"]]
+
+
+def _changed(old: Tensor, change: Tensor, own: Tensor | torch.dtype) -> Tensor:
+    """The change that a plan's step makes, given itself or the format in which the parameter is stored."""
+    if isinstance(own, Tensor):
+        return own
+    return stored_change(old, change, own) if own in LOW_DTYPES else change
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    one, other = (torch.view_as_real(t) if t.is_complex() else t for t in (one, other))
+    return float((one.double() * other.double()).sum())

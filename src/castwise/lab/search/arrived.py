@@ -27,9 +27,9 @@ def arrival_notes(search: Search) -> Iterator[str]:
     elif search.as_given is None:
         yield "There is no row for the model as it was given: what it trains is stored in several formats."
     else:
-        lost = search.lost_as_given
-        dropped = "" if lost is None else f"; rounding drops {lost:.0%} of its updates"
-        yield f"{AS_GIVEN!r} is the model as it arrived, under {search.as_given}, and is never chosen{dropped}."
+        updates = search.updates_as_given
+        lost = f"; {updates.why}" if updates is not None and updates.why else ""
+        yield f"{AS_GIVEN!r} is the model as it arrived, under {search.as_given}, and is never chosen{lost}."
     frozen = any(not p.requires_grad for name, p in model.named_parameters() if name in low)
     widen = widen_for(search.choice.plan, model)
     said = f", widen={(widen if frozen else True)!r}" if widen else ""

@@ -16,7 +16,7 @@ import torch
 from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import PRESETS, Plan
 from castwise.core.plans.rules import UNFUSED, base_table
-from castwise.core.session.fused import can_fuse, is_fused
+from castwise.core.session.fused import can_fuse, fuses_low, is_fused
 from castwise.core.session.process import check_device
 from castwise.errors import DeviceError, PlanError
 
@@ -112,7 +112,14 @@ def whole_step_plans(
     ]
     if goal == "memory" and can_fuse(optimizer) and not is_fused(optimizer) and not sparse:
         # the fused kernel never holds more memory than the loop it replaces
-        plans = [PRESETS["fp32"], *(dataclasses.replace(plan, optimizer="fused") for plan in plans)]
+        low = fuses_low(optimizer, device.type)
+        plans = [
+            PRESETS["fp32"],
+            *(
+                plan if plan.lacks_masters and not low else dataclasses.replace(plan, optimizer="fused")
+                for plan in plans
+            ),
+        ]
     return sorted(plans, key=complexity), dropped
 
 

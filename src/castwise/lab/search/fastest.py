@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
-from castwise.lab.parity.updates import LOST, lost_updates
 from castwise.lab.search.axes import (
     AUTOCAST,
     FORMATS,
@@ -47,7 +46,16 @@ from castwise.lab.search.pairs import in_training
 from castwise.lab.search.part_costs import lacks_units, losing_parts, measure_costs, not_faster
 from castwise.lab.search.peaks import measure_peaks
 from castwise.lab.search.regions import exempt
-from castwise.lab.search.sound import BY_NAME, cleared, find_sound, low_share, may_train, training_runs
+from castwise.lab.search.sound import (
+    BY_NAME,
+    against_updates,
+    cleared,
+    find_sound,
+    low_share,
+    may_train,
+    training_runs,
+    updates_of,
+)
 from castwise.lab.search.starts import race_final
 from castwise.lab.search.state import Choice, Search
 from castwise.lab.timing.stats import Ratio
@@ -184,7 +192,8 @@ def _lightest(search: Search, plans: Sequence[Plan]) -> None:
             measure_peaks(context, peaks, repaired)
     order = sorted(found.plans, key=lightness)
     search.choice = _choose(search, order, found.kept)
-    _final(search, list(dict.fromkeys([search.choice.plan, *order[:2]])))
+    sound = [plan for plan in order if not journal.refusal(plan)]
+    _final(search, list(dict.fromkeys([search.choice.plan, *sound[:2]])))
 
 
 # --- what is raced ------------------------------------------------------------------------------------------
@@ -301,9 +310,8 @@ def _choose(search: Search, order: Iterable[Plan], kept: Mapping[Plan, Mapping[s
             return Choice(plan)
         with journal.stage("verification"):
             result = search.reference.numerics.verify(plan)
-            lost = _lost(search, plan)
-        why = f"rounding drops {lost:.0%} of its updates" if lost is not None and lost > LOST else ""
-        if not why and result.verdict != "pass":
+        why = ""
+        if result.verdict != "pass":
             why = f"on fresh batches: {search.why(plan, result)}"
             training = training_runs(search, plan) if may_train(search, result) else None
             if training is not None:
@@ -312,7 +320,7 @@ def _choose(search: Search, order: Iterable[Plan], kept: Mapping[Plan, Mapping[s
                     if training.verdict != "not worse"
                     else ""
                 )
-        if not why:
+        if not (why := why or against_updates(search, plan)):
             return Choice(plan, result, kept.get(numerics, {}), search.training.get(numerics))
         journal.refuse(plan, why)
     return Choice()
@@ -320,21 +328,9 @@ def _choose(search: Search, order: Iterable[Plan], kept: Mapping[Plan, Mapping[s
 
 def _judge_as_given(search: Search, plan: Plan) -> None:
     """Measure what the model's own storage does to its gradients and updates."""
-    found, search.lost_as_given = search.find(plan), _lost(search, plan)
+    found, search.updates_as_given = search.find(plan), updates_of(search, plan)
     said = [search.why(plan, found)] if found is None or found.verdict != "pass" else []
-    if search.lost_as_given is not None and search.lost_as_given > LOST:
-        said.append(f"rounding drops {search.lost_as_given:.0%} of its updates")
+    if search.updates_as_given is not None and search.updates_as_given.why:
+        said.append(search.updates_as_given.why)
     if said:
         search.journal.decide(plan, Fate("unsound", "; ".join(said)))  # about the model as it is stored
-
-
-def _lost(search: Search, plan: Plan) -> float | None:
-    context, model = search.context, search.reference.model
-    workload, seed = context.workload, context.settings.seed
-
-    def share() -> float | None:
-        batches = iter(workload.batches(seed))
-        return lost_updates(model, workload.loss, batches, workload.optimizer, plan, context.device, seed)
-
-    lost: float | None = context.ranks.at("lost updates").worst(share, lambda found: found or 0.0)
-    return lost

@@ -23,8 +23,9 @@ from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.workloads.workload import Workload
 
-FEWEST, MOST = 20, 100
-"""Fewest and most steps of the training runs that decide about a plan whose gradients leave it in doubt."""
+FEWEST, MOST, LATE = 20, 100, 500
+"""Fewest and most steps of the training runs that decide about a plan whose gradients leave it in doubt, and most steps for a plan
+without masters, which can do harm late."""
 DOUBT = 30.0
 """Training runs may accept a plan whose damage is up to this many times the pass thresholds, or 3 times the fail thresholds."""
 LAST = 0.2
@@ -120,13 +121,14 @@ def is_doubtful(found: ParityResult) -> bool:
     )  # training losses do not depend on running statistics
 
 
-def affordable_steps(room_s: float, a_pair_s: float, pairs: int, asked: int = 0) -> int:
+def affordable_steps(room_s: float, a_pair_s: float, pairs: int, asked: int = 0, most: int = MOST) -> int:
     """Steps that each run of this many pairs can have within ``room_s`` seconds; 0 if there is too little time.
 
-    ``a_pair_s`` is the time of one step in fp32 and one of the plan, ``asked`` the requested number of steps, if any.
+    ``a_pair_s`` is the time of one step in fp32 and one of the plan, ``asked`` the requested number of steps, if any, and ``most``
+    the largest number otherwise.
     """
     steps = int(0.8 * room_s / (a_pair_s * pairs))  # building the models takes time too
-    return min(asked or MOST, steps) if steps >= min(asked or FEWEST, FEWEST) else 0
+    return min(asked or most, steps) if steps >= min(asked or FEWEST, FEWEST) else 0
 
 
 def is_hopeless(reference: Sequence[float], candidate: Sequence[float], pairs: int, margin: float) -> bool:

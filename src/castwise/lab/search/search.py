@@ -41,6 +41,7 @@ from castwise.lab.search.peaks import LEAST_S as PEAKS_S
 from castwise.lab.search.peaks import measure_peaks
 from castwise.lab.search.reference import MICROBATCHES, refer
 from castwise.lab.search.repair import VERIFYING, NumericsSearch
+from castwise.lab.search.sound import against_updates
 from castwise.lab.search.state import Choice, Search
 from castwise.lab.timing.runners import build_model
 
@@ -142,7 +143,10 @@ def _second_look(search: Search) -> None:
         search.parity[numerics_of(plan)] = result
         repair = numerics.repair(plan, result, reserve=VERIFYING)
         plan, result = repair.plan, numerics.verify(repair.plan)
-        search.choice = Choice(plan, result, repair.kept) if result.verdict == "pass" else Choice()
+        why = search.why(plan, result) if result.verdict != "pass" else against_updates(search, plan)
+        if why:
+            journal.refuse(plan, why)
+        search.choice = Choice() if why else Choice(plan, result, repair.kept)
     search.parity[numerics_of(plan)] = result
     journal.notes.append(
         f"A second look after {settings.warmup_steps} fp32 steps: {result.verdict}; {result.reason}."

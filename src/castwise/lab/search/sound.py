@@ -7,6 +7,7 @@ remaining time. Only plans that were faster in the race than every sound plan ar
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,13 +16,14 @@ from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.parity import FLOOR, ParityResult
+from castwise.lab.parity.updates import UpdateLoss, update_loss
 from castwise.lab.search.axes import FP32, as_raced, numerics_of
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.decision import MARGIN
 from castwise.lab.search.evidence import Verification
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.finalists import AS_GOOD, FINAL_SHARE, in_vain, start_s
-from castwise.lab.search.pairs import affordable_steps, in_training, is_doubtful, train_pairs
+from castwise.lab.search.pairs import LATE, MOST, affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.lab.search.part_costs import Cost
 from castwise.lab.search.reference import MICROBATCHES, Reference
 from castwise.lab.search.repair import VERIFYING
@@ -32,6 +34,8 @@ BY_NAME = 0.1
 """A plan that runs less than this share of the model's time low is almost entirely fp32, and no candidate."""
 TRAINING_SHARE = 0.35
 """Training runs may take this share of the budget, or half of it if finalists are compiled afterwards."""
+UPDATES_SHARE = 0.2
+"""Updates are compared for at most this share of the time left, except for the first steps."""
 _TRAINING = "training runs"
 
 
@@ -141,24 +145,61 @@ def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> 
     return out
 
 
+def against_updates(search: Search, plan: Plan) -> str:
+    """Why the updates of a plan that stores parameters low speak against it, as a clause; empty if nothing does.
+
+    A plan without masters must also train like fp32, since steps that were compared say nothing of later ones.
+    """
+    updates = updates_of(search, plan)
+    if updates is None or updates.why or not plan.lacks_masters:
+        return "" if updates is None else updates.why
+    trained = training_runs(search, plan)
+    if trained is None:
+        return "it has no masters, and training runs could not be made to decide about it"
+    return "" if trained.verdict == "not worse" else f"in training {in_training(trained)}"
+
+
+def updates_of(search: Search, plan: Plan) -> UpdateLoss | None:
+    """The comparison of a plan's updates with fp32's, the worst of all ranks; None for plans that store nothing low."""
+    context, model = search.context, search.reference.model
+    workload, seed = context.workload, context.settings.seed
+    until = time.monotonic() + UPDATES_SHARE * context.left_s()
+
+    def work() -> UpdateLoss | None:
+        batches = iter(workload.batches(seed))
+        return update_loss(
+            model, workload.loss, batches, workload.optimizer, plan, context.device, seed, until
+        )
+
+    worst: UpdateLoss | None = context.ranks.at("updates").worst(
+        work, lambda found: 0.0 if found is None else found.severity
+    )
+    return worst
+
+
 def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verification | None:
     """Train pairs of a plan, as raced, and fp32, once per numerics; None if that is impossible.
 
     ``after_s`` is the time that must be left of the budget afterwards.
     """
     plan, numerics, contest, context = as_raced(plan), numerics_of(plan), search.contest, search.context
+    why = "stores parameters without masters" if plan.lacks_masters else "is in doubt by its gradients"
     settings, ranks, journal = context.settings, context.ranks, context.journal
     if numerics in search.training:
         return search.training[numerics]
     share = TRAINING_SHARE if settings.compile == "never" else TRAINING_SHARE / 2.0
     spent_s = sum(stage.time_s for stage in journal.stages if stage.name == _TRAINING)
     room_s = min(share * settings.budget_s - spent_s, context.left_s() - after_s)
+    if not (plan in contest.entries and contest.entries[plan].rounds):
+        contest.run([FP32, plan], rounds=1)
+        if not contest.entries[plan].rounds:
+            return None
     a_pair_s = sum(statistics.median(contest.entries[one].lap.seconds) for one in (FP32, plan))
-    steps = affordable_steps(room_s, a_pair_s, settings.verify_seeds, settings.verify_steps)
+    most = LATE if plan.lacks_masters else MOST
+    steps = affordable_steps(room_s, a_pair_s, settings.verify_seeds, settings.verify_steps, most)
     if not steps:
         journal.undecided.append(
-            f"{in_words(plan)} is in doubt by its gradients, and there was no time to let training runs decide; a longer "
-            "--budget would."
+            f"{in_words(plan)} {why}, and there was no time to let training runs decide; a longer --budget would."
         )
         return None
     contest.make_room()
@@ -172,8 +213,6 @@ def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verificat
     except Exception as error:
         if ranks.size > 1 or not cannot_run(error):  # the other ranks are still in the runs
             raise
-        journal.notes.append(
-            f"{in_words(plan)} is in doubt, and training runs could not decide: {unfit(error)}."
-        )
+        journal.notes.append(f"{in_words(plan)} {why}, and training runs could not decide: {unfit(error)}.")
         return None
     return search.training[numerics]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.parity import ParityResult, with_measured_scale
+from castwise.lab.parity.updates import UpdateLoss
 from castwise.lab.search.axes import FP32, numerics_of
 from castwise.lab.search.compile_trial import CompileTrial
 from castwise.lab.search.contest import BASELINE, Contest
@@ -53,7 +54,7 @@ class Search:
         trials: Results of compiling plans.
         final: The deciding race, once it has run.
         peaks: Peak bytes per plan.
-        lost_as_given: The share of updates lost to rounding in a model that arrives low and has no masters.
+        updates_as_given: The comparison of updates with fp32's for a model that arrives low.
         choice: The plan chosen so far.
         complete: Whether the search finished.
     """
@@ -67,7 +68,7 @@ class Search:
     trials: dict[Plan, CompileTrial] = field(default_factory=dict)
     final: Final | None = None
     peaks: dict[Plan, int] = field(default_factory=dict)
-    lost_as_given: float | None = None
+    updates_as_given: UpdateLoss | None = None
     choice: Choice = Choice()
     complete: bool = False
 
