@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def lightest(make: Make, *formats: str, budget_s: float = 60.0) -> castwise.TuneResult:
+def lightest(make: Make, *formats: str, budget_s: float = 150.0) -> castwise.TuneResult:
     job = Workload("plain", mlp, make, data, loss)
     return castwise.tune(job, device="cpu", goal="memory", formats=formats, budget_s=budget_s, fresh=True)
 
