@@ -388,8 +388,8 @@ def test_tune_writes_a_plan_that_the_other_commands_take(tmp_path: Path) -> None
         (["--goal", "speed"], "tune(goal='speed') is not allowed. Allowed: time, memory, numerics."),
         (["--formats", "bf61"], "'bf61' is not one of fp32, tf32, bf16, fp16"),
         (["--goal", "numerics", "--formats", "bf16,fp16"], "give the one low format"),
-        (["--budget", "1"], "no time for anything"),
-        (["--verify-steps", "2"], "needs 0, or 5 steps at least"),
+        (["--budget", "1"], "too short; a search needs"),
+        (["--verify-steps", "2"], "needs 0 or at least 5 steps"),
         (["--accumulate", "0"], "needs a whole number >= 1"),
     ],
 )

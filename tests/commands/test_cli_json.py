@@ -71,7 +71,7 @@ FAILS = {
     "schema": (("plans",), "UnknownNameError", "Allowed: plan, evidence"),
     "train": (("prints.py:bad",), "WorkloadError", "KeyError: 'target'"),
     "try": (("gone.py",), "CastwiseError", "gone.py"),
-    "tune": (("prints.py:job", "--budget", "1"), "StateError", "no time for anything"),
+    "tune": (("prints.py:job", "--budget", "1"), "StateError", "too short; a search needs"),
 }
 
 

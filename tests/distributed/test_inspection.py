@@ -135,7 +135,7 @@ def test_an_error_on_one_rank_is_found_on_all_with_its_rank(two: World) -> None:
         assert "rank" in columns(compare_report, one)
         assert one.output_error == max(side.output_error or 0.0 for side in sides)
         assert one.tried[0].path == "layers.5.second"
-        assert "arises in layers.5.second, forward on rank 1: with the inputs" in compare_report.headline(
+        assert "arises in layers.5.second, forward on rank 1: given its inputs" in compare_report.headline(
             one.to_dict()
         )
         assert "2 ranks together" in words.where(one.to_dict())

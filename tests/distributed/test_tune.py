@@ -304,7 +304,7 @@ def test_ranks_agree(found: Callable[[Case], Found]) -> None:
         )
         assert one["parted"]["kind"] == "StateError"
         assert one["parted"]["text"].startswith(
-            "second: the ranks went separate ways: rank 0 at a block, rank 1 at the clock; give every rank the same"
+            "second: the ranks do not run the same steps:  rank 0 at a block, rank 1 at the clock; give every rank the same"
         )
 
 

@@ -69,7 +69,7 @@ def test_a_rank_that_waits_names_who_has_not_come(four: World, where: str, tmp_p
     (text,) = first
     assert text.startswith(f"{where}: rank 0 has waited 1.2 s for rank 1, which has not made this call")
     assert ("; rank 2 waits in unscale_ (test_waiting.py, line " in text) == (where == "step")
-    assert "All ranks of a session make the same calls" in text
+    assert "All ranks of a session must make the same calls" in text
     assert [re.match(r"\w+: rank 2 has waited 1.2 s for rank 1,", text) is not None for text in third] == [
         True
     ]

@@ -103,7 +103,7 @@ def make_evidence(**changes: Any) -> Evidence:
         make_candidate("fp16-mixed", 6.9, "rejected", reason="not faster: convolutions take 69x the time in fp16",
                        parity=make_damage(math.inf)),
         make_candidate("fp16-true", None, "rejected", reason="out of memory"),
-        make_candidate("fp32+optimizer=fused", None, "not tried", reason="not tried: the time was spent"),
+        make_candidate("fp32+optimizer=fused", None, "not tried", reason="not tried: the time ran out"),
         make_candidate("tf32", None, "rejected", reason="not supported by this device: no <TF32> on a CPU"),
     )  # fmt: skip
     made = Evidence(
@@ -112,7 +112,7 @@ def make_evidence(**changes: Any) -> Evidence:
         plan=line, digest=CHOSEN.digest, compute="bf16",
         answer="Train in bf16 by autocast, keep stages.*.blocks.*.dwconv in fp32, switch to the fused AdamW: 1.79 times as "
         "fast (1.73-1.84), 26 % less memory.",
-        why=("Beside one-line torch.autocast in bf16 it is 1.30 times as fast (1.27-1.34).",
+        why=("Compared with one-line torch.autocast in bf16 it is 1.30 times as fast (1.27-1.34).",
              "Its gradients cannot be told from fp32's within the noise of the data."),
         complete=True,
         settings={"accumulate": 1, "world_size": 1, "compile": False, "warmup_steps": 0, "seed": 0, "budget_s": None},

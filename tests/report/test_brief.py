@@ -33,14 +33,14 @@ def joined(lines: list[str]) -> str:
 
 
 DOUBT = (
-    "Not decided after 6 starts, since the machine is too noisy: whether bf16-master; head in fp32; channels_last is up to 8 % faster. "
-    "A longer --budget, and an idle machine, would tell."
+    "Undecided after 6 starts, because the machine is too noisy: bf16-master; head in fp32; channels_last may be up to 8 % faster than the chosen plan. "
+    "A longer --budget, and an idle machine, would decide it."
 )
 
 
 @pytest.mark.parametrize(
     "undecided",
-    [(), (DOUBT,), (DOUBT, "Peak memory of 3 plans was not measured: the time was spent.", DOUBT)],
+    [(), (DOUBT,), (DOUBT, "Peak memory of 3 plans was not measured: the time ran out.", DOUBT)],
 )
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_search_fits_and_its_answer_comes_first(undecided: tuple[str, ...], complete: bool) -> None:
@@ -111,7 +111,7 @@ def test_a_tried_script_fits() -> None:
 @pytest.mark.parametrize(
     ("keep", "said"),
     [
-        (slice(0, 1), "runs under fp32; --plans with more than one compares them"),
+        (slice(0, 1), "runs under fp32; give --plans more than one plan to compare them"),
         (slice(0, 4, 3), "no other plan ran, so none is known to be faster than fp32"),
         (slice(3, 4), "did not run under fp16-mixed"),
     ],

@@ -99,7 +99,7 @@ def test_the_page_has_a_row_per_region_and_kind_and_needs_nothing_from_elsewhere
         "A <note>.",
         "0.06 to 131,072",
         "reached by inf from layers.0",
-        "Linear; fp32 by the plan",
+        "Linear; fp32 under the plan",
     ):
         assert words in said, words
     marked = re.findall(r'<td data-label="(\w+)" class="cell \w+ bad"', page)

@@ -75,7 +75,10 @@ def test_what_compiling_takes_stands_beside_the_step_in_the_terminal_too() -> No
         record = make_record(make_evidence(candidates=(*make_evidence().candidates, *candidates)))
         speeds = next(part for part in tune.lines(record) if isinstance(part, Grid))
         assert ("compiling" in speeds.header) == expected
-        assert any("54.0 s, pays after 1,234 steps" in map(str, row.cells) for row in speeds.rows) == expected
+        assert (
+            any("54.0 s, pays off after 1,234 steps" in map(str, row.cells) for row in speeds.rows)
+            == expected
+        )
 
 
 def test_opens_with_the_answer_and_holds_what_decides() -> None:
@@ -113,7 +116,7 @@ def test_opens_with_the_answer_and_holds_what_decides() -> None:
 def test_other_plans_are_one_folded_table_without_empty_columns() -> None:
     page = shown()
     assert page.count("<details>") == 1
-    assert "<details><summary>7 other plans, and why none is the answer" in page
+    assert "<details><summary>7 other plans, and why none was chosen" in page
     assert page.index("fp16-true") > page.index("<details>")
     assert tune.other_grid(make_record()).header == ("plan", "outcome", "vs fp32", "damage")
     bare = tuple(
@@ -151,7 +154,7 @@ def test_fp32_and_autocast_are_always_rows_and_ties_are_one() -> None:
     names = [row.cells[0] for row in said.rows]
     assert names == [
         str(CHOSEN), "bf16-mixed+optimizer=fused", "bf16-mixed, one-line autocast", "fp32, as it is",
-        "2 others that tie with it",
+        "2 tied plans",
     ]  # fmt: skip
     (tie,) = said.where("tie").rows
     assert tie.cells[1:3] == ("55.9-56.1 ms", "1.78-1.79x")
@@ -345,7 +348,7 @@ def test_the_plans_own_format_counts_even_where_most_regions_differ() -> None:
 
 def test_an_empty_range_of_loss_scales_is_said() -> None:
     scales = ScaleRange(4e4, 1e-12, 6e4, 1.6, 0.125)
-    assert "No loss scale holds both" in " ".join(
+    assert "fp16 holds both with no loss scale" in " ".join(
         tune.scale_sentences(make_record(make_evidence(scale=scales)))
     )
 

@@ -106,16 +106,16 @@ def headline(record: Record) -> str:
     else:
         best = max(sound or rows, key=lambda row: float(row["training"]["speedup"]["value"]))
         speed = best["training"]["speedup"]
-        near = f"{best['name']} comes closest"
+        near = f"{best['name']} comes closest: it is"
         if speed["high"] is None or speed["low"] <= 1.0 <= speed["high"]:
-            near = f"{best['name']} and {name} are a tie"
+            near = f"{best['name']} ties with {name}: it is"
             if speed["n"] < FEW:
                 what = "start" if record["starts"] else "round"
                 few = f"{speed['n']} {what}s do" if speed["n"] > 1 else f"One {what} does"
-                near = f"{few} not show whether {best['name']} or {name} is faster; {FEW} or more may"
+                near = f"{few} not show whether {best['name']} or {name} is faster; {FEW} or more may. {best['name']} is"
         said = (
             f"On this machine no plan that learns as well trains {workload} measurably faster than {name}. "
-            f"{near}: {_times(best)} as fast ({_firm(best)}){_memory_words(best, base)}; {_loss_words(best, base)}."
+            f"{near} {_times(best)} as fast ({_firm(best)}){_memory_words(best, base)}; {_loss_words(best, base)}."
         )
     lagging = [row["name"] for row in rows if row not in sound]
     return said + (f" {_lagging(words.listed(lagging), name)}" if lagging else "")
@@ -152,8 +152,8 @@ def interval_note(record: Record) -> str:
     """How the numbers in the speed table were measured."""
     times = f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds"
     if record["starts"]:
-        times += f" over {record['starts']} starts of every plan in a separate process"
-        of = "over starts (Student's t), which covers the time of day"
+        times += f" over {record['starts']} starts of every plan, each in a separate process"
+        of = "over starts (Student's t), which includes differences between times of day"
     else:
         times += " of all plans in one process"
         of = "from paired rounds"

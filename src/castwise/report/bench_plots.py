@@ -179,7 +179,7 @@ def _images(record: Record) -> Figure | None:
 PICTURES = {
     "time": Picture(
         _times, "time of each plan",
-        "Medians, whiskers from the first to the third quartile; shorter is faster. A bar with // is longer.",
+        "Medians, whiskers from the first to the third quartile; shorter is faster. A bar with // is cut off.",
     ),
     "memory": Picture(
         _memory, "memory of each plan", "Peak of allocated memory; each plan ran in its own process."

@@ -16,11 +16,10 @@ Record = Mapping[str, Any]
 SHOWN = 12
 """Number of rows of calls in the terminal."""
 MEANING = (
-    "Errors are relative: the norm of the difference over the norm under the first plan. error: of the call's results when "
-    "each plan runs separately. came in: of its inputs. own: of its results when it gets the inputs of the first plan's run, "
-    "so that no earlier error is included. x rounding: the own error over what rounding to the call's format explains, "
-    "measured by moving its "
-    "inputs and weights by half a unit in the last place."
+    "Errors are relative: the norm of the difference over the norm under the first plan. error: the error of the call's "
+    "results when each plan runs separately. came in: the error of its inputs. own: the error of its results when it gets the "
+    "inputs of the first plan's run, which excludes earlier errors. x rounding: the own error over the error that rounding to "
+    "the call's format explains, measured by moving its inputs and weights by half a unit in the last place."
 )
 EFFECTS = {
     "born": "an error that rounding to the format does not explain",
@@ -72,10 +71,10 @@ def headline(record: Record) -> str:
     ]
     if not born:
         if any(call["forward"]["own"] is None for call in record["calls"][1:]) and _all(record, "own", None):
-            return f"{b} against {a}: where errors arise could not be determined."
+            return f"{b} against {a}: the origin of the errors could not be determined."
         if not any(_number(call[d]["error"]) for call in record["calls"] for d in _DIRECTIONS):
             return f"{b} and {a} agree to the last bit."
-        return f"Under {b} rounding explains every difference from fp32: compared with {a} there is only rounding."
+        return f"Rounding explains every difference between {b} and {a}."
     first, direction = max(
         born, key=lambda pair: max(_number(pair[0][d]["excess"]) for d in _DIRECTIONS)
     )  # of both directions of one call forward
@@ -87,7 +86,7 @@ def headline(record: Record) -> str:
     )
     where = f" on rank {side['rank']}" if side.get("rank") is not None else ""
     place = f"{label(first)}, {direction}{where}"
-    said = f"Under {b} an error arises in {place}: with the inputs that it has under {a}, its {side['where']} {differs}."
+    said = f"Under {b} an error arises in {place}: given its inputs from the run under {a}, its {side['where']} {differs}."
     others = [label(call) for call, _ in born if call is not first]
     others = list(dict.fromkeys(others))
     if others:
@@ -125,7 +124,12 @@ def tried(record: Record) -> Grid:
         "gradient_error": record["gradient_error"], "reason": "",
     }  # fmt: skip
     rows = [whole, *record["tried"]]
-    return Grid.of("Tried: errors at the end", rows, columns, why=lambda tried: tried["reason"])
+    return Grid.of(
+        "Errors at the end, with one module in the first plan's format",
+        rows,
+        columns,
+        why=lambda tried: tried["reason"],
+    )
 
 
 def _worst(record: Record, direction: str) -> Grid:

@@ -62,8 +62,12 @@ def _device_headline(record: Record) -> str:
     for found in record["grades"]:
         by.setdefault(found["grade"], []).append(found["format"])
     fast, avoid = by.get("fast", []), by.get("avoid", [])
-    said = f"operators in {words.listed(fast)} are" if fast else "no format is known to be"
-    return f"On this device {said} faster than in fp32{f'; avoid {words.listed(avoid)}' if avoid else ''}."
+    said = (
+        f"operators in {words.listed(fast)} are faster than in fp32"
+        if fast
+        else "no low format is known to be faster than fp32"
+    )
+    return f"On this device {said}{f'; avoid {words.listed(avoid)}' if avoid else ''}."
 
 
 _ALONE = (
@@ -135,16 +139,16 @@ def _workload(report: Record) -> list[Grid | Line]:
         Line(
             "Each plan trained in its own process, in turns, with several starts; brackets hold 95 % intervals from paired "
             "rounds. "
-            f"{words.PAIRED} fast: all of the interval is above 1; avoid: all of it is below 0.9. castwise tune tests whether "
+            f"{words.PAIRED} fast: the whole interval is above 1; avoid: the whole interval is below 0.9. castwise tune tests whether "
             f"a format preserves the gradients, and finds the fastest plan.",
             "dim",
         ),
         Line(),
         Line(f"What limits {report['name']} in fp32", "bold cyan"),
         Line(
-            f"Profiled alone, a training step takes {median} (quartiles {low} to {high}), a batch "
-            f"{words.time(profile['data_s']['median_s'])} to come; {profile['launches']:.0f} operators per step, "
-            f"{1 - profile['outside_share']:.0%} of their time in matrix products and convolutions."
+            f"Measured alone, a training step takes {median} (quartiles {low} to {high}) and loading a batch takes "
+            f"{words.time(profile['data_s']['median_s'])}. A step runs {profile['launches']:.0f} operators; "
+            f"{1 - profile['outside_share']:.0%} of their time is in matrix products and convolutions."
         ),
     ]
     for bottleneck in report["bottlenecks"]:

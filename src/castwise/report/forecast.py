@@ -85,20 +85,18 @@ def values(record: Record) -> dict[str, Any]:
 TERMS = {
     "overflow": "too large for the format: they become infinite, or the largest value in fp8_e4m3, which has no infinity",
     "become 0": "nonzero, but too small for the format",
-    "subnormal": "so small that the format holds them with fewer digits than others",
-    "dropped": "of the updates: too small to change a weight that is stored in the format without masters",
-    "error": "of rounding, relative: the norm of the change over the norm of the values",
+    "subnormal": "below the smallest normal number of the format, which holds them with fewer digits",
+    "dropped": "updates that are too small to change a weight stored in the format without masters",
+    "error": "relative error of rounding: the norm of the change over the norm of the values",
     "reached": "can hold its own numbers, but gets infinities from a region that cannot",
 }
 
 
 def _means(record: Record) -> str:
     return (
-        f"From {record['microbatches']} microbatches in fp32, with the casts of {record['words']}. A format holds a region "
-        f"where "
-        f"none of "
-        "its numbers overflow and underflow takes at most 0.01 % of their square; castwise.parity tests whether its precision "
-        "is enough."
+        f"Measured on {record['microbatches']} microbatches in fp32; casts are those of {record['words']}. A format holds a region "
+        "if none of its numbers overflow and underflow loses at most 0.01 % of their squared norm; castwise.parity tests whether "
+        "the format is also precise enough."
     )
 
 
@@ -130,7 +128,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
     if record["scales"] is not None:
         facts += [
             ("loss scales without overflow or underflow in fp16", _scales(record["scales"]) or "-"),
-            ("gradients were cast to fp16 at", words.number(record["loss_scale"])),
+            ("loss scale of the gradients cast to fp16", words.number(record["loss_scale"])),
         ]
     return facts
 

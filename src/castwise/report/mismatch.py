@@ -42,16 +42,16 @@ def headline(record: Record) -> str:
     said = []
     if off:
         row = max(off, key=lambda row: float("inf") if row["mean_abs"] is None else row["mean_abs"])
-        most = " most, by" if len(off) > 1 else " by"
+        most = ", which differs most," if len(off) > 1 else ""
         said.append(
-            f"Trained by {train} and served by {row['words']}, a token's log-probability differs{most} {_digits(row['mean_abs'])} nats "
-            f"in the mean and {_digits(row['max_abs'])} at most; {_percent(row['clipped'])} of the ratios are outside of {clip[0]:g} to "
-            f"{clip[1]:g}, and the effective sample is {_percent(row['effective'])} of the tokens, {_percent(row['effective_sequences'])} "
-            "of the sequences."
+            f"Between training under {train} and serving under {row['words']}{most} a token's log-probability differs by "
+            f"{_digits(row['mean_abs'])} nats on average and by at most {_digits(row['max_abs'])} nats; {_percent(row['clipped'])} of the "
+            f"ratios are outside of {clip[0]:g} to {clip[1]:g}, and the effective sample size is {_percent(row['effective'])} of the tokens "
+            f"and {_percent(row['effective_sequences'])} of the sequences."
         )
     if same:
         said.append(
-            f"Served by {words.listed(same)}, every token has exactly the same probability as under {train}."
+            f"Served under {words.listed(same)}, every token has exactly the same probability as under {train}."
         )
     return " ".join(said)
 
@@ -122,8 +122,9 @@ def meaning(record: Record) -> str:
         else "those of the batches; k1 and k3 are unbiased if the serving side sampled them"
     )
     return (
-        f"{record['count']:,} tokens in {record['sequences']:,} sequences, {drawn}. nats: differences of natural logarithms, so that 0.01 is "
-        "a probability 1 % off. other likeliest: positions at which the two plans hold different tokens for the likeliest. "
+        f"{record['count']:,} tokens in {record['sequences']:,} sequences, {drawn}. nats: differences of natural logarithms; 0.01 nats are "
+        "a 1 % difference of the probability. other likeliest: positions where the two plans give the highest probability to "
+        "different tokens. "
         "Ratios are r = p(train) / p(serve) per token, and the product over tokens per sequence, with quantiles at 1, 50 and "
         "99 %; clipped: those outside PPO's clip range. k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r (Schulman "
         "2020); exact is "

@@ -23,7 +23,7 @@ _COLUMNS = {
 }  # fmt: skip
 COLUMNS = {
     "gradient, weights": "norms; those of gradients are taken before the step, without the loss scale",
-    "update": "how far the weights moved in the step, over their norm",
+    "update": "the norm of the weights' change in the step over the norm of the weights",
     "output": "the largest magnitude that the module returned",
     "near overflow": "share of its fp16 outputs above an eighth of 65504",
     "zero, subnormal": "shares of the gradients of its fp16 outputs that are 0 or subnormal in fp16",
@@ -58,7 +58,7 @@ def answer(record: Mapping[str, Any]) -> str:
     if cleared := len(record["alarms"]) - count:
         alarms += f", {cleared} cleared"
     restored = [name for name, _ in record["restored_buffers"]]
-    put_back = f"buffers restored after them: {some(restored)}; " if restored else ""
+    put_back = f"buffers restored after skipped steps: {some(restored)}; " if restored else ""
     return (
         f"{record['words']}: {record['steps']} steps, {record['skipped_steps']} skipped, {put_back}{alarms}"
     )

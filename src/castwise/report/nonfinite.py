@@ -12,8 +12,8 @@ Record = Mapping[str, Any]
 
 PICTURES: Mapping[str, Picture] = {}
 MEANING = (
-    "lowest and highest: of the finite values. smallest: of the nonzero magnitudes. became NaN: the operator that turned "
-    "infinities into NaN. passed through: modules between the origin and the final non-finite value. Each plan that is tried "
+    "lowest and highest: the range of the finite values. smallest: the smallest nonzero magnitude. became NaN: the operator that "
+    "turned infinities into NaN. passed through: modules between the origin and the final non-finite value. Each plan that is tried "
     "runs the same pass again."
 )
 _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
@@ -59,7 +59,7 @@ def cure(record: Record) -> str:
     if not record["found"]:
         return ""
     if record["cure"] is not None:
-        return f"Tried, and finite: {record['cure']}"
+        return f"The pass was tried again and is finite with: {record['cure']}"
     tried = ", ".join(cure["what"] for cure in record["trials"])
     return (f"No format cures it ({tried} tried). " if tried else "") + f"What to do: {record['advice']}."
 

@@ -23,7 +23,7 @@ def summary(record: Mapping[str, Any]) -> str:
     where = f" on {record['layout']}" if record["world_size"] > 1 else ""
     said = f"{record['workload']} under {record['words']}{where}: loss {words.loss(record['final_loss'])}"
     said += f" after {record['steps_done']} steps ({record['steps_per_s']:.3g} steps/s"
-    said += f", {record['steps_before']} of them before" if record["steps_before"] else ""
+    said += f", {record['steps_before']} of them before resuming" if record["steps_before"] else ""
     said += f", {record['skipped_steps']} skipped)" if record["skipped_steps"] else ")"
     if record["restored_buffers"]:
         said += f"; restored after skipped steps: {some([*record['restored_buffers']])}"

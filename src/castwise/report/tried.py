@@ -18,7 +18,7 @@ def headline(record: Record) -> str:
     if first not in ran:
         return f"{record['script']} did not run under {first['words']}, so nothing can be compared with it."
     if len(rows) == 1:
-        return f"{record['script']} runs under {first['words']}; --plans with more than one compares them."
+        return f"{record['script']} runs under {first['words']}; give --plans more than one plan to compare them."
     known = [row for row in ran if row["speedup"] is not None and row["speedup"]["low"] > 1.0]
     if not known:
         others = "no other plan that ran is" if len(ran) > 1 else "no other plan ran, so none is"

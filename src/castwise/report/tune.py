@@ -210,7 +210,7 @@ def _folded(ties: Sequence[Record], columns: Columns) -> Row:
         return [None if (found := row[key]) is None else found[inner] for row in ties]
 
     cells = {
-        "plan": f"{len(ties)} others that tie with it",
+        "plan": f"{len(ties)} tied plans",
         "training step": span(words.time, value("time", "median_s")),
         "vs fp32": span(words.factor, value("speedup", "value")),
         "vs autocast": span(words.factor, value("versus_autocast", "value")),
@@ -234,7 +234,7 @@ def _compiling(row: Record) -> str | None:
     if row["compile_s"] is None:
         return None
     steps = row["pays_after_steps"]
-    return words.time(row["compile_s"]) + (f", pays after {steps:,} steps" if steps is not None else "")
+    return words.time(row["compile_s"]) + (f", pays off after {steps:,} steps" if steps is not None else "")
 
 
 def region_grid(record: Record) -> Grid:
@@ -362,17 +362,17 @@ def interval_note(record: Record) -> str:
     """What the numbers in the tables mean."""
     lines, starts = record["lines"], _starts(record)
     how = (
-        f"they were started up to {starts} times, each in a separate process, and trained in turns"
+        f"each was started up to {starts} times, each time in a separate process, and the plans trained in turns"
         if starts > 1
-        else "they trained in turns, started once"
+        else "each was started once, and the plans trained in turns"
         if starts
-        else "none but fp32 did"
+        else "only fp32 was"
     )
     return (
-        f"Plans with a time came to the final: {how}. fp32's time is a median ± half the interquartile range, another plan's that "
-        "over its speed; brackets hold 95 % intervals, of speeds over starts (Student's t) and times of day, of damage over batches. Damage is "
-        f"{words.MEANING}: below {lines['pass']:g} passes, above {lines['fail']:g} fails, between the two is undecided; "
-        f"in the units of Adam's steps {lines['adam_pass']:g} and {lines['adam_fail']:g}."
+        f"Plans with a time were in the final: {how}. fp32's time is a median ± half the interquartile range; another plan's time is "
+        "fp32's over the plan's speed. Brackets hold 95 % intervals: of speeds over starts (Student's t) and times of day, of damage "
+        f"over batches. Damage is {words.MEANING}: a plan passes below {lines['pass']:g}, fails above {lines['fail']:g} and is "
+        f"undecided in between; in the units of Adam's steps the limits are {lines['adam_pass']:g} and {lines['adam_fail']:g}."
     )
 
 
@@ -388,8 +388,8 @@ def scale_sentences(record: Record) -> list[str]:
     ]
     if low > high:
         out.append(
-            f"No loss scale holds both in fp16: below {words.number(low)} the small ones underflow, above {words.number(high)} the large "
-            "ones overflow."
+            f"fp16 holds both with no loss scale: below {words.number(low)} small gradients underflow, above {words.number(high)} large "
+            "gradients overflow."
         )
     else:
         out.append(f"fp16 holds both with a loss scale from {words.number(low)} to {words.number(high)}.")
@@ -409,13 +409,13 @@ def verification_sentence(record: Record) -> str:
     }.get(found["verdict"], found["verdict"])
     if found["difference"] is None:
         whose = "its" if found["verdict"] == "worse" else "fp32's own"
-        return f"{said}: within {found['steps']} steps {whose} loss is no longer finite."
+        return f"{said}: {whose} loss became non-finite within {found['steps']} steps."
     numbers = {key: f"{found[key]:.3g}" for key in
                ("difference", "upper", "margin", "detectable")}  # fmt: skip
     return (
         f"{said}: over {found['seeds']} pairs of {found['steps']} steps its final loss minus fp32's is "
-        f"{numbers['difference']}, with 95 % confidence at most {numbers['upper']}, against a margin of "
-        f"{numbers['margin']}. Such runs would show a difference of {numbers['detectable']} four times out of five."
+        f"{numbers['difference']}, at most {numbers['upper']} with 95 % confidence; the margin is {numbers['margin']}. Four out of "
+        f"five such comparisons would show a difference of {numbers['detectable']}."
     )
 
 

@@ -287,7 +287,7 @@ PICTURES = {
     ),
     "gradients_by_region": Picture(
         _by_region, "Gradient magnitudes of each region",
-        "Where each region's gradients lie; width grows with the root of their number.",
+        "The magnitudes of each region's gradients; the width grows with the square root of their number.",
     ),
     "regions": Picture(
         _regions, "Bias and noise of each region",

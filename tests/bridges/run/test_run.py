@@ -141,7 +141,7 @@ for _ in range(4):
         ("model.loss(i)", "", "bf16-mixed", "Net trains under bf16-mixed, from the second call of its forward on", True),
         ("model.loss(i)", "", "fp16-mixed", "Net trains under fp16-mixed, from the second call of its forward on", True),
         ("model.loss(i)", "", "bf16-master", "Net runs as it would without castwise: its first call is model.forward(...)", False),
-        ("model.loss(i)", "model(torch.arange(9))", "bf16-mixed", "but the prepared Net was not called, so that", False),
+        ("model.loss(i)", "model(torch.arange(9))", "bf16-mixed", "but the prepared Net was not called, so", False),
         ("nn.functional.cross_entropy(model(i), i)", "", "bf16-mixed", "Net trains under bf16-mixed\n", True),
     ],
 )  # fmt: skip

@@ -174,7 +174,7 @@ def test_numerics_alone(low: str) -> None:
     assert sound.plan.compute == low
     assert sound.plan.regions == ()
     assert sound.answer == (
-        f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."
+        f"{low} needs no region in fp32: its gradients cannot be told from fp32's within the noise of the data."
     )
     model = network()
     model.insert(3, Offset())
@@ -192,7 +192,7 @@ def test_fp32_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert result.plan == Plan.preset("fp32")
     assert result.answer == "Stay in fp32 as it is: no other plan was timed to the end."
     rows = {c.plan: c for c in result.evidence.candidates}
-    assert rows["fp32"].reason == "nothing else was timed to the end"
+    assert rows["fp32"].reason == "no other plan was timed to the end"
     assert (rows["bf16-mixed"].status, rows["bf16-mixed"].reason) == (
         "not tried", "bf16 is not among the formats that were asked for",
     )  # fmt: skip
@@ -270,8 +270,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[CastwiseError], str]] = {
         {"goal": "numerics", "formats": ("bf16", "fp16")}, PlanError, "give the one low format that the model is to run in",
     ),
     "accumulate": ({"accumulate": 0}, PlanError, "tune(accumulate=0): needs a whole number >= 1"),
-    "verify_steps": ({"verify_steps": 2}, PlanError, "tune(verify_steps=2): needs 0, or 5 steps at least"),
-    "no time": ({"budget_s": 1}, StateError, "tune(budget_s=1): no time for anything; a search needs 5 s at the very"),
+    "verify_steps": ({"verify_steps": 2}, PlanError, "tune(verify_steps=2): needs 0 or at least 5 steps"),
+    "no time": ({"budget_s": 1}, StateError, "tune(budget_s=1): too short; a search needs at least 5 s"),
     "no budget": ({"budget_s": 0}, PlanError, "tune(budget_s=0): needs a positive number of seconds"),
     "class": ({"model": nn.Linear}, WorkloadError, "tune(model=type): give the torch.nn.Module itself"),
     "optimizer": (

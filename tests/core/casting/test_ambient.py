@@ -91,6 +91,6 @@ def test_it_is_left_where_it_was_entered() -> None:
 
 def test_a_plan_that_casts_nothing_is_refused() -> None:
     with pytest.raises(
-        PlanError, match="this plan casts no operators; give one whose compute is bf16 or fp16"
+        PlanError, match="this plan casts no operators; give a plan whose compute is bf16 or fp16"
     ):
         AmbientAutocast(Plan(compute="fp32"), "cpu")

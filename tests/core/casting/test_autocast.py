@@ -156,7 +156,11 @@ def test_copies_and_pickles_mean_the_same() -> None:
         (("cpu", torch.int8), {}, "int8"),
         (("cpu",), {"device_type": "cuda"}, "two device types"),
         (("cpu", torch.int8), {}, "In CPU autocast, but the target dtype is not supported"),
-        (("cpu", torch.float64), {}, "torch.autocast would warn and cast nothing: give enabled=False"),
+        (
+            ("cpu", torch.float64),
+            {},
+            "torch.autocast would warn and cast nothing; to cast nothing, give enabled=False",
+        ),
         ((), {"device_type": 3}, "Expected `device_type` of type `str`, got: `<class 'int'>`; allowed: cpu"),
         ((3,), {}, "Expected `device_type` of type `str`, got: `<class 'int'>`: .*the name of a preset"),
         (([],), {}, "Expected `device_type` of type `str`, got: `<class 'list'>`"),

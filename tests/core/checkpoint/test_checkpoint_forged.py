@@ -215,7 +215,7 @@ def test_no_file_outside_is_named(tmp_path: Path, saved: Run, name: str) -> None
     manifest = json.loads((path / "checkpoint.json").read_text())
     manifest["files"][name] = {"size": 1, "crc32": "00000000"}
     forge(path, manifest)
-    assert "not one that castwise writes" in passed_over(tmp_path, saved)
+    assert "missing fields or fields of the wrong type" in passed_over(tmp_path, saved)
     del manifest["files"][name]
     forge(path, manifest)
     values = values_of(path)
@@ -413,9 +413,9 @@ def test_forged_sizes_and_places_of_tensors(tmp_path: Path, saved: Run) -> None:
     count = state["pieces"][0][3][0] * 9
     flat = {**state, "shape": [count], "pieces": [[*state["pieces"][0][:2], [0], [count]]]}
     with_values(path, put(values, ("tensors", "optimizer.0.conv.weight.exp_avg"), flat))
-    assert "optimizer 0 has state of other shapes or kinds: exp_avg of conv.weight" in refused(saved, path)
+    assert "optimizer 0 has state of other shapes or dtypes: exp_avg of conv.weight" in refused(saved, path)
     fresh = Run("fp16-master")
-    assert "optimizer 0 has state of other shapes or kinds: exp_avg of conv.weight" in refused(fresh, path)
+    assert "optimizer 0 has state of other shapes or dtypes: exp_avg of conv.weight" in refused(fresh, path)
 
 
 def test_forged_options_scales_and_random_states(tmp_path: Path, saved: Run) -> None:
@@ -431,7 +431,7 @@ def test_forged_options_scales_and_random_states(tmp_path: Path, saved: Run) -> 
     ):
         way = ("optimizers", 0, "options", 0, "dict", options.index(key), 1)
         with_values(path, put(values, way, wrong))
-        assert "optimizer 0 has options of other kinds: " in refused(saved, path)
+        assert "optimizer 0 has options of other types: " in refused(saved, path)
     amp = [key for key, _ in values["ranks"][0]["amp"]["dict"]]
     scaler = ("ranks", 0, "amp", "dict", amp.index("scaler"), 1)
     keys = [key for key, _ in values["ranks"][0]["amp"]["dict"][amp.index("scaler")][1]["dict"]]
@@ -459,12 +459,12 @@ def test_forged_options_scales_and_random_states(tmp_path: Path, saved: Run) -> 
 @pytest.mark.parametrize(
     ("key", "wrong", "why"),
     [
-        ("lr", True, "options of other kinds: lr of group 0"),
-        ("maximize", 1, "options of other kinds: maximize of group 0"),
-        ("foreach", "no", "options of other kinds: foreach of group 0"),
-        ("fused", 3, "options of other kinds: fused of group 0"),
-        ("betas", {"tuple": [True, 0.9]}, "options of other kinds: betas of group 0"),
-        ("amsgrad", True, "options without the state that they need: max_exp_avg_sq of "),
+        ("lr", True, "options of other types: lr of group 0"),
+        ("maximize", 1, "options of other types: maximize of group 0"),
+        ("foreach", "no", "options of other types: foreach of group 0"),
+        ("fused", 3, "options of other types: fused of group 0"),
+        ("betas", {"tuple": [True, 0.9]}, "options of other types: betas of group 0"),
+        ("amsgrad", True, "options that need state which was not saved: max_exp_avg_sq of "),
     ],
     ids=["lr", "maximize", "foreach", "fused", "betas", "amsgrad"],
 )

@@ -271,7 +271,7 @@ def test_those_that_keep_nothing_still_are(lr: float, way: str) -> None:
     run(amp, model, optimizer, 16)
     assert amp.dropped_updates is not None
     assert amp.dropped_updates > 0.7
-    assert "which fp32 masters would keep: the plan 'bf16-master'" in amp.summary()
+    assert "use fp32 masters to keep them: the plan 'bf16-master'" in amp.summary()
 
 
 def test_what_was_taken_for_lost_is_given_back() -> None:

@@ -379,7 +379,7 @@ def test_a_model_made_fp32_behind_the_optimizers_back_is_an_error() -> None:
     model, optimizer = prepared()
     backward(model)
     model.float()
-    with pytest.raises(StateError, match="Prepare the model again"):
+    with pytest.raises(StateError, match="prepare the model again"):
         optimizer.step()
 
 

@@ -247,7 +247,7 @@ def test_a_model_made_fp32_is_noticed_when_its_masters_are_written() -> None:
     model.float()
     with torch.no_grad():
         held(optimizer)[0].add_(1.0)
-    with pytest.raises(StateError, match="Prepare the model again"):
+    with pytest.raises(StateError, match="prepare the model again"):
         model(batches(1)[0])
 
 

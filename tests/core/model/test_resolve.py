@@ -124,8 +124,8 @@ def test_it_prints_what_it_decided() -> None:
     assert text.splitlines()[0] == "bf16-true+regions.norm=fp32 on State"
     assert "norm    fp32     fp32            in bf16" in text
     assert "tensors to be stored in another format: 5 in bfloat16" in text
-    assert "buffers kept as they are: steps, ema, inv_freq, positions, usage, table" in text
-    assert "State   bf16     bf16            whole model, with its own tables" in text
+    assert "buffers kept in their own format: steps, ema, inv_freq, positions, usage, table" in text
+    assert "State   bf16     bf16            whole model, with its own operator rules" in text
 
 
 def test_it_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:

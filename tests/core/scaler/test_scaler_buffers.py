@@ -214,7 +214,7 @@ def test_it_is_named_and_counted() -> None:
     for _ in range(2):
         assert run.step(batch(NAN)).restored == ("1.running_mean", "1.running_var")
     assert run.amp.restored_buffers == {"1.running_mean": 2, "1.running_var": 2}
-    said = "buffers that skipped steps had made non-finite, restored: 1.running_mean (2 times), 1.running_var (2 times)"
+    said = "buffers restored after skipped steps had made them non-finite: 1.running_mean (2 times), 1.running_var (2 times)"
     assert run.amp.summary().endswith(f"skipped steps: 2\n{said}")
 
 

@@ -188,7 +188,7 @@ def test_raise_names_the_parameters_before_anything_changed(plan: str, way: str)
         return torch.ones(())
 
     words = (
-        r"AdamW\): gradients are not finite: those of 2\.bias; nonfinite='raise' allows no such step\. Weights and "
+        r"AdamW\): gradients are not finite: those of 2\.bias; nonfinite='raise' does not allow this\. Weights and "
         r"optimizer are"
     )
     step = {
@@ -541,7 +541,7 @@ def test_the_very_gradients_in_another_model_are_not_stepped_on() -> None:
     run.backward()
     for theirs, ours in zip(other.parameters(), run.model.parameters(), strict=True):
         theirs._grad = ours.grad
-    with pytest.raises(StateError, match=r"call amp\.unscale_ on that optimizer first"):
+    with pytest.raises(StateError, match=r"call amp\.unscale_ on the other optimizer first"):
         shared.step()
     run.amp.unscale_(run.optimizer)
     shared.step()

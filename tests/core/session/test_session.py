@@ -554,7 +554,7 @@ def test_close_leaves_what_prepare_did_not_store() -> None:
 def test_live_plans_that_disagree_on_process_settings() -> None:
     first = castwise.Amp(Plan(compute="fp32", fp32_matmul="ieee"), device="cpu")
     first.prepare(mlp())
-    with pytest.raises(StateError, match=r"fp32_matmul='bf16'.*set it to 'ieee'"):
+    with pytest.raises(StateError, match=r"fp32_matmul='bf16'.*needs 'ieee'"):
         castwise.Amp(Plan(compute="fp32", fp32_matmul="bf16"), device="cpu").prepare(mlp())
     first.close()
     second = castwise.Amp(Plan(compute="fp32", fp32_matmul="bf16"), device="cpu")

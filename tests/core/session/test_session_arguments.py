@@ -45,12 +45,12 @@ def test_a_norm_to_clip_to_that_is_none(max_norm: Any) -> None:
     model, optimizer = amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     amp.backward(model(torch.ones(1, 2)).sum())
     with pytest.raises(
-        PlanError, match=r"(?s)^step\(max_norm=.*(is no norm|must be a number >= 0).*Allowed: a number"
+        PlanError, match=r"(?s)^step\(max_norm=.*(is not a norm|must be a number >= 0).*Allowed: a number"
     ):
         amp.step(optimizer, max_norm=max_norm)
     with pytest.raises(
         PlanError,
-        match=r"(?s)^clip_grad_norm_\(max_norm=.*(is no norm|must be a number >= 0).*Allowed: a number",
+        match=r"(?s)^clip_grad_norm_\(max_norm=.*(is not a norm|must be a number >= 0).*Allowed: a number",
     ):
         amp.clip_grad_norm_(optimizer, max_norm)
     amp.clip_grad_norm_(optimizer, math.inf)

@@ -134,7 +134,7 @@ def test_the_words() -> None:
     with pytest.raises(StateError) as error:
         amp.backward(model.forward(torch.randn(4, 8)).mean())
     assert str(error.value) == (
-        "backward: the loss was computed from encoder.weight, but the prepared Net was not called, so that its operators were not "
+        "backward: the loss was computed from encoder.weight, but the prepared Net was not called, so its operators were not "
         "cast to bfloat16 as the plan bf16-mixed says. A plan applies only when the module itself is called: call model(...), "
         "not "
         "model.forward(...) and do not call its parts one by one; or name the methods that are called instead of it, "

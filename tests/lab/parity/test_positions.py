@@ -72,7 +72,7 @@ def seen(model: nn.Module, size: int = 4) -> Positions:
 def test_a_table_with_room_for_more_is_named(kind: str) -> None:
     found = seen(Sequences(kind, 64))
     assert (found.length, list(found.tables.values())) == (16, [64])
-    assert found.note.startswith("Tested with positions 0 to 15, those of the sample: later positions (table")
+    assert found.note.startswith("Tested at positions 0 to 15, those of the sample: later positions (table")
     assert " has 64) were not tested." in found.note
 
 
@@ -84,7 +84,7 @@ def test_a_table_that_is_used_up_is_not_spoken_of(kind: str) -> None:
 def test_positions_that_are_computed_have_no_end() -> None:
     note = seen(Sequences("rotary", 3)).note
     assert note.startswith(
-        "Tested with positions 0 to 15, those of the sample: later positions were not tested."
+        "Tested at positions 0 to 15, those of the sample: later positions were not tested."
     )
 
 
@@ -117,10 +117,10 @@ def test_the_finding_and_its_table_say_so() -> None:
     from rich.console import Console
 
     found = castwise.parity(Sequences("sliced", 64), loss, batches, "bf16-mixed")
-    assert found.note.startswith("Tested with positions 0 to 15")
+    assert found.note.startswith("Tested at positions 0 to 15")
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(found.table())
-    assert "Tested with positions 0 to 15" in console.export_text()
+    assert "Tested at positions 0 to 15" in console.export_text()
 
 
 def test_a_search_notes_it_of_a_plan_that_computes_low() -> None:
@@ -128,4 +128,4 @@ def test_a_search_notes_it_of_a_plan_that_computes_low() -> None:
         model=Sequences("sliced", 64), loss=loss, batches=batches, goal="numerics", formats=("bf16",), memory=False,
         optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
     )  # fmt: skip
-    assert any(note.startswith("Tested with positions 0 to 15") for note in result.evidence.notes)
+    assert any(note.startswith("Tested at positions 0 to 15") for note in result.evidence.notes)

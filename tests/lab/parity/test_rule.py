@@ -28,7 +28,7 @@ def test_an_interval_below_the_line_passes_on_microbatches_enough_and_waits_for_
     verdict, reason, more = compare(LOW, None, LEAST - 1)
     assert (verdict, more) == ("undecided", True)
     assert reason.endswith(
-        "is below 0.01 on 28 microbatches; at least 29 are needed to see damage in a few of them"
+        "is below 0.01 on 28 microbatches; at least 29 are needed to see damage that only a few of them have"
     )
     assert compare(LOW, None, 3, least=3)[0] == "pass"
 
@@ -40,7 +40,7 @@ def test_an_interval_that_reaches_over_the_line_is_undecided_and_more_would_deci
     verdict, reason, more = compare(LOW, reaching, 32) if adam else compare(reaching, LOW, 32)
     assert (verdict, more) == ("undecided", True)
     assert (
-        f"is below {line:g}, but its interval ends above it after 32 microbatches; more of them would decide"
+        f"is below {line:g}, but its interval ends above that after 32 microbatches; more microbatches would decide"
         in reason
     )
     assert ("in the units of Adam's steps" in reason) == adam

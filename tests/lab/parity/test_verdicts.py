@@ -143,7 +143,7 @@ def test_sound_models_pass(name: str, plan: str) -> None:
     assert found.verdict == "pass", found.reason
     assert found.strayed == 0
     assert re.fullmatch(
-        r"damage \S+ \(the relative error of an update; 95 % interval \S+ to \S+\)( in the units of Adam's steps)? is below 0\.0[13] with its interval: not distinguishable from "
+        r"damage \S+ \(the relative error of an update; 95 % interval \S+ to \S+\)( in the units of Adam's steps)? and its interval are below 0\.0[13]: not distinguishable from "
         "the noise of the data",
         found.reason,
     )
@@ -271,7 +271,7 @@ def test_a_loss_that_differs_from_itself_is_said_to() -> None:
     assert not found
     assert re.fullmatch(
         r"the loss is not deterministic: computed twice from the same inputs, it differs by \S+ of an update, and the plan "
-        r"from fp32 by \S+",
+        r"differs from fp32 by \S+",
         found.reason,
     )
 
@@ -371,7 +371,7 @@ def test_a_loss_without_a_graph() -> None:
     _refused(
         WorkloadError,
         "parity: loss(model, batch) returned a tensor without a graph, so the loss is not differentiable: no gradient can "
-        "reach the model; remove .detach(), .item(), argmax or no_grad() from it, and see that the model has parameters that "
+        "reach the model; remove .detach(), .item(), argmax or no_grad() from it, and check that the model has parameters that "
         "require gradients",
         lambda m, b: (m(b[0]).argmax(-1) == b[1]).float().mean(),
     )
@@ -428,7 +428,7 @@ def test_data_that_holds_nan() -> None:
     x[3, 4] = float("nan")
     _refused(
         NonFiniteError,
-        "parity: the loss (nan) of batch 0 is not finite in fp32 already, so no plan can be compared: its data holds NaN or "
+        "parity: the loss (nan) of batch 0 is not finite in fp32 already, so no plan can be compared: its data contains NaN or "
         "infinite values, in batch[0] (1 of 192 values); clean the data first",
         batches=[(x, y)],
     )

@@ -42,8 +42,8 @@ def searched(chosen: Plan, times: dict[Plan, float], **settings: object) -> Sear
     [
         ("fp32", "Stay in fp32"),
         (str(LEAN), "Stay in fp32, switch to channels_last and the fused AdamW"),
-        ("tf32", "Stay in fp32, let fp32 products and convolutions use tf32 inside"),
-        ("fp32+fp32_matmul=bf16", "Stay in fp32, let fp32 products use bf16 inside"),
+        ("tf32", "Stay in fp32, let fp32 products and convolutions use tf32 internally"),
+        ("fp32+fp32_matmul=bf16", "Stay in fp32, let fp32 products use bf16 internally"),
         ("bf16-mixed", "Train in bf16 by autocast"),
         ("bf16-mixed+compile=default", "Train in bf16 by autocast, compile the model"),
         ("bf16-master+optimizer=fused", "Train in bf16 with bf16 parameters and fp32 masters, switch to the fused AdamW"),
@@ -71,8 +71,8 @@ def test_what_to_do_comes_first_then_speed_and_memory() -> None:
     search.peaks[LEAN] = 700
     assert answer(search).endswith(", 30 % less memory.")
     assert [said.split(" (")[0] for said in why(search)] == [
-        "Beside one-line torch.autocast in bf16 it is 1.50 times as fast",
-        "It computes in fp32 throughout, so there is nothing to lose.",
+        "Compared with one-line torch.autocast in bf16 it is 1.50 times as fast",
+        "It computes in fp32 throughout, so its gradients are fp32's.",
     ]
 
 
@@ -95,7 +95,7 @@ def test_what_was_measured_by_itself_is_said_where_whole_steps_do_not_show_it() 
         "Stay in fp32, switch to the fused AdamW: equally fast within the error ("
     )
     search.final.choice = {fused}
-    said = "Stay in fp32, switch to the fused AdamW: timed alone it saves 4 % of a step; whole steps are equally fast within the error"
+    said = "Stay in fp32, switch to the fused AdamW: timed alone, the change saves 4 % of a step; whole steps are equally fast within the error"
     assert answer(search).startswith(said)
     shown = searched(fused, {FP32: 0.12, fused: 0.1})
     assert shown.final is not None
@@ -108,7 +108,7 @@ def test_what_was_measured_by_itself_is_said_where_whole_steps_do_not_show_it() 
 
 
 def test_what_the_race_decided_is_said_in_a_sentence_of_its_own() -> None:
-    said = "In the race, where all trained in one process, it was 1.63 times as fast as fp32."
+    said = "In the race, where all plans trained in one process, it was 1.63 times as fast as fp32."
     known, search = (searched(AUTOCAST, {FP32: 0.16, AUTOCAST: 0.1}) for _ in range(2))
     assert known.final is not None
     assert search.final is not None
@@ -122,17 +122,17 @@ def test_what_the_race_decided_is_said_in_a_sentence_of_its_own() -> None:
 def test_fp32_is_not_called_the_fastest_of_one() -> None:
     record = evidence(searched(FP32, {FP32: 0.1}))
     assert record.answer == "Stay in fp32 as it is: no other plan was timed to the end."
-    assert record.candidates[0].reason == "nothing else was timed to the end"
+    assert record.candidates[0].reason == "no other plan was timed to the end"
     slow = searched(FP32, {FP32: 0.1})
     slow.race = Contest(slow.context.workload, slow.context.device)
     slow.contest.entries[AUTOCAST] = Entry(
         AUTOCAST, left=Fate("worse", "not faster: its first steps took 39 times as long")
     )
-    assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
+    assert evidence(slow).answer == "Stay in fp32 as it is: every other plan that was tried is slower."
     del slow.contest.entries[AUTOCAST]
     dropped = "timed module by module it is no faster than fp32"
     slow.journal.decide(AUTOCAST, Fate("worse", dropped))  # before the race
-    assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
+    assert evidence(slow).answer == "Stay in fp32 as it is: every other plan that was tried is slower."
     slow.contest.entries[AUTOCAST] = Entry(AUTOCAST, left=LATE)
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
     del slow.contest.entries[AUTOCAST]
@@ -152,10 +152,7 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     assert evidence(slower).candidates[0].reason == "the fastest sound plan"
     assert answer(slower) == "Stay in fp32 as it is: no sound plan is known to be faster."
     slower.journal.refuse(AUTOCAST, "damage 0.3 is above 0.1")
-    assert (
-        answer(slower)
-        == "Stay in fp32 as it is: nothing else that was timed was shown to keep the gradients."
-    )
+    assert answer(slower) == "Stay in fp32 as it is: no other plan that was timed was shown to be sound."
     slower.complete = False
     assert answer(slower) == "Stay in fp32 for now: the search ended before it could choose."
 
@@ -165,7 +162,7 @@ def test_an_interval_without_ends_is_no_speed() -> None:
     search = searched(LEAN, {FP32: 0.1, LEAN: 0.1, AUTOCAST: 0.1})
     assert search.final is not None
     search.final.times_s = [[one[0][:1]] for one in search.final.times_s]
-    assert answer(search).endswith(": at a speed that is not known, since its times differ too much.")
+    assert answer(search).endswith(": at an unknown speed, since its times vary too much.")
     assert not any("autocast" in said for said in why(search))
 
 
@@ -179,21 +176,21 @@ def test_what_seems_faster_and_is_not_sure_enough_is_said_to_be_that() -> None:
     assert ratio is not None
     assert ratio.low > 1.01
     assert answer(search).endswith(
-        "no sound plan is known surely enough to be faster, and this one is the simplest."
+        "no sound plan is known with enough certainty to be faster, and fp32 is the simplest."
     )
     fate = search.final.fate(LEAN, FP32)
     assert fate is not None
     assert (
         fate.reason
-        == "faster, but not as surely as a choice asks (97%), than the chosen plan, which is simpler"
+        == "faster, but not with the 97% certainty that a choice needs, than the chosen plan, which is simpler"
     )
 
 
 def test_what_is_undecided_is_not_said_to_lose_the_gradients() -> None:
     search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.05})
     search.parity[AUTOCAST] = dataclasses.replace(SOUND, verdict="undecided")
-    search.journal.refuse(AUTOCAST, "more of them would decide")
-    assert "was not shown to keep the gradients: more of them would decide" in why(search)[-1]
+    search.journal.refuse(AUTOCAST, "more microbatches would decide")
+    assert "was not shown to preserve the gradients: more microbatches would decide" in why(search)[-1]
 
 
 def test_the_page_has_the_interval_by_which_it_was_decided() -> None:
@@ -229,7 +226,7 @@ def test_unsound_autocast_is_the_reason_to_stay_in_fp32() -> None:
     search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.05})
     search.journal.refuse(AUTOCAST, "damage 0.3 is above 0.1")
     assert re.search(
-        r"autocast in bf16 would be 2\.00 times as fast \([^)]*\), but it does not keep the gradients: damage 0\.3",
+        r"autocast in bf16 would be 2\.00 times as fast \([^)]*\), but it does not preserve the gradients: damage 0\.3",
         why(search)[-1],
     )
 
@@ -243,4 +240,4 @@ def test_every_plan_has_its_standing() -> None:
         "bf16-mixed": "chosen", "fp32": "baseline", "bf16-mixed+optimizer=fused": "tie",
         "bf16-master": "rejected", str(LEAN): "not tried",
     }  # fmt: skip
-    assert rows["bf16-mixed"].reason == "the simplest of those that are as fast within the error"
+    assert rows["bf16-mixed"].reason == "the simplest of the plans that are as fast within the error"

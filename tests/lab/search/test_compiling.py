@@ -267,7 +267,7 @@ def test_a_plan_whose_compiled_gradients_are_its_own_can_be_compiled(line: str, 
 def test_wrong_gradients_are_seen(plan: Plan) -> None:
     found = tried(Wrong, plan)
     assert found.reason.startswith(
-        "not compiled: the gradient of a.weight differs from the same plan's uncompiled by "
+        "not compiled: the gradient of a.weight differs from that of the uncompiled plan by "
     )
     assert found.difference > 1.0
 
@@ -282,7 +282,7 @@ def test_what_a_format_leaves_open_is_no_fault_in_it_alone() -> None:
 def test_gradients_that_are_nearer_to_fp32_compiled_are_no_fault() -> None:
     plan = Plan.parse("bf16-master+compile=default")
     assert tried(CoarseByHand, plan).reason == ""
-    assert "differs from the same plan's uncompiled" in tried(CoarseCompiled, plan).reason
+    assert "differs from that of the uncompiled plan" in tried(CoarseCompiled, plan).reason
 
 
 @needs_backend
@@ -340,7 +340,7 @@ def test_complex_weights_are_moved_and_compared_in_both_parts() -> None:
 
 @needs_backend
 def test_a_model_that_is_compiled_anew_at_every_step_is_not_compiled() -> None:
-    assert tried(Restless, FP32_COMPILED).reason.startswith("not compiled: it is compiled anew ")
+    assert tried(Restless, FP32_COMPILED).reason.startswith("not compiled: it recompiles ")
 
 
 class ForgetsDeep(nn.Module):
@@ -479,7 +479,7 @@ def test_the_fastest_come_first_and_the_best_go_on(search: Search, monkeypatch: 
     assert search.journal.fates[compiled(AUTOCAST)].reason == "not faster compiled: takes 1.10 times as long"
     assert (
         search.journal.fates[compiled(FP32)].reason
-        == f"not in the final: {MOST} others were faster when compiled"
+        == f"not in the final: {MOST} other compiled plans were faster"
     )
 
 
@@ -522,7 +522,7 @@ def test_without_the_time_for_it_nothing_is_compiled_and_that_is_said(
     assert set(search.journal.fates) == {BF16, FP32_COMPILED}
     assert search.journal.fates[BF16].reason.startswith("not tried: ")
     assert search.journal.fates[BF16].reason.endswith(
-        " s of the budget are left to compile it in; a longer --budget would do"
+        " s of the budget were left to compile it; use a longer --budget"
     )
     # what the final will take to compile the first again is kept for it
     assert finalists(search, [AUTOCAST], *within(37.0)) == [BF16]
@@ -572,7 +572,7 @@ def test_a_trial_whose_process_dies_is_a_reason(search: Search) -> None:
         os._exit(1)
 
     found = compiling._tried(search.context, portable(workload(dies)), BF16, 60.0)
-    assert found.reason == "does not compile: the process died without a word (out of memory?)"
+    assert found.reason == "does not compile: the process ended without a message, perhaps out of memory"
 
 
 def test_what_a_trial_has_started_is_gone_when_it_is_over(search: Search, tmp_path: Path) -> None:
@@ -648,11 +648,11 @@ def test_compiling_pays_after_as_many_steps_as_it_takes_to_gain_its_time(search:
     search.final = Final([AUTOCAST, BF16], times_s=times)  # type: ignore[arg-type]
     assert pays_after(search, BF16) == 2205
     assert said(search, BF16) == (
-        "Compiling takes 54 s at the start of a first training, less where its code is on disk, and pays after 2,205 steps."
+        "Compiling takes 54 s when training first starts (less if the compiled code is cached on disk) and pays off after 2,205 steps."
     )
     search.final = Final([AUTOCAST, BF16], times_s=times[::-1])  # type: ignore[arg-type]
     assert pays_after(search, BF16) is None
-    assert said(search, BF16).endswith("and was not seen to pay.")
+    assert said(search, BF16).endswith("and was not shown to pay off.")
     assert said(search, AUTOCAST) == ""
     search.trials[FP32_COMPILED] = CompileTrial("not compiled: wrong", 5.0)
     assert pays_after(search, FP32_COMPILED) is None
@@ -670,7 +670,7 @@ def test_the_page_says_what_compiling_took_and_when_it_pays() -> None:
     )
     grid = plan_grid(make_record(make_evidence(candidates=rows)))
     at = grid.header.index("compiling")
-    assert [row.cells[at] for row in grid.rows] == ["-", "54.2 s, pays after 2,710 steps", "7.00 s"]
+    assert [row.cells[at] for row in grid.rows] == ["-", "54.2 s, pays off after 2,710 steps", "7.00 s"]
 
 
 def test_true_and_false_mean_always_and_never() -> None:

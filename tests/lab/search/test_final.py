@@ -250,19 +250,19 @@ def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
     times = {FP32: 2.0, AUTOCAST: 1.0, REGION: 0.965}
     final = timed(times, decision=Decision(1, decided=False))
     assert final.doubt(AUTOCAST) == (
-        f"Not decided after 3 starts, since the machine is too noisy: whether {in_words(REGION)} is up to 4 % faster. A longer "
-        "--budget, and an idle machine, would tell."
+        f"Undecided after 3 starts, because the machine is too noisy: {in_words(REGION)} may be up to 4 % faster than the chosen plan. A longer "
+        "--budget, and an idle machine, would decide it."
     )
     assert "--budget" in final.doubt(AUTOCAST)
     few = Final(list(times), times_s=[starts[:2] for starts in final.times_s], decision=final.decision)
-    assert "after 2 starts, since the time was too short: " in few.doubt(AUTOCAST)
+    assert "after 2 starts, because the time was too short: " in few.doubt(AUTOCAST)
     assert not final.doubt(REGION)  # nothing is open there
     wild = Final(
         list(times),
         times_s=[[[s], [9.0 * s]] for s in (2.0, 1.0)] + [[[2.0], [0.9]]],
         decision=final.decision,
     )
-    assert f"whether {in_words(REGION)} is faster. " in wild.doubt(AUTOCAST)
+    assert f"{in_words(REGION)} may be faster than the chosen plan. " in wild.doubt(AUTOCAST)
     assert not timed(times, decision=Decision(1, decided=True)).doubt(AUTOCAST)
 
 
@@ -330,7 +330,7 @@ def test_a_longer_budget_is_advised_only_where_it_would_help() -> None:
     open_ = Decision(1, decided=False)
     rounds = [[[s * (1 + 0.1 * (i % 2)) for i in range(2 * ROUNDS)]] for s in times.values()]
     here = Final(list(times), times_s=rounds, decision=open_, apart=False)
-    assert here.doubt(AUTOCAST).endswith("An idle machine would tell.")
+    assert here.doubt(AUTOCAST).endswith("An idle machine would decide it.")
     cut = Final(list(times), times_s=[[one[0][:3]] for one in rounds], decision=open_, apart=False)
     assert "the time was too short" in cut.doubt(AUTOCAST)
     assert "--budget" in cut.doubt(AUTOCAST)
@@ -338,7 +338,7 @@ def test_a_longer_budget_is_advised_only_where_it_would_help() -> None:
     starts[2].reverse()
     said = Final(list(times), times_s=starts, decision=open_).doubt(AUTOCAST)
     assert "--budget" not in said
-    assert "An idle machine would tell." in said
+    assert "An idle machine would decide it." in said
 
 
 def test_a_simpler_plan_that_is_known_to_be_slower_than_another_says_so() -> None:
@@ -366,7 +366,7 @@ def test_a_race_that_the_final_contradicts_is_not_spoken_of() -> None:
     final = Final([FP32, AUTOCAST, REGION], times_s=times, decision=Decision(0, decided=False))
     final.behind = {(FP32, AUTOCAST): 1.3}
     assert next(final.in_turn(final.plans)) == FP32
-    assert "Not decided " in final.doubt(FP32)
+    assert "Undecided " in final.doubt(FP32)
 
 
 def test_what_failed_is_not_named_as_ahead_in_the_race_and_the_chosen_plan_first() -> None:

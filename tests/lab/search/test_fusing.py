@@ -272,8 +272,8 @@ def test_where_whole_steps_say_that_what_was_to_save_time_takes_more_fp32_stays_
     monkeypatch.setattr("castwise.lab.search.fastest.race_final", raced)
     result = castwise.tune(DEEP, device="cpu", formats=("fp32",), budget_s=20, memory=False, fresh=True)
     assert result.plan.optimizer == "as_given"
-    assert any(note.startswith("Plain fp32 was a choice too") for note in result.evidence.notes)
-    assert " to choose among" not in result.evidence.candidates[0].reason
+    assert any(note.startswith("Plain fp32 could be chosen too") for note in result.evidence.notes)
+    assert " that can be chosen" not in result.evidence.candidates[0].reason
 
 
 def test_what_fp32_gains_by_its_own_measure_is_no_choice_of_the_final(

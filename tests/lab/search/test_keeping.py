@@ -73,7 +73,7 @@ def asked(job: Workload, device: torch.device = CPU) -> tuple[bool, list[str]]:
 def test_page_faults_are_seen_in_a_process_of_the_plans_own_and_told() -> None:
     costs, (note,) = asked(WIDE)
     assert costs
-    said = r"fp32 met ([\d,]+) page faults per step in a process of its own, and ([\d,]+) where that .*: at least \d+ % of"
+    said = r"In a process of its own, fp32 met ([\d,]+) page faults per step, and ([\d,]+) when it .* saves at least \d+ % of"
     found = re.match(said, note)
     assert found, note
     given, kept = (int(number.replace(",", "")) for number in found.groups())
@@ -191,7 +191,7 @@ def test_what_there_is_no_time_for_is_not_tried_and_that_is_said() -> None:
     with search.context.home:
         assert not keeping_saves(search.context, FP32)
     (note,) = search.journal.undecided
-    assert note == "Whether keeping freed memory saves page faults was not tried: the time ran out."
+    assert note == "Whether keeping freed memory saves page faults was not measured: the time ran out."
 
 
 def test_keeping_changes_no_numerics_and_is_nearly_free() -> None:
@@ -241,4 +241,4 @@ def test_finalists_keep_memory_and_race_no_longer_as_they_are(
         assert raced <= {FP32, AUTOCAST, *kept}
         reasons = {Plan.parse(row.plan): row.reason for row in result.evidence.candidates}
         twins = {as_raced(plan) for plan in kept} - {FP32, AUTOCAST, Plan.parse(str(result.plan))}
-        assert all(reasons[plan].startswith("the final ran it as ") for plan in twins), reasons
+        assert all(reasons[plan].startswith("the final ran this plan as ") for plan in twins), reasons

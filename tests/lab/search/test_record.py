@@ -51,14 +51,15 @@ def test_a_plan_that_training_decided_on_is_shown_as_fresh_batches_found_it() ->
     assert chosen.parity is not None
     assert chosen.parity.verdict == "decided by training"
     said = (
-        "over 8 pairs of 58 steps its loss differs from fp32's by 0.00016 (95 % below 0.00055; allowed 0.011, 0.56 % of "
-        "what it fell in fp32)"
+        "over 8 pairs of 58 steps its loss differs from fp32's by 0.00016 (at most 0.00055 with 95 % confidence; allowed are 0.011, "
+        "0.56 % of the decrease of fp32's loss)"
     )
     assert chosen.parity.reason == f"damage 0.3; {said}"
     assert any(
-        line.endswith(f"relative error of an update), so training runs did: {said}.") for line in why(search)
+        line.endswith(f"relative error of an update), so training runs decided: {said}.")
+        for line in why(search)
     )
-    assert any("did not settle it (damage 0.3; " in line for line in why(search))
+    assert any("The parity test was undecided (damage 0.3; " in line for line in why(search))
 
 
 def test_a_plan_that_training_cleared_and_that_was_not_taken_is_a_tie_with_what_training_said() -> None:
@@ -98,9 +99,7 @@ def test_a_plan_that_was_shown_and_never_tested_is_not_rejected_for_being_as_fas
     search.journal.decide(other, Fate("untried", "not tested: the passes were spent"))
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
     assert rows[str(other)][0] == "not tried"
-    assert rows[str(other)][1].startswith(
-        "not tested: the passes were spent; in the final it was as fast as the "
-    )
+    assert rows[str(other)][1].startswith("not tested: the passes were spent; in the final: as fast as the ")
     assert rows[str(slower)][0] == "rejected"
     assert rows[str(slower)][1].startswith("not faster: takes 1.50 (")
 

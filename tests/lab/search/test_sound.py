@@ -85,7 +85,7 @@ def test_doubt_has_to_be_worth_something(search: Search, rival: Plan) -> None:
     """What is sound, or computes in fp32, is as fast in the race."""
     assert not clear(search, {FP32: 0.002, LIKE_FP32: 0.001, rival: 0.00102}, [FP32, rival], [LIKE_FP32])
     assert noted(search) == {
-        LIKE_FP32: "damage 0.11; it got no training runs, since it was not 3 % faster in the race than "
+        LIKE_FP32: "damage 0.11; it had no training runs, since in the race it was not 3 % faster than "
         + in_words(rival)
     }
     assert not runs(search)
@@ -125,7 +125,9 @@ def test_what_is_no_faster_than_one_that_was_cleared_is_not_trained(search: Sear
     assert clear(search, {FP32: 0.002, LIKE_FP32: 0.001, LOSING: 0.0011}, [FP32], [LOSING, LIKE_FP32]) == [
         LIKE_FP32
     ]
-    assert search.journal.refusal(LOSING).endswith(f"3 % faster in the race than {in_words(LIKE_FP32)}")
+    assert search.journal.refusal(LOSING).endswith(
+        f"in the race it was not 3 % faster than {in_words(LIKE_FP32)}"
+    )
     assert runs(search) == 1
 
 
@@ -140,7 +142,7 @@ def test_without_the_time_for_training_runs_a_plan_stays_in_doubt_and_that_is_sa
         assert not clear(search, {FP32: 2.0, LIKE_FP32: 1.0}, [FP32], [LIKE_FP32])
         assert noted(search) == {LIKE_FP32: "damage 0.11"}
         (note,) = search.journal.undecided
-        assert "there was no time to let training runs decide" in note
+        assert "there was no time for training runs to decide" in note
     assert not runs(search)
 
 

@@ -184,7 +184,7 @@ def test_a_process_that_dies_is_a_failure_in_words(home: Home) -> None:
         return module(batch).sum()
 
     apart = SeparateRun(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
-    with pytest.raises(CastwiseError, match="died without a word"):
+    with pytest.raises(CastwiseError, match="ended without a message"):
         apart.warm_up()
     apart.close()
     other = SeparateRun(home, portable(workload()), PRESETS["fp32"], CPU, 0)

@@ -427,7 +427,7 @@ def test_a_checkpoint_is_no_record_and_a_record_no_checkpoint(tmp_path: Path) ->
         for batch in recorder.batches(data(1, spike=0)):
             amp.backward(loss(model, batch))
             amp.step(optimizer)
-    with pytest.raises(CheckpointError, match="it does not have the known parts"):
+    with pytest.raises(CheckpointError, match="it does not have exactly the parts of a checkpoint"):
         checkpoint.load(recorder.records[0], model=model, optimizers=optimizer, amp=amp)
 
 

@@ -39,8 +39,8 @@ class AmbientAutocast:
     def __init__(self, plan: Plan, device_type: str, *, messages: Mapping[str, str] | None = None) -> None:
         if not plan.autocasts:
             raise PlanError(
-                f"AmbientAutocast({str(plan)!r}): this plan casts no operators; give one whose compute is bf16 or "
-                "fp16 and whose rules are not 'none'"
+                f"AmbientAutocast({str(plan)!r}): this plan casts no operators; give a plan whose compute is bf16 "
+                "or fp16 and whose rules are not 'none'"
             )
         rows = dict(override_rows(plan, device_type))
         for name, message in (messages or {}).items():
@@ -97,8 +97,8 @@ class AmbientAutocast:
             return
         if self._thread != threading.get_ident() or frames.depth() != self._depth + 1:
             raise StateError(
-                "ambient casts must end on the thread that began them, and outside of any castwise.autocast or forward that "
-                "was entered later; leave those first"
+                "ambient casts must end on the thread that began them, after every castwise.autocast block and forward that was "
+                "entered later; leave those blocks first"
             )
         frames.pop_block()
         frames.ambient.pop(self.device_type, None)

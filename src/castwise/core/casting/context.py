@@ -62,8 +62,8 @@ def _resolve(
     device = device_type or default_device_type()
     if device not in DEVICE_TYPES:
         raise PlanError(
-            f"User specified an unsupported autocast device_type '{device}': autocast(device_type={device!r}) is not one "
-            f"that can be autocast; allowed: {', '.join(DEVICE_TYPES)}"
+            f"User specified an unsupported autocast device_type '{device}': autocast(device_type={device!r}) is not "
+            f"allowed. Allowed: {', '.join(DEVICE_TYPES)}."
         )
     if plan is None:
         chosen = dtype if dtype is not None else torch.get_autocast_dtype(device)
@@ -72,8 +72,8 @@ def _resolve(
         if isinstance(chosen, torch.dtype) and chosen not in _DTYPES:
             raise PlanError(
                 f"autocast({device!r}, dtype={chosen}): In {device.upper()} autocast, but the target dtype is not "
-                f"supported; allowed: {', '.join(map(str, _DTYPES))}. torch.autocast would warn and cast nothing: give "
-                "enabled=False for that"
+                f"supported; allowed: {', '.join(map(str, _DTYPES))}. torch.autocast would warn and cast nothing; "
+                "to cast nothing, give enabled=False"
             )
         resolved = as_plan(get_format(chosen).name)
     elif dtype is not None:
@@ -128,10 +128,9 @@ def _refuse_export() -> None:
         StateError: Always.
     """
     raise StateError(
-        "torch.export of castwise.autocast: an exported graph holds only the casts of torch's own lists, and with strict=True "
-        "not even those of an autocast made inside the exported code. Export with strict=False and a dtype or a plan without "
-        "its own rules, use "
-        "torch.autocast, or cast the model by hand"
+        "torch.export of castwise.autocast: an exported graph lacks casts by a plan's own rules, and with strict=True it also lacks "
+        "all casts of a castwise.autocast that was created inside the exported code. Export with strict=False and a dtype or a plan "
+        "without rules of its own, use torch.autocast, or cast the model by hand"
     )
 
 

@@ -123,7 +123,7 @@ def read_manifest(path: Path) -> dict[str, Any] | str:
     if manifest.get("sha256") != _digest(manifest):
         return f"its {MANIFEST} is damaged: its sha256 does not match"
     if not _is_sound(manifest):
-        return f"its {MANIFEST} is not one that castwise writes"
+        return f"its {MANIFEST} has missing fields or fields of the wrong type"
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
         return f"belongs to step {manifest['step']} according to its {MANIFEST}"
@@ -167,7 +167,7 @@ def read_values(path: Path, manifest: Mapping[str, Any]) -> Any:
     try:
         data = _read(path / VALUES, wanted["size"])
         if (len(data), f"{zlib.crc32(data):08x}") != (wanted["size"], wanted["crc32"]):
-            raise ValueError("its contents are not those that were saved (crc32)")
+            raise ValueError("its contents have changed since the save (crc32 differs)")
         return read_json(data.decode(), DEEPEST)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"its {VALUES} cannot be read: {error}") from None
@@ -213,7 +213,7 @@ def wrong_files(
             if size != wanted["size"]:
                 return f"{name} has {size:,} bytes instead of {wanted['size']:,}"
             if checksums and measure(path / name)["crc32"] != wanted["crc32"]:
-                return f"{name} has the right size and wrong contents (crc32)"
+                return f"{name} has the right size but other contents (crc32 differs)"
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
@@ -272,7 +272,7 @@ class Draft:
     def not_written(self, why: str) -> CheckpointError:
         """The exception for a save that failed before the checkpoint got its name."""
         return CheckpointError(
-            f"save(step={self.step}): {self.path} was not written; earlier checkpoints are as they were. {why}"
+            f"save(step={self.step}): {self.path} was not written; earlier checkpoints are unchanged. {why}"
         )
 
     def publish(self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:

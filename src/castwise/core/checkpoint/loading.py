@@ -168,13 +168,13 @@ def load(
     path = found.path
     if path is None:
         raise CheckpointError(
-            "load: there is no complete checkpoint; if newest(folder) is false, start from the beginning"
+            "load: newest(folder) found no complete checkpoint; call load only if its result is true, and otherwise train from the start"
         )
     # newest() has read all contents; sizes show here whether they changed since.
     manifest = _verified(path, ranks, checksums=not isinstance(checkpoint, Found))
     if isinstance(manifest, str):
         raise CheckpointError(
-            f"load({str(path)!r}): {manifest}. Allowed: a complete checkpoint, as newest(folder) finds it."
+            f"load({str(path)!r}): {manifest}. Allowed: a complete checkpoint, such as newest(folder) finds."
         )
     restore = ranks.each(lambda: Restore(path, manifest, joined(model), as_list(optimizers), amp, ranks))
     restore.check(ranks)

@@ -48,8 +48,8 @@ def hold(folder: Path, call: str) -> None:
         owner = os.read(handle, 200).decode(errors="replace").strip()
         os.close(handle)
         raise CheckpointError(
-            f"{call}: another process saves into {folder}: {owner or 'one that has just begun'}. A folder belongs to one "
-            "training: name another folder, or end that process, which releases the folder."
+            f"{call}: another process saves into {folder}: {owner or 'a process that has just started'}. Only one "
+            "training may save into a folder: name another folder, or end that process."
         ) from None
     except BaseException:
         os.close(handle)

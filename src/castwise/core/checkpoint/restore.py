@@ -130,10 +130,13 @@ class Restore:
             everywhere = {self._first_name(name) for name in everywhere}
             before = {self._first_name(name) for name in was["group_of"]}
             out += _listed(
-                f"optimizer {index} did not update",
+                f"optimizer {index} updates parameters here that it did not update when it was saved",
                 [n for n in sorted(here) if self._first_name(n) not in before],
             )
-            out += _listed(f"optimizer {index} updated also", sorted(before - everywhere))
+            out += _listed(
+                f"optimizer {index} updated parameters when it was saved that it does not update here",
+                sorted(before - everywhere),
+            )
             for number, names in enumerate(self._updated[index]):
                 groups = [was["options"][was["group_of"][n]] for n in map(self._name_in(was), names) if n]
                 if any(group != groups[0] for group in groups):
@@ -191,9 +194,9 @@ class Restore:
                 "param_groups first if they are yours)",
                 dict.fromkeys(unknown),
             ),
-            *_listed(f"optimizer {index} has options of other kinds", dict.fromkeys(options)),
-            *_listed(f"optimizer {index} has state of other shapes or kinds", state),
-            *_listed(f"optimizer {index} has options without the state that they need", missing),
+            *_listed(f"optimizer {index} has options of other types", dict.fromkeys(options)),
+            *_listed(f"optimizer {index} has state of other shapes or dtypes", state),
+            *_listed(f"optimizer {index} has options that need state which was not saved", missing),
         ]
 
     def _first_name(self, name: str) -> str:

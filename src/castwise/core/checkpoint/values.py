@@ -47,7 +47,7 @@ def read(path: Path, manifest: Mapping[str, Any]) -> Values:
     try:
         need(
             isinstance(found, dict) and found.keys() == set(Values.__dataclass_fields__),
-            "it does not have the known parts",
+            "it does not have exactly the parts of a checkpoint",
         )
         values = Values(**{**found, "tensors": storage.read_index(found["tensors"], files)})
         _check(values, manifest["world_size"])

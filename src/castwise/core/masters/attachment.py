@@ -75,7 +75,7 @@ def attach(
     """
     if not _torch.optimizers.has_step_hooks(optimizer):
         raise StateError(
-            f"prepare: {type(optimizer).__name__} is a torch.optim.Optimizer whose Optimizer.__init__ was never called, so that "
+            f"prepare: {type(optimizer).__name__} is a torch.optim.Optimizer whose Optimizer.__init__ was never called, so "
             "its steps cannot be followed. Prepare the optimizer that it wraps, or call super().__init__(params, defaults) in it."
         )
     for parameter, values in () if originals is None else originals.items():

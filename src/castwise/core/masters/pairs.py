@@ -131,9 +131,9 @@ class Pairs:
         if _is_cast(master):
             raise StateError(
                 f"optimizer.step(): a parameter of shape {tuple(parameter.shape)} was stored in {master.former_dtype} when the "
-                f"model was prepared and is {parameter.dtype} now, as model.float() or model.half() makes it; its master can "
-                f"no longer update it. Prepare the model again after changing its dtype: amp.close() gives the masters' "
-                f"values back."
+                f"model was prepared and is {parameter.dtype} now, as after model.float() or model.half(); its master can "
+                "no longer update it. Call amp.close(), which writes the masters' values to the parameters, change the dtype, and "
+                "prepare the model again."
             )
         written, data, where, _ = mark_of(master)
         ahead = self._ahead(index)

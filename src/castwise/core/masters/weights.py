@@ -93,7 +93,7 @@ def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"Attachment.load_state_dict: these masters are missing, left over or of another shape: {', '.join(wrong[:5])}; "
+            f"Attachment.load_state_dict: these masters are missing, unknown or of another shape: {', '.join(wrong[:5])}; "
             "load the state of the same model and optimizer"
         )
     for name, master in into.items():

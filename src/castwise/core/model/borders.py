@@ -374,10 +374,9 @@ def check_forward(module: nn.Module) -> None:
     device_type = _torch.calls.autocast_within(module.__dict__.get("forward"))
     if device_type is not None:
         raise StateError(
-            f"forward of this {type(module).__name__} was replaced by one inside torch.autocast({device_type!r}), which overrides the plan: "
-            "two settings of precision at once. Accelerate does that for mixed_precision=, and the Trainer of transformers for "
-            "bf16=True or fp16=True: leave that out, or leave the plan out; castwise.integrations.huggingface provides both "
-            "with a plan"
+            f"forward of this {type(module).__name__} was replaced by one inside torch.autocast({device_type!r}), which overrides the plan. "
+            "Accelerate replaces forward for mixed_precision=, and the Trainer of transformers for bf16=True or fp16=True: leave that "
+            "argument out, or train without the plan; with castwise.integrations.huggingface, Accelerate and the Trainer train by a plan"
         )
 
 

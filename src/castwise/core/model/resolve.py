@@ -104,8 +104,8 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
             hint = f" Modules with a similar name: {', '.join(near)}." if near else ""
             raise PatternError(
                 f"Region({shown(region.pattern)}): no module of {type(model).__name__} matches.{hint} A '*' stays within one "
-                "level and '**' crosses levels; print(dict(model.named_modules()).keys()) lists the paths. For one stage of a "
-                "pipeline, whose other stages may have it, call prepare(..., part=True)."
+                "level and '**' crosses levels; print(dict(model.named_modules()).keys()) lists the paths. If {type(model).__name__} "
+                "is one stage of a pipeline and the module may be in another stage, call prepare(..., part=True)."
             )
         quiet = [name for name in hits if modules[name] in silent]
         if region.compute is not None and quiet:
@@ -211,7 +211,7 @@ class Resolution:
                 told[path] = place
         for place in told.values():
             border = "whole model" if place is root else f"in {place.around}" if place.around else ""
-            border += ", with its own tables" if place.meets else ""
+            border += ", with its own operator rules" if place.meets else ""
             rows.append((place.path or place.kind, place.compute, place.stored or "as they are", border))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
@@ -221,9 +221,11 @@ class Resolution:
         stored = ", ".join(f"{number} in {name}" for name, number in count.items()) or "none"
         lines += [f"tensors to be stored in another format: {stored}"]
         if self.kept:
-            lines += [f"buffers kept as they are: {', '.join(self.kept)}"]
+            lines += [f"buffers kept in their own format: {', '.join(self.kept)}"]
         if self.left_low:
-            lines += [f"trained parameters left low as they arrived: {some(self.left_low, 5)}"]
+            lines += [
+                f"trained parameters left in the low format in which they arrived: {some(self.left_low, 5)}"
+            ]
         if self.sealed:
             lines += [f"quantised, and left unchanged: {some(self.sealed, 5)}"]
         return "\n".join([f"{self.plan} on {root.kind}", *lines])

@@ -50,8 +50,8 @@ class RoundedInputs:
                 name = str(self._dtype).removeprefix("torch.")
                 first, second = pair
                 warnings.warn(
-                    f"The plan rounds floating inputs of this {kind} to {name}, in which distinct values of an input of shape "
-                    f"{list(tensor.shape)} are equal: {first:.7g} and {second:.7g} become {float(tensor.new_tensor(first).to(self._dtype)):g}. "
+                    f"The plan rounds floating inputs of this {kind} to {name}, which makes distinct values of an input of shape "
+                    f"{list(tensor.shape)} equal: {first:.7g} and {second:.7g} become {float(tensor.new_tensor(first).to(self._dtype)):g}. "
                     "Give timesteps, positions and other counts as integers, or use a plan that casts at operators, such as "
                     "'bf16-mixed' and 'bf16-master'.",
                     stacklevel=3,

@@ -40,7 +40,8 @@ def refuse_fsdp1(call: str, module: nn.Module) -> None:
     """
     raise StateError(
         f"{call}({type(module).__name__}): FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel) is not supported: it replaces "
-        "parameters by flat ones that a plan does not know, and norms would be those of one rank's part. Use FSDP2: "
+        "parameters by flattened tensors, which a plan cannot assign to regions, and gradient norms would cover only one rank's "
+        "shard. Use FSDP2: "
         "amp.fully_shard(model, blocks=...) before the optimizer is made and before prepare, or DistributedDataParallel after prepare."
     )
 
@@ -80,7 +81,7 @@ def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.
     for name, parameter in module.named_parameters():
         if is_dtensor(parameter) or _torch.distributed.was_dtensor(parameter):
             raise StateError(
-                f"DistributedDataParallel({type(module).__name__}): {name} is a DTensor, which it cannot hold under a plan. "
+                f"DistributedDataParallel({type(module).__name__}): {name} is a DTensor, which DistributedDataParallel does not support under a plan. "
                 "For data parallelism over tensor parallelism, use fully_shard(model, mesh=...) with the mesh (dp, 1, tp): it "
                 "replicates over dp and shards over one rank, which is data parallelism."
             )

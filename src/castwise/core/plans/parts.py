@@ -47,7 +47,7 @@ class Region:
         call = f"Region({shown(self.pattern)})"
         if isinstance(self.pattern, str) and len(self.pattern) > _LONGEST_PATTERN:
             raise PlanError(
-                f"{call}: the pattern has {len(self.pattern):,} characters. Allowed: {_LONGEST_PATTERN:,}; write '*' or '**' "
+                f"{call}: the pattern has {len(self.pattern):,} characters. Allowed: at most {_LONGEST_PATTERN:,}; write '*' or '**' "
                 "for a part of it."
             )
         if not isinstance(self.pattern, str) or not self.glob:

@@ -141,8 +141,8 @@ class Plan:
             )
         if self.ops and self.formats.isdisjoint(LOW):
             raise PlanError(
-                f"Plan: ops={shown(self.ops)} with compute='fp32': operators are cast only where something "
-                "computes in bf16 or fp16. Use compute='bf16' or 'fp16', or leave ops out."
+                f"Plan: ops={shown(self.ops)} with compute='fp32': a plan that computes only in fp32 "
+                "casts no operators. Use compute='bf16' or 'fp16', or leave ops out."
             )
         if self.compute in LOW and not (self.autocasts or self.stores_low or self.regions):
             raise PlanError(
@@ -196,18 +196,18 @@ class Plan:
             ]
             parts = [f"autocasts to {self.compute} by {whose} rules"]
         if self.ops:
-            parts[0] += f" and {len(self.ops)} of its own for operators"
+            parts[0] += f" and {len(self.ops)} operator rule{'s' * (len(self.ops) > 1)} of its own"
         if self.stores_low:
             masters = "fp32 masters" if self.keeps_masters else "no masters"
             parts.append(f"stores parameters in {self.compute} with {masters}")
         else:
             parts.append("stores parameters in fp32")
         if self.regions:
-            parts.append(f"sets {len(self.regions)} region{'s' * (len(self.regions) > 1)} apart")
+            parts.append(f"has other formats for {len(self.regions)} region{'s' * (len(self.regions) > 1)}")
         fp32_modes = {"products": self.fp32_matmul, "convolutions": self.fp32_conv}
         parts += [f"runs fp32 {what} in {mode}" for what, mode in fp32_modes.items() if mode != "as_is"]
         if self.memory_format != "as_is":
-            parts.append(f"lays tensors out as {self.memory_format}")
+            parts.append(f"stores tensors as {self.memory_format}")
         if self.optimizer == "fused":
             parts.append("fuses the optimizer")
         if self.compile != "as_given":
@@ -215,7 +215,7 @@ class Plan:
         if self.host_memory == "keep":
             parts.append("keeps freed host memory")
         if self.output == "as_is":
-            parts.append("returns outputs as they come")
+            parts.append("returns outputs uncast")
         if self.loss_scale is not None:
             verb = "from" if self.loss_scale.dynamic else "always by"
             parts.append(f"scales the loss {verb} {self.loss_scale.init:g}")
@@ -261,7 +261,7 @@ class Plan:
         """
         if not isinstance(text, str):
             raise PlanError(
-                f"Plan.parse({shown(text)}): not text. Give a preset name or what str(plan) gives."
+                f"Plan.parse({shown(text)}): not text. Give a preset name or the text of str(plan)."
             )
         name = text.strip().partition("+")[0]
         base = cls.preset(f"{name}-mixed" if name in LOW else name)
@@ -339,7 +339,7 @@ class Plan:
     @classmethod
     def _from_json(cls, call: str, text: str) -> Plan:
         if not isinstance(text, str):
-            raise PlanError(f"{call}: {shown(text)} is not text. Give what plan.to_json() returns.")
+            raise PlanError(f"{call}: {shown(text)} is not text. Give the text of plan.to_json().")
         try:
             values = read_json(text)
         except ValueError as error:

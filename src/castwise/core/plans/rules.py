@@ -57,8 +57,8 @@ DEVICE_TYPES: Final = tuple(_torch.dispatcher.AUTOCAST_KEYS)
 
 _OPERATOR_NAME: Final = re.compile(r"(?:[A-Za-z_]\w*::)?[A-Za-z_]\w*", re.ASCII)
 _UNLISTED: Final = "torch.autocast casts it on this device and the plan's table does not"
-_CHOSEN: Final = "the plan says so"
-_WHOLE: Final = "the in-place operator that its kernel calls is banned for callers, not for it"
+_CHOSEN: Final = "the plan sets this rule"
+_WHOLE: Final = "its kernel calls an in-place operator that is banned only for direct calls"
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def advice(op: str) -> str:
     """Allowed alternatives to a banned operator, as text; :func:`check_rule` accepts all of them."""
     if _is_in_place(op):
         return (
-            f"Call {op[:-1]!r} instead, which leaves its input as it is, or give the plan "
-            f'ops=(("{op}", "as_is"),) to round the result into the tensor that is there.'
+            f"Call {op[:-1]!r} instead, which leaves its input unchanged, or give the plan "
+            f'ops=(("{op}", "as_is"),) to round the result to the format of the input.'
         )
     return f'To run it in fp32, give the plan ops=(("{op}", "fp32"),); other rules: lower, widest, as_is.'
 
@@ -228,7 +228,7 @@ def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) ->
     return MappingProxyType({op: row for op, row in sorted(table.items()) if _differs(row, native.get(op))})
 
 
-_MEETS: Final = "it refuses a wide table with low tensors"
+_MEETS: Final = "its kernel refuses a mix of fp32 and low tensors"
 
 
 @cache

@@ -34,17 +34,17 @@ _MATRIX = "a product of matrices: matrix units take low inputs and sum in fp32"
 _CONV = "a convolution: matrix units take low inputs and sum in fp32"
 _ATTENTION = "two matrix products around a softmax, which the kernels keep in fp32"
 _RNN = "a recurrent layer is matrix products, and fused kernels want one format throughout"
-_PRELU = "follows the format of the layer before it instead of promoting to that of its slope"
-_RANGE = "leaves fp16's range early, or amplifies rounding where it is steep"
-_SUMS = "adds or multiplies many terms, which overflow fp16 and drown small terms in bf16"
+_PRELU = "runs in the low format of the layer before it instead of the fp32 of its slope parameter"
+_RANGE = "overflows fp16 for moderate inputs, or amplifies rounding where it is steep"
+_SUMS = "adds or multiplies many terms: results overflow fp16, and bf16 rounds small terms away"
 _NORM = "its statistics are sums of squares, which overflow fp16"
-_LOSS = "reduces over the batch to the value that training descends"
+_LOSS = "computes the loss, a reduction over the batch"
 _DISTANCE = "differences that are squared and summed lose their leading digits"
 _RESIZE = "interpolation weights need more digits than a low format has"
 _SAMPLE = "sampling positions need more digits than a low format has"
 _COPY = "resizing runs in one format whatever its mode"
-_MIXED = "takes tensors of one format: mixed ones meet in the widest"
-_BCE = "its derivative leaves fp16's range near 0 and 1: use binary_cross_entropy_with_logits"
+_MIXED = "takes tensors of one format: mixed formats are cast to the widest"
+_BCE = "its derivative overflows fp16 near 0 and 1: use binary_cross_entropy_with_logits"
 _LINALG = "factorisations and solvers lack low kernels and amplify rounding"
 _FFT = "lacks a low kernel on the CPU and sums many terms"
 _CPU_KERNEL = "its low kernel on the CPU is missing or slow"
@@ -181,7 +181,7 @@ lerp linalg_cross linalg_multi_dot masked_scatter mv native_layer_norm rms_norm 
 statistics stay."""
 
 STORED_LOW: Final = (
-    Group("widest", "it takes no weights that are lower than its input", _NORMS, only_low=True),
+    Group("widest", "its kernel refuses weights in a lower format than its input", _NORMS, only_low=True),
     Group("widest", _MIXED, " ".join(op for op in REFUSES.split() if op not in _NORMS.split())),
     Group(
         "lower",
@@ -226,7 +226,7 @@ APEX: Final = (
         "convolution",
     ),
     Group("lower", _MATRIX, "addbmm addmm addmv addr baddbmm bmm linear matmul mm mv"),
-    Group("lower", f"younger than Apex; {_ATTENTION}", "scaled_dot_product_attention"),
+    Group("lower", f"newer than Apex; {_ATTENTION}", "scaled_dot_product_attention"),
     Group("lower", _PRELU, "prelu"),
     Group(
         "lower",
@@ -267,7 +267,7 @@ APEX: Final = (
     ),
     Group(
         "as_is",
-        "Apex patches neither it nor what runs inside it",
+        "Apex patches neither it nor the operators that it calls",
         f"""_sparse_addmm _sparse_mm affine_grid_generator chain_matmul corrcoef cov einsum inner linalg_matmul
         linalg_matrix_exp linalg_matrix_power linalg_multi_dot linalg_pinv matrix_exp matrix_power smm tensordot
         {_FACTORS}""",
@@ -287,7 +287,7 @@ FUNCTIONS: Final = {
     "cross_entropy": "cross_entropy_loss",
     "gaussian_nll_loss": "log, div and pow",
     "grid_sample": "grid_sampler",
-    "interpolate": "upsample_nearest2d, upsample_bilinear2d and their like, by mode",
+    "interpolate": "upsample_nearest2d, upsample_bilinear2d and so on, depending on mode",
     "local_response_norm": "mul, avg_pool2d or avg_pool3d, pow and div",
     "lp_pool1d": "pow and avg_pool1d",
     "lp_pool2d": "pow and avg_pool2d",
@@ -296,6 +296,6 @@ FUNCTIONS: Final = {
     "softmin": "softmax",
     "softsign": "abs, add and div",
     "tanhshrink": "tanh and sub",
-    "upsample": "upsample_nearest2d, upsample_bilinear2d and their like, by mode",
+    "upsample": "upsample_nearest2d, upsample_bilinear2d and so on, depending on mode",
 }
 """Functions of torch.nn.functional that are not operators, and the operators that they call."""

@@ -13,7 +13,7 @@ from castwise.errors import CastwiseError
 _MOST: Final = 3
 """Maximum number of regions or operators that are listed by name; beyond it they are counted."""
 _RULES: Final = {
-    "fp32": "in fp32", "lower": "cast to the compute format", "widest": "in its widest input's format",
+    "fp32": "in fp32", "lower": "cast to the compute format", "widest": "in the format of the widest input",
     "as_is": "not cast", "unfused": "unfused", "banned": "banned",
 }  # fmt: skip
 

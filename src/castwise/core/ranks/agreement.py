@@ -200,7 +200,7 @@ class Agreement:
     def _who_steps(self) -> Ranks:
         if self._steps is _NOT:
             raise StateError(
-                "step: this rank had no optimizer when amp.pipeline(schedule) was called, so that the other ranks step without it. "
+                "step: this rank had no optimizer when amp.pipeline(schedule) was called, so the other ranks step without it. "
                 "Prepare the optimizers of all stages before amp.pipeline"
             )
         return self.ranks if self._steps is None else Ranks(self._steps)
@@ -233,9 +233,8 @@ class Agreement:
                 self._compare(summed)
             elif value == _FURTHER and not further:
                 raise StateError(
-                    "step: another rank computes the gradients of one more named loss in this step, and this rank has not "
-                    "called backward for it. Call amp.backward(loss, name) on all ranks, of a loss times 0 where there is no "
-                    "batch for it"
+                    "step: another rank called backward in this step for a named loss for which this rank did not. Call "
+                    "amp.backward(loss, name) for each named loss on all ranks; without a batch, multiply the loss by 0"
                 )
             elif value is None and summed:
                 raise self._unknown([self.ranks.rank])
@@ -272,10 +271,9 @@ class Agreement:
         if alone and not all(doubtful for _, doubtful, _ in heard):
             raise StateError(
                 f"step: {named(alone)} called no backward since its last step and counted the backwards for other optimizers "
-                f"instead, so the loss scales of the ranks would differ. Where optimizers step in changing order, call "
-                f"amp.backward(loss) "
-                "for each "
-                "on every rank, with a loss times 0 where there is no batch, or give each optimizer an Amp of its own"
+                f"instead, so the loss scales of the ranks would differ. If the order of the optimizers' steps varies, call "
+                "amp.backward(loss) for each optimizer on every rank (without a batch, multiply the loss by 0), or give each "
+                "optimizer an Amp of its own"
             )
         wrong = [
             place
@@ -293,10 +291,9 @@ class Agreement:
     def _unknown(places: Sequence[int]) -> StateError:
         return StateError(
             f"step: {named(sorted({*places}))} had no backward since the last step, but has gradients that no other rank has, "
-            f"so it is unknown whether they hold the loss scale. Let each rank call amp.backward(loss), of a loss times 0 "
-            f"where "
-            "it has "
-            "no batch, or clear the gradients; where they are set or summed by hand, call amp.unscale_(optimizer) on all ranks before"
+            f"so it is unknown whether they hold the loss scale. Call amp.backward(loss) on each rank (without a "
+            "batch, multiply the loss by 0), or clear the gradients; if you set or sum gradients yourself, call "
+            "amp.unscale_(optimizer) on all ranks first"
         )
 
     def clip(self, params: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:

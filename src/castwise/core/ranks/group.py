@@ -56,7 +56,7 @@ class Ranks:
         self.rank: int = dist.get_rank(group) if together else 0
         if self.rank < 0:
             raise (error or StateError)(
-                f"process group: this rank is not in it ({dist.get_rank()} of all); give each rank a group that it belongs to, or "
+                f"process group: this rank (global rank {dist.get_rank()}) is not in it; give each rank a group that it belongs to, or "
                 "none for all ranks"
             )
 

@@ -143,9 +143,9 @@ class Waiting:
         )
         others = "; ".join(f"rank {rank} waits in {call}" for rank, call in [*elsewhere.items()][:4])
         self._said = (
-            f"{name}: rank {me} has waited {SAID_AFTER_S:g} s for {'; '.join(filter(None, (who, others)))}. All ranks of a session make "
-            "the same calls: look there for an error, a shorter loop, a call left out, or slow work. Ranks that train "
-            "separately need Amp(plan, group=...)"
+            f"{name}: rank {me} has waited {SAID_AFTER_S:g} s for {'; '.join(filter(None, (who, others)))}. All ranks of a session must "
+            "make the same calls: look on those ranks for an error, a shorter loop, a missing call or slow work. Ranks that "
+            "train separately need Amp(plan, group=...)"
         )
         file, line = (__file__, 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         try:

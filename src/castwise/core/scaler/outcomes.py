@@ -159,12 +159,12 @@ def stuck_error(
     """
     whose = "the loss scale is" if loss == "loss" else f"the loss {loss!r} has its scale"
     if floor is None:
-        where, cure = f"static, {scale:g}", "Use a dynamic loss scale, or a smaller one; else"
+        where, cure = f"static, {scale:g}", "Use a dynamic or smaller loss scale. If that does not help"
     else:
-        where, cure = f"at its floor, {floor:g}", "No smaller scale would cure this"
+        where, cure = f"at its floor, {floor:g}", "A smaller loss scale would not help"
     return LossScaleError(
         f"step({type(optimizer).__name__}): gradients were not finite {times} times in a row, and {whose} {where}; "
-        f"first affected: {some(names) or 'none any more'}. {cure}: look for NaN or huge values in the "
+        f"first affected: {some(names) or 'unknown, since the gradients are finite now'}. {cure}: look for NaN or huge values in the "
         "data and the loss, lower the learning rate, use a bf16 plan, or keep these modules in fp32 with "
         "Region(path, compute='fp32')."
     )

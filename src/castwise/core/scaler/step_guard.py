@@ -193,12 +193,12 @@ class StepGuard(GradScaler):
             else "unknown: they are on another rank, were cleared since, or are finite while their norm overflows"
         )
         cause = (
-            "nonfinite='raise' allows no such step"
+            "nonfinite='raise' does not allow this"
             if self._refuse
             else f"{times} steps in a row were skipped for that reason, the limit set by patience={self._patience}"
         )
         raise NonFiniteError(
-            f"step({type(optimizer).__name__}): gradients are not finite: {whose}; {cause}. Weights and optimizer are as they "
-            "were before. Look for NaN or huge values in the data and the loss, lower the learning rate, clip "
+            f"step({type(optimizer).__name__}): gradients are not finite: {whose}; {cause}. Weights and optimizer are "
+            "unchanged. Look for NaN or huge values in the data and the loss, lower the learning rate, clip "
             "(amp.step(optimizer, max_norm=...)), or keep these modules in fp32 with Region(path, compute='fp32')."
         )

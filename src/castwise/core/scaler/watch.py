@@ -136,8 +136,8 @@ class Watch:
                 raise StateError(
                     f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, which came from amp.backward, and "
                     "this optimizer was not prepared, so its update would be too large by the factor of the scale. Call "
-                    "amp.prepare(model, optimizer) with it before training, then amp.step(optimizer); or, if it takes another "
-                    "optimizer's gradients, call amp.unscale_ on that optimizer first"
+                    "amp.prepare(model, optimizer) with it before training, then amp.step(optimizer); or, if this optimizer "
+                    "uses another optimizer's gradients, call amp.unscale_ on the other optimizer first"
                 )
 
         log(self._window.let_go)
@@ -221,12 +221,11 @@ class Watch:
             if window.is_scaled(optimizer) and gradients.move(optimizer):
                 if window.were_replaced(optimizer):
                     raise StateError(
-                        f"{type(by).__name__}.step(): its gradients replaced those that amp.backward left, which had the loss "
-                        "scale in them, without a zero_grad() in between: whatever is computed from scaled gradients is too "
-                        "large by the factor of the scale. Call amp.unscale_(optimizer) right after amp.backward(loss), "
-                        "before whatever replaces them, "
-                        "then "
-                        "amp.step(optimizer). If you set your own gradients, call optimizer.zero_grad() before"
+                        f"{type(by).__name__}.step(): its gradients were replaced after amp.backward while they still held "
+                        "the loss scale, and without zero_grad() in between. Values computed from scaled gradients are too large "
+                        "by the factor of the scale. Call amp.unscale_(optimizer) right after amp.backward(loss), before the "
+                        "gradients are replaced, then amp.step(optimizer). If you set gradients of your own, call "
+                        "optimizer.zero_grad() before"
                     )
                 raise StateError(
                     f"{type(by).__name__}.step(): the loss scale is still in its gradients, so the update would be too large "
@@ -236,21 +235,18 @@ class Watch:
             if not computed and window.were_cleared(optimizer):
                 raise StateError(
                     f"{type(by).__name__}.step(): its gradients have the norm and the direction of scaled gradients that "
-                    f"zero_grad() cleared since the last step, so they seem to be copies: whatever is computed from scaled "
-                    f"gradients is too large by the factor of the scale. Call amp.unscale_(optimizer) after each "
-                    f"amp.backward(loss) and before gradients are "
-                    "copied, or "
-                    "compute them by amp.grad(loss, params), which returns them without the scale. If the gradients are right "
-                    "nevertheless, clear them and set them again"
+                    f"zero_grad() cleared since the last step, so they seem to be copies of scaled gradients, too large by "
+                    "the factor of the scale. Call amp.unscale_(optimizer) after each amp.backward(loss) and before gradients are "
+                    "copied, or compute them by amp.grad(loss, params), which returns unscaled gradients. If the gradients are "
+                    "right, clear them and set them again"
                 )
             if not window.used and gradients.move(optimizer):
                 if not _torch.calls.called_by_a_scaler():
                     raise StateError(
                         f"{type(by).__name__}.step(): the plan has a loss scale, but no loss was ever scaled, so small "
-                        f"gradients are lost: the code that calls backward here does not use the plan. In your own loop, "
-                        f"call "
+                        "gradients are lost: backward was called without the session. In your own loop, call "
                         "amp.backward(loss), then amp.step(optimizer); for Accelerate and the Trainer of transformers use "
-                        "castwise.integrations.huggingface; where losses are scaled elsewhere, a plan with +loss_scale=none"
+                        "castwise.integrations.huggingface; if other code scales the loss, use a plan with +loss_scale=none"
                     )
                 window.used = True
             scaler.asked = False

@@ -452,10 +452,9 @@ class Window:
         if not (runs or self._handed_out) and held is not None and held.were_changed():
             raise StateError(
                 f"{call}({type(optimizer).__name__}): its gradients were changed since the backward, or replaced, while the loss "
-                "scale was still in them. Clipping or adding to them at that point works on numbers that are too large by the "
-                "factor of the scale. "
-                "Call amp.unscale_(optimizer) before anything changes them (division too), or let castwise clip: "
-                "amp.step(optimizer, max_norm=...). Clear these first: optimizer.zero_grad()"
+                "scale was still in them. Scaled gradients are too large by the factor of the scale, so clipping them or adding to "
+                "them is wrong. Clear them with optimizer.zero_grad(). Then call amp.unscale_(optimizer) before any change of the "
+                "gradients, even a division, or let castwise clip: amp.step(optimizer, max_norm=...)"
             )
         self._owners.pop(id(optimizer), None)
         return True

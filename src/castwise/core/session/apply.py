@@ -181,6 +181,6 @@ def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer, *_
         if id(parameter) in held and masters.is_low(parameter) and parameter.grad is not None:
             raise StateError(
                 f"{type(optimizer).__name__}.step(): {name} of {type(model).__name__} is stored in "
-                f"{str(parameter.dtype).removeprefix('torch.')} by a plan whose fp32 masters live in the optimizer, and this one has "
-                "none: updates would be rounded away. Prepare both: amp.prepare(model, optimizer)."
+                f"{str(parameter.dtype).removeprefix('torch.')} by a plan whose fp32 masters live in the optimizer, and this optimizer "
+                "has no masters: updates would be rounded away. Prepare both: amp.prepare(model, optimizer)."
             )

@@ -271,7 +271,7 @@ def _tell_beside(watched: _Watched, name: str) -> None:
     model = watched.model()
     kind, dtype = type(model).__name__, str(watched.dtype).removeprefix("torch.")
     said = (
-        f"part of the loss was computed from {name} outside a call of the prepared {kind}, so that the operators there were not cast "
+        f"part of the loss was computed from {name} outside a call of the prepared {kind}, so the operators there were not cast "
         f"to {dtype} as the plan {watched.plan} says"
     )
     if watched.say is not None:
@@ -279,7 +279,7 @@ def _tell_beside(watched: _Watched, name: str) -> None:
         return
     warnings.warn(
         f"backward: {said}. Name the methods that are called besides forward, amp.prepare(model, optimizer, "
-        f"methods=('encode',)), or put that part inside castwise.autocast(...), also to run it in fp32.",
+        f"methods=('encode',)), or put that part inside castwise.autocast(...), even if it should run in fp32.",
         stacklevel=2,
     )
 
@@ -298,7 +298,7 @@ def _fact(watched: _Watched, name: str) -> str:
     region = f"region {watched.path!r} ({kind}) of the prepared {type(model).__name__}"
     call = f"model.{watched.path}" if watched.path else "model"
     return (
-        f"the loss was computed from {name}, but the {region if watched.path else f'prepared {kind}'} was not called, so that its "
+        f"the loss was computed from {name}, but the {region if watched.path else f'prepared {kind}'} was not called, so its "
         f"operators were not cast to {dtype} as the plan {watched.plan} says. A plan applies only when the module itself is "
         f"called: call {call}(...), not {call}.forward(...) and do not call its parts one by one"
     )

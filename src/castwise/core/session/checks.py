@@ -128,7 +128,7 @@ def check_optimizers(found: Inventory, plan: Plan) -> None:
         ):  # the optimizer of a rank that trains nothing may hold nothing
             raise StateError(
                 f"prepare: this {kind} holds no parameter of this {found.kind}; give each model with the optimizer that "
-                "updates it, made from model.parameters() after the last change that replaces them"
+                "updates it, and make the optimizer after the last call that replaces parameters"
             )
         if touched and not holding.takes_hooks:
             raise StateError(
@@ -156,13 +156,12 @@ def check_in_backward(found: Inventory, plan: Plan) -> None:
     if not found.steps_in_backward:
         return
     kind = type(found.steps_in_backward[0]).__name__
-    why = "multiplies the loss by a scale" if plan.loss_scale else "rounds the weights from fp32 masters"
+    task = "unscale the gradients" if plan.loss_scale else "update fp32 masters"
     if plan.loss_scale or plan.keeps_masters:
         raise StateError(
-            f"prepare({found.kind}): {kind} updates weights inside the backward, and the plan {plan} {why}, which must be "
-            f"undone before an update. Use a plan with no loss scale and no masters, such as 'bf16-mixed' or 'bf16-true', or "
-            f"an optimizer that "
-            "updates in step()"
+            f"prepare({found.kind}): {kind} updates weights inside the backward, where the plan {plan} cannot {task}. "
+            "Use a plan with no loss scale and no masters, such as 'bf16-mixed' or 'bf16-true', or an "
+            "optimizer that updates in step()"
         )
     warnings.warn(
         f"prepare({found.kind}): {kind} updates weights inside the backward, so gradients that are not finite reach the "
@@ -206,7 +205,7 @@ def check_apart(found: Inventory, others: Iterable[Optimizer]) -> None:
             if first.optimizer is not holding.optimizer:
                 raise StateError(
                     f"prepare: {found.names[key]} of this {found.kind} is in two optimizers, {first.kind} and "
-                    f"{holding.kind}, and under a loss scale each would unscale its gradient. Give each parameter to one "
+                    f"{holding.kind}, and with a loss scale its gradient would be unscaled twice. Give each parameter to one "
                     "optimizer, or use a plan without a loss scale, such as 'bf16-mixed'"
                 )
 
@@ -370,10 +369,12 @@ def check_norm(call: str, bound: object, name: str = "max_norm") -> None:
         if not isinstance(bound, str) and float(bound) >= 0.0:  # type: ignore[arg-type]
             return
         why = (
-            f"a {type(bound).__name__} is no {what}" if isinstance(bound, str) else "it must be a number >= 0"
+            f"a {type(bound).__name__} is not a {what}"
+            if isinstance(bound, str)
+            else "it must be a number >= 0"
         )
     except (TypeError, ValueError):
-        why = f"a {type(bound).__name__} is no {what}"
+        why = f"a {type(bound).__name__} is not a {what}"
     rest = (
         "math.inf to compute only the norm; step(max_norm=None) does not clip"
         if what == "norm"

@@ -63,8 +63,8 @@ def check_fused(optimizer: Optimizer) -> None:
     if not can_fuse(optimizer):
         names = ", ".join(cls.__name__ for cls in _FUSED)
         raise DeviceError(
-            f"Plan: optimizer='fused', but {type(optimizer).__name__} has no fused kernel here; torch has one for {names}. "
-            "Use one of these, or optimizer='as_given'."
+            f"Plan: optimizer='fused', but {type(optimizer).__name__} has no fused kernel; torch has fused kernels for {names}. "
+            "Use one of these optimizers, or optimizer='as_given'."
         )
 
 

@@ -195,7 +195,7 @@ class Claim:
                 setting = _claimed[place.name] = _Setting(place, value, before, weakref.WeakSet())
             elif setting.value != value:
                 raise StateError(
-                    f"prepare: this plan wants {what}={value!r}, but a live plan in this process set it to {setting.value!r}, "
+                    f"prepare: this plan needs {what}={value!r}, but a live plan in this process needs {setting.value!r}, "
                     f"and the setting applies to the whole process. Close the other Amp first, or give both plans the same "
                     f"value."
                 )

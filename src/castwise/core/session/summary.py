@@ -28,7 +28,7 @@ def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator
     elif dropped.share is not None:
         instead = f"the plan {plan.compute + '-master'!r}" if plan.stores_low else "master='fp32' in the plan"
         yield (
-            f"rounding to {plan.compute} dropped {dropped.share:.1%} of the updates {seen}, which fp32 masters would keep: {instead}"
+            f"rounding to {plan.compute} dropped {dropped.share:.1%} of the updates {seen}; use fp32 masters to keep them: {instead}"
         )
 
 
@@ -36,7 +36,7 @@ def say_restored(counts: Mapping[str, int]) -> Iterator[str]:
     """One line that names the buffers restored after skipped steps; no line if there were none."""
     if counts:
         often = [name if count == 1 else f"{name} ({count} times)" for name, count in counts.items()]
-        yield f"buffers that skipped steps had made non-finite, restored: {some(often)}"
+        yield f"buffers restored after skipped steps had made them non-finite: {some(often)}"
 
 
 def _kinds(model: nn.Module, members: Members) -> Iterator[str]:

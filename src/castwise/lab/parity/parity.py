@@ -369,7 +369,7 @@ class ParityTest:
         if probe.strayed:
             return (
                 "undecided",
-                f"{probe.strayed} random draws of the model could not be replayed, so the plan saw different noise from fp32; "
+                f"{probe.strayed} random draws of the model could not be replayed, so the plan ran with other random numbers than fp32; "
                 f"{reason}",
                 likely,
             )
@@ -382,7 +382,7 @@ class ParityTest:
             )
             return (
                 "undecided",
-                f"{what} by {own:.2g} of an update, and the plan from fp32 by {damage.value:.2g}",
+                f"{what} by {own:.2g} of an update, and the plan differs from fp32 by {damage.value:.2g}",
                 likely,
             )
         if verdict == "fail":

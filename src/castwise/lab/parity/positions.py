@@ -42,7 +42,7 @@ class Positions:
             return ""
         why = "" if not longer else " ({} has {})".format(*max(longer.items(), key=lambda item: item[1]))
         return (
-            f"Tested with positions 0 to {self.length - 1}, those of the sample: later positions{why} were not tested. "
+            f"Tested at positions 0 to {self.length - 1}, those of the sample: later positions{why} were not tested. "
             "For longer sequences give longer batches."
         )
 

@@ -152,8 +152,8 @@ class Prober:
             name = next(iter(trained))
             kind = str(trained[name].dtype).removeprefix("torch.")
             raise WorkloadError(
-                f"{call}: the model is the fp32 reference, but nothing that it trains is fp32 ({name} is {kind}), and no plan "
-                f"casts the other dtypes; give it in fp32: model.float()"
+                f"{call}: the model is the fp32 reference, but none of its trained parameters is fp32 ({name} is {kind}), and no "
+                "plan casts other dtypes; give the model in fp32: model.float()"
             )
         self._weights = {
             name: p.detach().clone()
@@ -200,7 +200,7 @@ class Prober:
                 if batch is _NO_MORE:
                     raise WorkloadError(
                         f"{self.call}: batches ended after {len(self.micros)}; the test needs {needed}. "
-                        "Give more, or an endless iterator"
+                        "Give more batches, or an endless iterator"
                     )
                 batch = to_device(batch, self.device)
                 micro = Micro(batch, self._seed * 1_000_003 + self._first + len(self.micros) + 1)

@@ -71,8 +71,8 @@ class Looking(Ranks):
                     f"{named(ranks)}: {_shown(every[ranks[0]][at])}" for ranks in [*told.values()][:5]
                 )
                 raise PlanError(
-                    f"{call}: ranks were given different {name} ({said}). Give every rank the same, or "
-                    "call it on each rank by itself with the module inside the wrapper"
+                    f"{call}: ranks were given different {name} ({said}). Give every rank the same {name}, "
+                    f"or call {call} on each rank separately with the module inside the wrapper"
                 )
         return every[self.rank]
 

@@ -67,13 +67,13 @@ def compare(
         if seen < least:
             return (
                 "undecided",
-                f"{value} is below {below:g} on {seen} microbatches; at least {least} are needed to see damage in a few of "
-                f"them",
+                f"{value} is below {below:g} on {seen} microbatches; at least {least} are needed to see damage that only a "
+                "few of them have",
                 True,
             )
         return (
             "pass",
-            f"{value} is below {below:g} with its interval: not distinguishable from the noise of the data",
+            f"{value} and its interval are below {below:g}: not distinguishable from the noise of the data",
             False,
         )
     value, below, above = _worst(lines, [e.value / below for e, below, _, _ in lines])
@@ -81,9 +81,9 @@ def compare(
         return "fail", f"{value} is above {above:g}", True
     if all(e.value < line for e, line, _, _ in lines):
         value, below, _ = _worst(lines, [e.high / line for e, line, _, _ in lines])
-        what = f"is below {below:g}, but its interval ends above it after {seen} microbatches; more of them would decide"
+        what = f"is below {below:g}, but its interval ends above that after {seen} microbatches; more microbatches would decide"
     elif any(e.value > line for e, _, line, _ in lines):
-        what = f"is above {above:g}, and its interval reaches below {below:g} after {seen} microbatches; more of them would decide"
+        what = f"is above {above:g}, and its interval reaches below {below:g} after {seen} microbatches; more microbatches would decide"
     else:
         what = f"lies between {below:g} and {above:g}"
     open_ = may_pass(damage, adam) or any(e.high > line for e, _, line, _ in lines)

@@ -32,7 +32,7 @@ def answer(search: Search) -> str:
     does = advice(plan, search.begun.optimizer if search.begun is not None else "optimizer")
     if _arrived(search):
         does = does.replace("Stay in fp32", "Widen the model to fp32")
-    return f"{does}: {', '.join(brings) or 'nothing of it was measured'}."
+    return f"{does}: {', '.join(brings) or 'neither speed nor memory was measured'}."
 
 
 def _arrived(search: Search) -> bool:
@@ -68,11 +68,13 @@ def advice(plan: Plan, optimizer: str = "optimizer") -> str:
     for what, precision in (("products", plan.fp32_matmul), ("convolutions", plan.fp32_conv)):
         if precision not in ("as_is", "ieee"):
             inside.setdefault(precision, []).append(what)
-    does += [f"let fp32 {' and '.join(what)} use {precision} inside" for precision, what in inside.items()]
+    does += [
+        f"let fp32 {' and '.join(what)} use {precision} internally" for precision, what in inside.items()
+    ]
     for rule, said in (
         ("fp32", "keep {} in fp32"),
         ("unfused", "run {} unfused"),
-        ("as_is", "cast nothing for {}"),
+        ("as_is", "leave {} uncast"),
     ):
         operators = [op for op, mine in plan.ops if mine == rule]
         if operators:
@@ -86,7 +88,7 @@ def advice(plan: Plan, optimizer: str = "optimizer") -> str:
     if switches:
         does.append(f"switch to {' and '.join(switches)}")
     if plan.host_memory == "keep":
-        does.append("keep freed memory")
+        does.append("keep freed host memory")
     if plan.compile != "as_given":
         does.append("compile the model" + (f" with mode {plan.compile}" if plan.compile != "default" else ""))
     return ", ".join(does)
@@ -103,7 +105,7 @@ def _speed_words(ratio: stats.Ratio | None) -> str:
     if ratio is None:
         return ""
     if ratio.high > UNKNOWN * ratio.low:
-        return "at a speed that is not known, since its times differ too much"
+        return "at an unknown speed, since its times vary too much"
     interval = f"({ratio.low:.2f}-{ratio.high:.2f})"
     if round(ratio.low, 2) <= 1.0 <= round(ratio.high, 2):  # as printed
         return f"equally fast within the error {interval}"
@@ -120,7 +122,7 @@ def _over_fp32(search: Search) -> str:
         run_with(FP32, search.choice.plan) != search.choice.plan
     ):  # the plans differ in more than those settings
         return said
-    return f"timed alone it saves {100.0 * final.saves:.0f} % of a step; whole steps are {said}"
+    return f"timed alone, the change saves {100.0 * final.saves:.0f} % of a step; whole steps are {said}"
 
 
 def _memory_words(search: Search) -> str:
@@ -137,10 +139,10 @@ def _memory_words(search: Search) -> str:
 def _numerics(search: Search) -> str:
     low = search.context.settings.formats[0]
     if search.choice.plan == FP32:
-        return f"No set of regions that was tried was shown to be sound in {low}: stay in fp32."
+        return f"{low} was not shown to be sound with any set of fp32 regions that was tried: stay in fp32."
     kept = [region.pattern for region in search.choice.plan.regions if region.compute == "fp32"]
     if not kept:
-        return f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."
+        return f"{low} needs no region in fp32: its gradients cannot be told from fp32's within the noise of the data."
     return (
         f"{low} is sound with {len(kept)} region{'s' * (len(kept) != 1)} kept in fp32 ({', '.join(kept)}): its gradients "
         "then cannot be told from fp32's within the noise of the data."
@@ -186,19 +188,19 @@ def _why_fp32(search: Search) -> str:
         return "no other plan's peak memory was measured; use a longer --budget"
     if not others:
         return (
-            "all else that was tried is slower"
+            "every other plan that was tried is slower"
             if _all_slower(search)
             else "no other plan was timed to the end"
         )
     if not sound:
-        return "nothing else that was timed was shown to keep the gradients"
+        return "no other plan that was timed was shown to be sound"
     ahead = [speed(search, plan, FP32) for plan in tied(search)]
     known = (
         "known"
         if all(ratio is None or round(ratio.low, 2) <= 1.0 for ratio in ahead)
-        else "known surely enough"
+        else "known with enough certainty"
     )
-    return f"no sound plan is {known} to be faster" + (", and this one is the simplest" if ahead else "")
+    return f"no sound plan is {known} to be faster" + (", and fp32 is the simplest" if ahead else "")
 
 
 def _all_slower(search: Search) -> bool:
@@ -217,18 +219,18 @@ def why_chosen(search: Search) -> str:
     if search.context.settings.goal == "memory" and search.peaks.keys() - {search.choice.plan}:
         return "the sound plan with the smallest peak memory"
     if search.context.settings.goal == "numerics":
-        return "as few regions in fp32 as pass"
+        return "the fewest fp32 regions that pass"
     if not _timed(search):
         return (
-            "all else that was tried is slower"
+            "every other plan that was tried is slower"
             if _all_slower(search)
-            else "nothing else was timed to the end"
+            else "no other plan was timed to the end"
         )
     if _by_race(search):
         return "faster in the race; in the final no difference could be measured"
     if tied(search):
         among = search.final.to_choose if search.final is not None else ""
-        return f"the simplest of those{among} that are as fast within the error"
+        return f"the simplest of the plans{among} that are as fast within the error"
     ratios = [speed(search, search.choice.plan, plan) for plan in _timed(search) if _is_sound(search, plan)]
     slower = all(ratio is not None and ratio.low > 1.0 for ratio in ratios)
     return "the fastest sound plan" if slower else "no sound plan is known to be faster"
@@ -240,7 +242,7 @@ def _by_race(search: Search) -> str:
     raced = search.final.behind.get((FP32, search.choice.plan)) if search.final is not None else None
     if raced is None or ratio is None or round(ratio.low, 2) > 1.0 or ratio.value <= MARGIN:
         return ""
-    return f"In the race, where all trained in one process, it was {raced:.2f} times as fast as fp32."
+    return f"In the race, where all plans trained in one process, it was {raced:.2f} times as fast as fp32."
 
 
 def _against_autocast(search: Search) -> str:
@@ -249,17 +251,17 @@ def _against_autocast(search: Search) -> str:
     if plan == AUTOCAST:
         return "This is one-line torch.autocast in bf16."
     if ratio is not None and ratio.high <= UNKNOWN * ratio.low:
-        return f"Beside one-line torch.autocast in bf16 it is {_speed_words(ratio)}."
+        return f"Compared with one-line torch.autocast in bf16 it is {_speed_words(ratio)}."
     return ""
 
 
 def _soundness(search: Search) -> str:
     plan, trained, verified = search.choice.plan, search.choice.verification, search.choice.verified
     if plan.compute == "fp32" and plan.fp32_matmul in ("as_is", "ieee") and not plan.regions:
-        return "It computes in fp32 throughout, so there is nothing to lose."
+        return "It computes in fp32 throughout, so its gradients are fp32's."
     if verified is not None and verified.verdict != "pass" and trained is not None:
         return (
-            f"Its gradients did not settle it ({verified.reason}; damage is the relative error of an update), so training runs did: "
+            f"The parity test was undecided ({verified.reason}; damage is the relative error of an update), so training runs decided: "
             f"{in_training(trained)}."
         )
     if verified is not None and verified.verdict == "pass":
@@ -284,7 +286,9 @@ def _why_not_low(search: Search) -> str:
         fast = f" would be {_speed_words(ratio)}, but it" if ratio is not None and ratio.low > 1.0 else ""
         found = search.parity.get(AUTOCAST)
         keeps = (
-            "was not shown to keep" if found is not None and found.verdict == "undecided" else "does not keep"
+            "was not shown to preserve"
+            if found is not None and found.verdict == "undecided"
+            else "does not preserve"
         )
         return f"One-line torch.autocast in bf16{fast} {keeps} the gradients: {reason}."
     if ratio is None and fate is not None:

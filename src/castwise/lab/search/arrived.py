@@ -25,7 +25,7 @@ def arrival_notes(search: Search) -> Iterator[str]:
     if search.race is None:
         pass
     elif search.as_given is None:
-        yield "There is no row for the model as it was given: what it trains is stored in several formats."
+        yield "The model as given was not timed: its trained parameters are stored in several formats."
     else:
         updates = search.updates_as_given
         lost = f"; {updates.why}" if updates is not None and updates.why else ""

@@ -127,13 +127,13 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
             return CompileTrial("not compiled: torch.compile finds nothing in it that it can compile")
         if math.isnan(worst):
             return CompileTrial(
-                "not compiled: its gradients at its first loss scale are not finite, so that nothing tells whether they are right",
+                "not compiled: its gradients at its first loss scale are not finite, so they could not be compared",
                 compiled.compile_s,
             )
         if worst > 1.0:
             return CompileTrial(
-                f"not compiled: the gradient of {where} differs from the same plan's uncompiled by {math.sqrt(worst):.1f} times what "
-                "its format leaves open",
+                f"not compiled: the gradient of {where} differs from that of the uncompiled plan by {math.sqrt(worst):.1f} times the "
+                "tolerance for its format",
                 compiled.compile_s, difference=worst,
             )  # fmt: skip
         if draws:  # the compared code is not the code that will run
@@ -146,13 +146,13 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
             counts.append(compiled.compilations)
         if counts[-1] > counts[-1 - SETTLED]:
             return CompileTrial(
-                "not compiled: it is compiled anew at every step", compiled.compile_s, difference=worst
+                "not compiled: it recompiles at every step", compiled.compile_s, difference=worst
             )
         eager_s, gain = _timed(eager, compiled, device)
     except Exception as error:
         if _torch.dynamo.gave_up(error):
             return CompileTrial(
-                "not compiled: it is compiled anew without end, for batches that differ in shape or the like"
+                "not compiled: it recompiles too often, for example for batches of different shapes"
             )
         return CompileTrial(
             f"does not compile: {sentence(getattr(error, 'inner_exception', error), whole=False)}"

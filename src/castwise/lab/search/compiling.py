@@ -96,8 +96,8 @@ def compile_finalists(
         left = (until if trials else first_until) - begin
         room = (left - STARTS * AGAIN * in_final) / (1.0 + STARTS * AGAIN)
         if room < max(LEAST_S, took):
-            last = f", and the last that was compiled took {took:.0f} s" if took else ""
-            why = f"not tried: {max(0.0, room):.0f} s of the budget are left to compile it in{last}; a longer --budget would do"
+            last = f", and the last plan took {took:.0f} s" if took else ""
+            why = f"not tried: {max(0.0, room):.0f} s of the budget were left to compile it{last}; use a longer --budget"
             journal.decide(made, Fate("late", why))
             continue
         trial = ranks.at(f"compiling {plan}").worst(
@@ -117,7 +117,7 @@ def compile_finalists(
         speeds[made] = (ratio.value if ratio is not None else 1.0) * trial.gain.value
     best = _fastest(speeds)
     for made in speeds.keys() - set(best):
-        journal.decide(made, Fate("spared", f"not in the final: {MOST} others were faster when compiled"))
+        journal.decide(made, Fate("spared", f"not in the final: {MOST} other compiled plans were faster"))
     return best
 
 
@@ -177,5 +177,5 @@ def said(search: Search, plan: Plan) -> str:
     if trial is None:
         return ""
     steps = pays_after(search, plan)
-    when = f"and pays after {steps:,} steps" if steps is not None else "and was not seen to pay"
-    return f"Compiling takes {trial.compile_s:.0f} s at the start of a first training, less where its code is on disk, {when}."
+    when = f"and pays off after {steps:,} steps" if steps is not None else "and was not shown to pay off"
+    return f"Compiling takes {trial.compile_s:.0f} s when training first starts (less if the compiled code is cached on disk) {when}."

@@ -42,7 +42,7 @@ parameters in another format: in separate processes, with their own caches and h
 EARLY = 6
 HEATS = 2
 """Further heats have few rounds because they separate few plans: the rest differ by a few percent, which the final resolves."""
-LATE = Fate("late", "not tried: the time was spent", "race")
+LATE = Fate("late", "not tried: the time ran out", "race")
 
 
 @dataclass

@@ -64,7 +64,7 @@ class Settings:
         ):  # fmt: skip
             check_count("tune", name, getattr(self, name), least)
         if 0 < self.verify_steps < 5:
-            raise PlanError(f"tune(verify_steps={self.verify_steps}): needs 0, or 5 steps at least")
+            raise PlanError(f"tune(verify_steps={self.verify_steps}): needs 0 or at least 5 steps")
         if not self.budget_s > 0:
             raise PlanError(f"tune(budget_s={self.budget_s!r}): needs a positive number of seconds")
 

@@ -40,8 +40,8 @@ def find_exemptions(search: Search) -> None:
     journal.notes.append(
         f"No set of regions made {low} pass; the plan is fp32."
         if result.verdict == "fail"
-        else f"No set of regions that was tried is shown to be sound in {low}, and the last is not shown to be unsound: {result.reason}. "
-        "The plan is fp32."
+        else f"{low} was not shown to be sound with any set of fp32 regions that was tried; the test of the last set is undecided: "
+        f"{result.reason}. The plan is fp32."
     )
     search.choice = Choice()
 
@@ -52,7 +52,7 @@ def _widened(parts: Sequence[Part], base: Plan, kept: Mapping[str, str], result:
     for path in (*owners, *(region.path for region in result.worst(len(result.regions)))):
         part = next((p for p in parts if path in p.paths and p.pattern not in kept), None)
         if part is not None:
-            more = {part.pattern: "damage on fresh batches shows most in its parameters"}
+            more = {part.pattern: "on fresh batches most of the damage is in its parameters"}
             break
     else:
         rest = [p.pattern for p in parts if p.pattern not in kept]

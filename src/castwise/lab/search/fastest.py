@@ -123,8 +123,9 @@ def _fastest(search: Search, plans: Sequence[Plan]) -> None:
             eager.insert(0, FP32)
             final.choice = {FP32, *final.choice}
             journal.notes.append(
-                f"Plain fp32 was a choice too, because whole steps contradict the separate measurement: in the final "
-                f"{in_words(run_with(FP32, how))} was {slower.value:.2f} ({slower.low:.2f} to {slower.high:.2f}) times as fast."
+                f"Plain fp32 could be chosen too, because whole steps contradict the separate measurement: in the final "
+                f"{in_words(run_with(FP32, how))} was {slower.value:.2f} ({slower.low:.2f} to {slower.high:.2f}) times as fast as plain "
+                "fp32."
             )
     choices = [compiled, eager] if only else [[*eager, *compiled]]
     turns = (final.in_turn(plans, journal.refusal) for plans in choices)

@@ -127,7 +127,7 @@ class Final:
             return None
         twin = self._twin(plan) if self.choice and plan not in self.choice else None
         if twin is not None and round(ratio.low, 2) <= 1.0:  # as printed
-            alone = f"only shown: the part in which it differs from {in_words(twin)} was timed alone"
+            alone = f"only for comparison: the part in which it differs from {in_words(twin)} was timed alone"
             return Fate("spared", alone, "final") if plan == FP32 else ran_as(twin)
         return Fate("worse", self._no_better(plan, chosen, ratio), "final")
 
@@ -140,7 +140,7 @@ class Final:
         if ratio.value < 1.0 and simpler:
             sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"
             if round(ratio.high, 2) < 1.0 and ratio.low <= 1.0 / MARGIN:  # as printed
-                sure = f"faster, but not as surely as a choice asks ({SURE:.0%}),"
+                sure = f"faster, but not with the {SURE:.0%} certainty that a choice needs,"
             return f"{sure} than the chosen plan, which is simpler"
         same = "as fast as" if ratio.high < MARGIN else "not known to be slower than"
         return f"{same} the chosen plan{', which is simpler' * simpler}"
@@ -148,7 +148,7 @@ class Final:
     @property
     def to_choose(self) -> str:
         """A phrase for texts: only plans that can be chosen are meant, if fp32 is only shown."""
-        return " to choose among" if self.choice and FP32 not in self.choice else ""
+        return " that can be chosen" if self.choice and FP32 not in self.choice else ""
 
     def _twin(self, plan: Plan) -> Plan | None:
         """The plan that may be chosen and differs only in optimizer kernel or host memory."""
@@ -185,14 +185,14 @@ class Final:
         if ratios.get(plan, 1.0) < MARGIN:
             return ""
         more = 100.0 * (ratios[plan] - 1.0)
-        faster = f"up to {more:.0f} % faster" if more < _TOLD else "faster"
+        faster = f"may be {f'up to {more:.0f} % ' if more < _TOLD else ''}faster"
         idle = "an idle machine"
         late = self.starts <= LEAST if self.apart else min(map(len, self._times(chosen))) < 2 * ROUNDS
         helps = late or (self.apart and self.starts < MOST)
         longer = f"A longer --budget, and {idle}," if helps else idle.capitalize()
         why = "the time was too short" if late else "the machine is too noisy"
         after = f"{self.starts} start{'s' * (self.starts != 1)}"
-        return f"Not decided after {after}, since {why}: whether {in_words(plan)} is {faster}. {longer} would tell."
+        return f"Undecided after {after}, because {why}: {in_words(plan)} {faster} than the chosen plan. {longer} would decide it."
 
 
 _TOLD = 20.0
@@ -201,7 +201,7 @@ _TOLD = 20.0
 
 def ran_as(plan: Plan) -> Fate:
     """Why a plan was not chosen or not timed, if the final ran it with other settings."""
-    return Fate("spared", f"the final ran it as {in_words(plan)}", "final")
+    return Fate("spared", f"the final ran this plan as {in_words(plan)}", "final")
 
 
 def _interval(ratio: stats.Ratio) -> str:

@@ -31,7 +31,7 @@ FAR = 1.1
 WORTH, AT_MOST = 1.01, 1.05
 """A plan is in vain next to a simpler one if its speed ratio in the race is below the first value and its interval ends below
 the second."""
-AS_GOOD = "is no more complicated, and about as fast in the race"
+AS_GOOD = "is no more complicated and about as fast in the race"
 FINAL_SHARE = 0.85
 """Share of the budget after which no start of the final begins, except the first."""
 START_S = 0.5
@@ -147,7 +147,7 @@ def likeliest(journal: Journal, contest: Contest, sound: Sequence[Plan], most: i
             journal.decide(plan, Fate("spared", f"{out} {in_words(rival)} {AS_GOOD}", "race"))
         elif len(left) - len([FP32, *lossless]) == most:
             journal.decide(
-                plan, Fate("spared", f"{out} {most} that were faster or simpler filled it", "race")
+                plan, Fate("spared", f"{out} {most} faster or simpler plans took its places", "race")
             )
         else:
             left.append(plan)

@@ -46,7 +46,7 @@ def fused_saves(context: Context, reference: Reference, contest: Contest, plan: 
     needs_s = 2 * (WARMUP + LEAST_ROUNDS) * step_s
     if ranks.at("the time left").same(needs_s > min(MOST_SHARE * budget_s, left_s)):
         journal.decide(fused, LATE)
-        journal.undecided.append("Whether the fused optimizer saves time was not tried: the time ran out.")
+        journal.undecided.append("Whether the fused optimizer saves time was not measured: the time ran out.")
         return 0.0
     begin = ranks.now()
 
@@ -75,17 +75,15 @@ def fused_saves(context: Context, reference: Reference, contest: Contest, plan: 
         lambda: (saved, part_s, then_s), lambda found: -found[0][0]
     )
     name = type(optimizer).__name__
-    took = (
-        f"{name} takes {1e3 * part_s:.3g} ms of a step of {in_words(plan)}, and fused {1e3 * then_s:.3g} ms"
-    )
+    took = f"{name} takes {1e3 * part_s:.3g} ms of a step of {in_words(plan)}, and fused {name} {1e3 * then_s:.3g} ms"
     if context.device.type != "cpu":
-        took = f"a step of {in_words(plan)} takes {1e3 * part_s:.3g} ms with {name}, and {1e3 * then_s:.3g} ms where that is fused"
+        took = f"a step of {in_words(plan)} takes {1e3 * part_s:.3g} ms with {name}, and {1e3 * then_s:.3g} ms with fused {name}"
     if least < WORTH:
-        why = f"{took}, which {len(given_s.seconds)} rounds do not know to save {WORTH:.0%} of the step"
+        why = f"{took}; {len(given_s.seconds)} rounds do not show that it saves {WORTH:.0%} of the step"
         journal.decide(fused, Fate("worse", why))
         return 0.0
     journal.notes.append(
-        f"{took[:1].upper()}{took[1:]}: it saves {100.0 * likely:.0f} % of a step, so the final compared plans with "
+        f"{took[:1].upper()}{took[1:]}: fused saves {100.0 * likely:.0f} % of a step, so the final compared plans with "
         "optimizer=fused."
     )
     return likely

@@ -43,7 +43,7 @@ def keeping_saves(context: Context, plan: Plan) -> float:
         return 0.0
     if context.left_s() < LEFT * context.settings.budget_s:
         context.journal.undecided.append(
-            "Whether keeping freed memory saves page faults was not tried: the time ran out."
+            "Whether keeping freed memory saves page faults was not measured: the time ran out."
         )
         return 0.0
     context.journal.tell(f"page faults of {in_words(plan)}")
@@ -55,8 +55,8 @@ def keeping_saves(context: Context, plan: Plan) -> float:
     if share <= WORTH:
         return 0.0
     context.journal.notes.append(
-        f"{in_words(plan)} met {given:,.0f} page faults per step in a process of its own, and {kept:,.0f} where that kept its "
-        f"freed memory: at least {100.0 * share:.0f} % of its time, so that the final compared plans with host_memory=keep."
+        f"In a process of its own, {in_words(plan)} met {given:,.0f} page faults per step, and {kept:,.0f} when it kept freed "
+        f"memory. That saves at least {100.0 * share:.0f} % of a step, so the final compared plans with host_memory=keep."
     )
     return share
 

@@ -68,7 +68,7 @@ def train_pairs(
         PlanError: Fewer than 5 steps or 2 seeds.
     """
     if steps < 5 or seeds < 2:
-        raise PlanError(f"verify_steps={steps}, verify_seeds={seeds}: needs 5 steps and 2 seeds at least")
+        raise PlanError(f"verify_steps={steps}, verify_seeds={seeds}: needs at least 5 steps and 2 seeds")
     last = max(1, round(LAST * steps))
     starts: list[float] = []
     reference: list[float] = []
@@ -162,8 +162,8 @@ def in_training(trained: Verification) -> str:
     """The result of training runs, as a clause."""
     if not math.isfinite(trained.difference):
         whose = "its" if trained.verdict == "worse" else "fp32's own"
-        return f"within {trained.steps} steps {whose} loss is no longer finite"
+        return f"{whose} loss became non-finite within {trained.steps} steps"
     return (
-        f"over {trained.seeds} pairs of {trained.steps} steps its loss differs from fp32's by {trained.difference:.2g} (95 % below "
-        f"{trained.upper:.2g}; allowed {trained.margin:.2g}, {100 * MARGIN:.2g} % of what it fell in fp32)"
+        f"over {trained.seeds} pairs of {trained.steps} steps its loss differs from fp32's by {trained.difference:.2g} (at most "
+        f"{trained.upper:.2g} with 95 % confidence; allowed are {trained.margin:.2g}, {100 * MARGIN:.2g} % of the decrease of fp32's loss)"
     )

@@ -409,7 +409,7 @@ def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str
     if total(name) > (GAIN if lacks_units(name, timed) else SLOWER) * fp32:
         gain = 1.0 - total(name) / fp32
         said = (
-            f"it saves {gain:.0%} of fp32's time at most"
+            f"it saves at most {gain:.0%} of fp32's time"
             if round(gain, 2) > 0.0
             else "it is no faster than fp32"
         )

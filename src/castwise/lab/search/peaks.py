@@ -48,7 +48,7 @@ def measure_peaks(
             continue
         if context.left_s() < EACH_S + compiles_s.get(plan, 0.0):
             journal.undecided.append(
-                f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
+                f"Peak memory of {len(plans) - number} plans was not measured: the time ran out."
             )
             return plans[number:]
         journal.tell(in_words(plan), number, len(plans))

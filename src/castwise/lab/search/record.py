@@ -139,7 +139,7 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
         )
         return ("sound" if sound else "rejected"), Fate("untried", unknown)
     if fate is None:
-        never = f"not tried to the end{_race_speed(search, plan)}" if entry.rounds else _not_asked(search)
+        never = f"not timed to the end{_race_speed(search, plan)}" if entry.rounds else _not_asked(search)
         return "not tried", Fate("untried", never)
     ratio = speed(search, search.choice.plan, plan)
     if (
@@ -150,7 +150,7 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
         and round(ratio.low, 2) <= 1.0
     ):
         untested = noted.reason if noted is not None else "its gradients were not tested"
-        return "not tried", Fate("untried", f"{untested}; in the final it was {fate.reason}", fate.stage)
+        return "not tried", Fate("untried", f"{untested}; in the final: {fate.reason}", fate.stage)
     if fate.unknown or (fate.kind == "spared" and found is None):
         return "not tried", fate
     return ("sound" if sound and fate.kind == "spared" else "rejected"), fate
@@ -178,8 +178,8 @@ def _not_asked(search: Search) -> str:
     if low not in search.context.settings.formats:
         return f"{low} is not among the formats that were asked for"
     if search.context.settings.goal == "numerics":
-        return "speed was not asked for"
-    return "the search ended before it"
+        return "the goal was not speed"
+    return "the search ended before this plan"
 
 
 def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | None:
@@ -242,7 +242,7 @@ def _slower(search: Search, pattern: str, region: str, low: str) -> str:
     if low in cost.reasons:
         return f"in {low} it {cost.reasons[low]}"
     if low in cost.times_s and cost.bordered_s.get(low, 0.0) > cost.times_s[low]:
-        return f"those that its region names are together faster in fp32 than in {low}"
+        return f"all modules of its region together are faster in fp32 than in {low}"
     return f"faster in fp32, casts included, than in {low}"
 
 

@@ -71,13 +71,13 @@ def refer(context: Context) -> Reference:
     micros = prober.micros
     if all(same_batch(micros[0].batch, micro.batch) for micro in micros[1:]):
         journal.notes.append(
-            "Every batch is the same, so there is no noise of data: gradients are held against the signal alone, and "
-            "fresh batches confirm nothing new."
+            "Every batch is the same, so the data has no noise: gradient errors are compared with the signal alone, and "
+            "fresh batches test nothing new."
         )
     if test.repeat > 0.0:
         journal.notes.append(
             f"The loss is not deterministic: the same pass repeated in fp32 differs by {test.repeat:.2g} of an "
-            "update. Where a plan's own difference is comparable it is called undecided."
+            "update. A plan whose own difference is not much larger is undecided."
         )
 
     def step() -> torch.Tensor:

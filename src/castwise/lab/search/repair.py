@@ -241,7 +241,7 @@ class NumericsSearch:
                 break
             # the rest does not add up to the measured damage: keep its worst part too
             for pattern in heapq.heappop(queue)[-1].patterns:
-                kept.setdefault(pattern, "the rest of the model does not pass without it")
+                kept.setdefault(pattern, "the rest of the model fails unless this is in fp32 too")
         return Repair(exempt(plan, self._parts, kept), kept, result)
 
     def _traced(self, plan: Plan, group: Blame, reserve: int) -> list[Blame]:
@@ -288,7 +288,8 @@ class NumericsSearch:
                 if added := frozenset(p for p in min(around, key=len, default=()) if p not in wider):
                     steps.insert(0, added)
                     wider |= dict.fromkeys(
-                        added, "keeping its neighbours alone did not help; what runs between them matters"
+                        added,
+                        "keeping only its neighbours in fp32 did not help; operators between them matter",
                     )
             if len(wider) == len(kept) or wider.keys() >= self._names:
                 break
@@ -371,9 +372,9 @@ def _left_over(queue: Sequence[tuple[float, int, Blame]]) -> float:
 
 def _because(blame: Blame | None) -> str:
     if blame is None:
-        return "its neighbourhood fails, and the passes ran out before it was tried alone"
+        return "its neighbourhood fails, and the allowed passes ran out before it was tested alone"
     if blame.reason:
         return blame.reason
     if blame.whole:
-        return f"with its neighbours in the low format the damage is {blame.damage:.2g}, far more than theirs apart"
+        return f"with its neighbours in the low format the damage is {blame.damage:.2g}, far more than the sum of their own damages"
     return f"alone in the low format its damage, the relative error of the update, is {blame.damage:.2g}"

@@ -63,13 +63,13 @@ def run(search: Search) -> None:
     if ranks.size > 1:
         journal.notes.append(
             f"Measured on {ranks.size} ranks at once, each with the same weights and batches: times and peak memory "
-            "are the slowest and largest rank's, and gradients the worst rank's. What gradients cost on their way "
-            "between ranks is not in the times."
+            "are the slowest and largest rank's, and gradients the worst rank's. The times exclude the reduction of "
+            "gradients across ranks."
         )
     if settings.budget_s < LEAST_S:
         raise StateError(
-            f"tune(budget_s={settings.budget_s:g}): no time for anything; a search needs {LEAST_S:g} s at the very "
-            "least, and a minute or two to be worth its answer"
+            f"tune(budget_s={settings.budget_s:g}): too short; a search needs at least {LEAST_S:g} s, and one or two "
+            "minutes for a useful answer"
         )
     with (
         undisturbed(),
@@ -149,7 +149,7 @@ def _second_look(search: Search) -> None:
         search.choice = Choice() if why else Choice(plan, result, repair.kept)
     search.parity[numerics_of(plan)] = result
     journal.notes.append(
-        f"A second look after {settings.warmup_steps} fp32 steps: {result.verdict}; {result.reason}."
+        f"The gradient test after {settings.warmup_steps} fp32 steps: {result.verdict}; {result.reason}."
     )
 
 

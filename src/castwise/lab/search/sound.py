@@ -84,7 +84,7 @@ def find_sound(search: Search, plans: Sequence[Plan]) -> Sound:
             continue
         left = search.reference.numerics.left()
         if left < VERIFYING + MICROBATCHES and not known:
-            spent = "not tested: the passes for numerics were spent on plans that are faster or simpler"
+            spent = "not tested: faster or simpler plans used all passes of the gradient test"
             journal.decide(plan, Fate("untried", spent))
             continue
         found = search.find(plan)
@@ -131,7 +131,7 @@ def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> 
         rival = contest.order([*sound, *out])[0]
         if not contest.times_as_fast(plans[0], over=rival) > MARGIN:
             more = (
-                f"; it got no training runs, since it was not 3 % faster in the race than {in_words(rival)}"
+                f"; it had no training runs, since in the race it was not 3 % faster than {in_words(rival)}"
             )
         elif (found := training_runs(search, plans[0], after_s)) is None:
             more = ""
@@ -183,7 +183,7 @@ def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verificat
     ``after_s`` is the time that must be left of the budget afterwards.
     """
     plan, numerics, contest, context = as_raced(plan), numerics_of(plan), search.contest, search.context
-    why = "stores parameters without masters" if plan.lacks_masters else "is in doubt by its gradients"
+    why = "stores parameters without masters" if plan.lacks_masters else "has an undecided gradient test"
     settings, ranks, journal = context.settings, context.ranks, context.journal
     if numerics in search.training:
         return search.training[numerics]
@@ -199,7 +199,7 @@ def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verificat
     steps = affordable_steps(room_s, a_pair_s, settings.verify_seeds, settings.verify_steps, most)
     if not steps:
         journal.undecided.append(
-            f"{in_words(plan)} {why}, and there was no time to let training runs decide; a longer --budget would."
+            f"{in_words(plan)} {why}, and there was no time for training runs to decide; use a longer --budget."
         )
         return None
     contest.make_room()

@@ -161,7 +161,7 @@ class Search:
         """Keep parts in fp32 whose state stops changing in the low format."""
         owners = {name.rpartition(".")[0] for name in found.stopped}
         kept = {
-            part.pattern: "what it keeps beside its weights stops moving in a low format"
+            part.pattern: "its buffers or untrained parameters stop changing in a low format"
             for part in self.reference.parts
             if owners & set(part.paths)
         }

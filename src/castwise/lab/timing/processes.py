@@ -80,7 +80,7 @@ def portable(workload: Workload | str) -> bytes:
     except Exception as error:  # pickling runs code of the pickled objects
         name = workload if isinstance(workload, str) else workload.name
         raise NotThereError(
-            f"workload {name!r} cannot be sent to another process ({sentence(error, whole=False)}); put it into a "
+            f"workload {name!r} cannot be sent to another process ({sentence(error, whole=False)}); define it in a "
             f"file and name it file.py:attribute{_or_install()}"
         ) from error
 
@@ -137,7 +137,7 @@ def not_there(workload: Workload | str, error: Exception) -> NotThereError:
     name = workload if isinstance(workload, str) else workload.name
     if isinstance(error, SilentError):
         return NotThereError(f"workload {name!r} hangs in another process: {error}")
-    advice = f"; put all that it needs into a file and name it file.py:attribute{_or_install()}"
+    advice = f"; define all that it needs in a file and name it file.py:attribute{_or_install()}"
     return NotThereError(
         f"workload {name!r} does not run in another process ({told(error, whole=False)}){advice * (name is not workload)}"
     )
@@ -181,7 +181,7 @@ class Process:
             failed, value = self._next(timeout_s)
         except (EOFError, ConnectionError):
             self.at_work = False
-            raise CastwiseError("the process died without a word (out of memory?)") from None
+            raise CastwiseError("the process ended without a message, perhaps out of memory") from None
         self.at_work = False
         if failed:
             error, trace, where = value

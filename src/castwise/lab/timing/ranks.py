@@ -50,8 +50,8 @@ class Lockstep(Ranks):
                 dist.barrier(self.group)
         except RuntimeError as error:
             raise StateError(
-                f"{call}: not all {dist.get_world_size()} ranks came ({first_line(error)}); call it on every rank of the process "
-                "group, or before init_process_group"
+                f"{call}: not all {dist.get_world_size()} ranks made this call ({first_line(error)}); make it on every rank of the "
+                "process group, or before init_process_group"
             ) from error
         self._exchange = ""
 
@@ -70,7 +70,7 @@ class Lockstep(Ranks):
         exchanges = [name for name, _ in heard]
         if len(set(exchanges)) > 1:
             where = ", ".join(f"rank {at} at {name}" for at, name in enumerate(exchanges))
-            raise _Gone(f"the ranks went separate ways: {where}; {_CURE}")
+            raise _Gone(f"the ranks do not run the same steps: {where}; {_CURE}")
         return [sent for _, sent in heard]
 
     def slowest(self, seconds: Callable[[], Sequence[float]]) -> list[float]:
@@ -120,7 +120,7 @@ class Lockstep(Ranks):
                     said = json.loads(store.get(f"left/{at}"))
                     if said["interrupted"]:
                         return KeyboardInterrupt(f"rank {at} was interrupted")
-                    return _Gone(f"rank {at} ended it: {said['words']}")
+                    return _Gone(f"rank {at} failed: {said['words']}")
         except RuntimeError:  # the store ended with the rank that hosted it
             pass
         return _Gone(f"another rank ended without an error ({first_line(error)})")

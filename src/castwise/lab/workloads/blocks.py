@@ -41,7 +41,7 @@ class Attention(nn.Module):
         if qkv.shape[-1] % (3 * self.head_width):
             raise WorkloadError(
                 f"attention with {self.heads} heads cannot be cut into equal pieces by tensor parallelism of this size; "
-                "use one that divides the number of heads"
+                "use a size that divides the number of heads"
             )
         # Under tensor parallelism this process holds a subset of the heads.
         q, k, v = qkv.view(batch, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)

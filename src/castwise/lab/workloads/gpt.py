@@ -172,11 +172,11 @@ def gpt(
         )
     if width % heads:
         raise WorkloadError(
-            f"workload 'gpt': width={width} is not a multiple of heads={heads}; choose one that is"
+            f"workload 'gpt': width={width} is not a multiple of heads={heads}; choose a multiple"
         )
     if context > 4096:
         raise WorkloadError(
-            f"workload 'gpt': context={context}; at most 4096, so that the held-out text has windows"
+            f"workload 'gpt': context={context}; must be at most 4096, so that the held-out text has windows"
         )
     return Workload(
         name="gpt",
@@ -185,7 +185,7 @@ def gpt(
         batches=partial(_batches, batch, context),
         loss=_loss,
         evaluate=partial(_evaluate, batch, context),
-        description=f"character model ({layers} transformer blocks of width {width}, {heads} heads) of the text of "
+        description=f"character model ({layers} transformer blocks of width {width}, {heads} heads) on the text of "
         f"pydoc_data.topics, {batch} windows of {context} characters",
         shards=shards,
         blocks=_blocks,

@@ -369,7 +369,7 @@ def check_loss(loss: object, workload: Workload | str, batch: Any = None, step: 
     if not loss.requires_grad and torch.is_grad_enabled():
         raise WorkloadError(
             f"{call} a tensor without a graph, so the loss is not differentiable: no gradient can reach the model; remove "
-            ".detach(), .item(), argmax or no_grad() from it, and see that the model has parameters that require gradients"
+            ".detach(), .item(), argmax or no_grad() from it, and check that the model has parameters that require gradients"
         )
     if step is not None and not math.isfinite(value := float(loss.detach())):
         raise NonFiniteError(f"{who}: the loss of step {step} is {value}: {about_data(batch)}")
@@ -414,7 +414,7 @@ def make_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> Op
     if closure is not None and closure.default is inspect.Parameter.empty:
         kind = type(optimizer).__name__
         raise WorkloadError(
-            f"{who}: {kind}.step() needs a closure, which runs the model as often as it likes, so its steps cannot be compared; "
+            f"{who}: {kind}.step() needs a closure and may run the model any number of times, so its steps cannot be compared; "
             f"use an optimizer that steps without one, such as AdamW. castwise.parity tests gradients without it, and Amp.step("
             "optimizer, closure=...) trains with it in a loop of your own"
         )
@@ -430,7 +430,7 @@ def check_no_backward(model: nn.Module, who: str) -> None:
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise WorkloadError(
             f"{who}: loss(model, batch) calls backward itself; return the loss and leave backward to castwise, which scales the "
-            "loss where the plan asks for it"
+            "loss if the plan has a loss scale"
         )
 
 
@@ -452,7 +452,7 @@ def next_batch(workload: Workload, batches: Iterator[Any], taken: int) -> Any:
 def about_data(batch: Any) -> str:
     """A clause that says whether a non-finite loss comes from the data. Synchronises with the device."""
     if holders := non_finite_parts(batch):
-        return f"its data holds NaN or infinite values, in {'; '.join(holders[:3])}; clean the data first"
+        return f"its data contains NaN or infinite values, in {'; '.join(holders[:3])}; clean the data first"
     return "its data is finite, so look at the model's weights and its loss"
 
 
