@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 from castwise.lab.inspect.compare import compare
 from castwise.lab.inspect.comparison import Comparison
@@ -51,6 +52,31 @@ def test_the_file_has_all_of_it(found: Comparison, page: Path) -> None:
     assert text.count("<svg") == 2
     assert all(call.path in text for call in found.calls)
     assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", text)
+
+
+def test_errors_of_torchs_own_kernels_are_folded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 4))
+    draw = torch.Generator().manual_seed(1)
+    many = torch.randn(1024, 8, generator=draw), torch.randint(4, (1024,), generator=draw)
+    found = compare(model, loss, many, "fp32", "bf16-true", tries=0)
+
+    def said(**how: bool) -> str:
+        console = Console(width=100, record=True, file=io.StringIO())
+        console.print(found.table(**how))
+        return " ".join(console.export_text().split())
+
+    line = "In 1 module errors come from rounding inside torch's own kernels, up to"
+    assert line in said()
+    assert "table(verbose=True) lists them" in said()
+    assert " kernel " not in said()
+    assert " kernel " in said(verbose=True)
+    page = found.save(tmp_path)
+    text = page.read_text(encoding="utf-8").replace("&#39;", "'")
+    assert re.search(rf"<details>\s*<summary>{re.escape(line)}", text)
+    record = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))
+    assert (record["birthplaces"], record["in_kernels"]) == ([], [["1", 0]])
+    assert next(call for call in record["calls"] if call["path"] == "1")["backward"]["excess"] > 4.0
 
 
 def test_the_picture_has_calls_in_the_order_in_which_they_end(found: Comparison) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from castwise.report import words
 from castwise.report.compare_plots import PICTURES, label
-from castwise.report.grids import Columns, Grid, Line, opening
+from castwise.report.grids import Columns, Grid, Line
 
 __all__ = ["PICTURES", "lines", "values"]
 
@@ -23,6 +23,7 @@ MEANING = (
 )
 EFFECTS = {
     "born": "an error that rounding to the format does not explain",
+    "kernel": "the error comes from rounding inside torch's own kernel for the layer; it vanishes if the kernel rounds only its results",
     "amplifies": "conditioning: the call magnifies rounding errors",
     "rounding": "most of the error is the call's own rounding",
     "passes": "most of the error comes from the inputs",
@@ -34,30 +35,63 @@ _DIRECTIONS = ("forward", "backward")
 
 def lines(record: Record) -> list[Grid | Line]:
     """The answer, the fixes that were tried, and the calls with the largest errors, for the terminal."""
+    return _lines(record, lambda _effect: True)
+
+
+def brief(record: Record) -> list[Grid | Line]:
+    """The same without calls whose errors come from torch's own kernels; a line says how many modules they are."""
+    return _lines(record, _is_models, " table(verbose=True) lists them.")
+
+
+def _lines(record: Record, shows: Callable[[str], bool], more: str = "") -> list[Grid | Line]:
+    said = in_kernels(record)
     return [
         Line(headline(record), "bold"),
         Line(ends(record)),
+        *((Line(said + more),) if said else ()),
         Line(),
         *((tried(record), Line()) if record["tried"] else ()),
-        *(_worst(record, direction) for direction in _DIRECTIONS),
+        *(_worst(record, direction, shows) for direction in _DIRECTIONS),
         *(Line(note, "yellow") for note in record["notes"]),
         Line(MEANING, "dim"),
         Line(words.where(record), "dim"),
     ]
 
 
-def brief(record: Record) -> list[Grid | Line]:
-    """The answer alone."""
-    return opening(lines(record))
-
-
 def values(record: Record) -> dict[str, Any]:
-    """The same for the page, with all calls."""
-    grids = {direction: _calls(record, direction, record["calls"]) for direction in _DIRECTIONS}
+    """The same for the page, with all calls; those whose errors come from torch's own kernels are folded."""
+
+    def grids(shows: Callable[[str], bool]) -> dict[str, Grid]:
+        chosen = {d: [call for call in record["calls"] if shows(call[d]["effect"])] for d in _DIRECTIONS}
+        return {direction: _calls(record, direction, calls) for direction, calls in chosen.items() if calls}
+
     return {
         "answer": headline(record), "ends": ends(record), "tried": tried(record) if record["tried"] else None,
-        "grids": grids, "notes": record["notes"], "meaning": MEANING, "effects": EFFECTS,
+        "grids": grids(_is_models), "folded": grids(lambda effect: not _is_models(effect)), "in_kernels": in_kernels(record),
+        "notes": record["notes"], "meaning": MEANING, "effects": EFFECTS,
     }  # fmt: skip
+
+
+def _is_models(effect: str) -> bool:
+    return effect != "kernel"
+
+
+def in_kernels(record: Record) -> str:
+    """How many modules have errors that come from torch's own kernels, with the largest; empty if none has."""
+    sides = [
+        (call, call[direction])
+        for call in record["calls"]
+        for direction in _DIRECTIONS
+        if call[direction]["effect"] == "kernel"
+    ]
+    if not sides:
+        return ""
+    call, side = max(sides, key=lambda pair: _number(pair[1]["own"]))
+    count = len({call["path"] for call, _ in sides})
+    return (
+        f"In {count} module{'s' * (count > 1)} errors come from rounding inside torch's own kernels, up to {_error(side['own'])} "
+        f"({call['kind']} {label(call)}, {side['where']})."
+    )
 
 
 def headline(record: Record) -> str:
@@ -132,10 +166,14 @@ def tried(record: Record) -> Grid:
     )
 
 
-def _worst(record: Record, direction: str) -> Grid:
+def _worst(record: Record, direction: str, shows: Callable[[str], bool]) -> Grid:
     """The calls with the largest excess and own error in a direction, in the order in which they ran."""
     order = {id(call): at for at, call in enumerate(record["calls"])}
-    known = [call for call in record["calls"] if call[direction]["effect"] not in ("exact", "unseen")]
+    known = [
+        call
+        for call in record["calls"]
+        if (effect := call[direction]["effect"]) not in ("exact", "unseen") and shows(effect)
+    ]
     by = sorted(
         known,
         key=lambda call: (call[direction]["effect"] != "born", -_number(call[direction]["excess"])),

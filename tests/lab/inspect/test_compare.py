@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from castwise.core.plans.plan import Plan, Region
 from castwise.errors import NonFiniteError, PlanError, WorkloadError
 from castwise.lab.inspect.compare import compare
 from castwise.lab.inspect.comparison import CallComparison, Comparison
+from castwise.lab.inspect.kernels import ExactKernels
+from castwise.lab.passes.observers import observed
 from tests.lab.inspect.faults import Layer, Stack, batch, coarse, loss
 from tests.soak import SOAKING, some
 
@@ -85,6 +88,109 @@ def test_a_plan_without_a_fault_has_no_birthplace() -> None:
     assert len(found.calls) == 1 + 1 + 2 + 8 * 4  # loss, model, first and last layer, layers with theirs
     assert found.passes == 7
     assert not found.notes
+
+
+class Variance(nn.Module):
+    """Normalises by a difference of means, which cancels in a low format."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        return (x - mean) / ((x * x).mean(-1, keepdim=True) - mean * mean).abs().add(1e-5).sqrt()
+
+
+class Vanishing(nn.Module):
+    """Divides by the deviation of small numbers, whose squares and epsilon are below fp16's smallest."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gap = (x - x.mean(-1, keepdim=True)) * 1e-4
+        return gap / (gap.pow(2).mean(-1, keepdim=True) + 1e-9).sqrt()
+
+
+class RunningSum(nn.Module):
+    """Adds up in the format that arrives, one number after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x[:, 0])
+        for column in x.unbind(1):
+            total = total + column
+        return x - total[:, None] / x.shape[1]
+
+
+class CoarseNorm(nn.LayerNorm):
+    """Spoils the result of torch's kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return coarse(out, 3) if out.dtype is torch.bfloat16 else out
+
+
+def normed(middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(16, 64), middle, nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 4)
+    )
+    nn.init.constant_(model[0].bias, 3.0)
+    return model
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(512, 16, generator=draw), torch.randint(4, (512,), generator=draw)
+
+
+@pytest.mark.parametrize("plan", [LOW, "bf16-true", "fp16-mixed"])
+def test_rounding_inside_torchs_own_kernels_is_not_named(plan: str) -> None:
+    """On a CPU layer norm's backward adds up the gradient of its bias in bf16."""
+    found = compare(normed(nn.LayerNorm(64)), loss, rows(), "fp32", plan, tries=0)
+    assert not found.birthplaces
+    assert {c.path for c in found.in_kernels} == {"1", "4"}
+    assert at(found, "4").backward.effect == "kernel"
+    assert at(found, "4").backward.excess > 4.0
+    assert found.passes == 6
+
+
+@pytest.mark.parametrize(
+    ("middle", "plan"),
+    [(Variance, LOW), (Vanishing, "fp16-mixed"), (RunningSum, LOW), (partial(CoarseNorm, 64), LOW)],
+)
+def test_faults_of_the_models_own_code_are_named_beside_torchs_kernels(
+    middle: Callable[[], nn.Module], plan: str
+) -> None:
+    found = compare(normed(middle()), loss, rows(), "fp32", plan, tries=0)
+    assert [c.path for c in found.birthplaces] == ["1"]
+    assert {c.path for c in found.in_kernels} <= {"4"}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(compute="bf16", ops=(("layer_norm", "lower"),)),
+        Plan(compute="fp32", regions=(Region("type:LayerNorm", compute="bf16"),)),
+    ],
+)
+def test_a_norm_that_loses_because_a_rule_of_the_plan_lowers_it_is_named(plan: Plan) -> None:
+    found = compare(normed(nn.LayerNorm(64)), loss, rows(), "fp32", plan, tries=0)
+    assert {c.path for c in found.birthplaces} == {"1", "4"}
+    assert not found.in_kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_exact_kernels_round_once(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, came_in = (torch.randn(4096, 64, generator=draw).to(dtype) for _ in range(2))
+    layer, exact = nn.LayerNorm(64).to(dtype), nn.LayerNorm(64).double()
+    exact(x.double()).backward(came_in.double())
+    with observed(layer, ExactKernels()):
+        layer(x).backward(came_in)
+    assert exact.bias.grad is not None
+    assert torch.equal(cast("Tensor", layer.bias.grad), exact.bias.grad.to(dtype))
+    layer.zero_grad()
+    layer(x).backward(came_in)
+    assert not torch.equal(layer.bias.grad, exact.bias.grad.to(dtype))
+    layer.zero_grad()
+    with observed(layer, ExactKernels(except_for=("layer_norm",))):
+        layer(x).backward(came_in)
+    assert not torch.equal(layer.bias.grad, exact.bias.grad.to(dtype))
 
 
 def test_a_plan_agrees_with_itself() -> None:

@@ -25,18 +25,23 @@ HALF = 0.5
 MATTERS = 0.1
 """An own error below this share of the tensor's total error does not explain that error."""
 MOSTLY = 0.5
-"""An own error of at least this share of the tensor's total error explains most of it."""
+"""An own error of at least this share of the tensor's total error explains most of it. If exact kernels leave less than this share
+of an own error, rounding inside the kernels explains it."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """Results of the passes with given inputs: the second plan's own errors, and the errors that rounding would make."""
+    """Results of the passes with given inputs: the second plan's own errors, and the errors that rounding would make.
+
+    ``exact`` are the second plan's own errors with :class:`~castwise.lab.inspect.kernels.ExactKernels`; None if no such pass ran.
+    """
 
     own: Look
     expected: Look
     ran_base: Run
     ran_own: Run
     ran_expected: Run
+    exact: tuple[Look, Run] | None = None
 
 
 class _Mark(NamedTuple):
@@ -47,6 +52,7 @@ class _Mark(NamedTuple):
     own: Difference | None
     expected: Difference | None
     eps: float
+    exact: Difference | None = None
 
     @property
     def rounding(self) -> Difference:
@@ -62,22 +68,40 @@ class _Mark(NamedTuple):
     @property
     def excesses(self) -> Difference:
         """Ratio of the own error to the explained error."""
-        if self.own is None:
-            return Difference(0.0, 0.0)
-        both = zip(self.own, self.explained, strict=True)
-        return Difference(*(own / explained if math.isfinite(explained) else 0.0 for own, explained in both))
+        return self._times_explained(self.own)
 
     @property
     def excess(self) -> float:
         return max(self.excesses)
 
     @property
-    def born(self) -> bool:
-        """Whether the norm or the maximum is far above the explained error and a notable share of the tensor's error."""
+    def unexplained(self) -> Effect | None:
+        """``born`` or ``kernel`` if the norm or the maximum is far above the explained error and a notable share of the tensor's."""
         if self.own is None:
-            return False
-        each = zip(self.excesses, self.own, self.error, strict=True)
-        return any(excess > EXCESS and own >= MATTERS * error for excess, own, error in each)
+            return None
+        far = [
+            which
+            for which, (excess, own, error) in enumerate(
+                zip(self.excesses, self.own, self.error, strict=True)
+            )
+            if excess > EXCESS and own >= MATTERS * error
+        ]
+        if not far:
+            return None
+        left, exact = self._times_explained(self.exact), self.exact
+        in_kernels = exact is not None and all(
+            left[which] <= EXCESS and exact[which] <= MOSTLY * self.own[which] for which in far
+        )
+        return "kernel" if in_kernels else "born"
+
+    def _times_explained(self, error: Difference | None) -> Difference:
+        if error is None:
+            return Difference(0.0, 0.0)
+        both = zip(error, self.explained, strict=True)
+        return Difference(*(own / explained if math.isfinite(explained) else 0.0 for own, explained in both))
+
+
+_SEVERITY: Mapping[Effect | None, int] = {None: 0, "kernel": 1, "born": 2}
 
 
 class Attribution:
@@ -91,6 +115,8 @@ class Attribution:
         eps: By module path, the eps of the format that the module computes in.
         formats: By module path, the format that the second plan computes the module in.
         bordered: Paths of modules whose inputs a plan casts.
+        lowered: Paths of modules that a region of the second plan computes in a lower format; their errors are the plan's, not
+            those of torch's kernels.
     """
 
     def __init__(
@@ -102,9 +128,11 @@ class Attribution:
         eps: Mapping[str, float],
         formats: Mapping[str, str],
         bordered: frozenset[str],
+        lowered: frozenset[str] = frozenset(),
     ) -> None:
         self._a, self._own = ran_a, own
-        self._free, self._eps, self._formats, self._bordered = free, eps, formats, bordered
+        self._free, self._eps, self._formats = free, eps, formats
+        self._bordered, self._lowered = bordered, lowered
         self._made: dict[tuple[Call, bool], list[_Mark]] = {}
         self._taken: dict[tuple[Call, bool], list[float]] = {}
         for key, error in free.errors.items():
@@ -135,15 +163,14 @@ class Attribution:
         caller = self._a.callers.get(call) or LOSS
         from_callee = (key.point.side == "out") is not key.back
         maker, taker = (call, caller) if from_callee else (caller, call)
-        own, expected = (
-            (None, None)
-            if self._own is None
-            else (self._own.own.errors.get(key), self._own.expected.errors.get(key))
-        )
+        own = expected = exact = None
+        if self._own is not None:
+            own, expected = self._own.own.errors.get(key), self._own.expected.errors.get(key)
+            exact = self._own.exact and self._own.exact[0].errors.get(key)
         if error is None:
             return
         name = _name(key) if maker is call else f"{_name(key)} of {call.path or 'the model'}"
-        mark = _Mark(name, error, own, expected, self._eps[self._module(maker)])
+        mark = _Mark(name, error, own, expected, self._eps[self._module(maker)], exact)
         if (
             not from_callee
             and call.path in self._bordered
@@ -162,11 +189,12 @@ class Attribution:
             off = abs(one.loss - other.loss) / (abs(one.loss) or 1.0)
             return Difference(off, off) if math.isfinite(off) else Difference(math.inf, math.inf)
 
-        own = expected = None
+        own = expected = exact = None
         if self._own is not None:
-            own = difference(self._own.ran_base, self._own.ran_own)
-            expected = difference(self._own.ran_base, self._own.ran_expected)
-        mark = _Mark("the loss", difference(ran_a, ran_b), own, expected, self._eps[""])
+            base = self._own.ran_base
+            own, expected = difference(base, self._own.ran_own), difference(base, self._own.ran_expected)
+            exact = self._own.exact and difference(base, self._own.exact[1])
+        mark = _Mark("the loss", difference(ran_a, ran_b), own, expected, self._eps[""], exact)
         self._made.setdefault((LOSS, False), []).append(mark)
 
     def _put_weights(self, ran_a: Run, ran_b: Run) -> None:
@@ -174,11 +202,13 @@ class Attribution:
         free = differences(ran_b.gradients, ran_a.gradients)
         own: dict[str, Difference | None] = {}
         expected: dict[str, Difference | None] = {}
+        exact: dict[str, Difference | None] = {}
         if self._own is not None:
             base = self._own.ran_base.gradients
             own, expected = (
                 differences(ran.gradients, base) for ran in (self._own.ran_own, self._own.ran_expected)
             )
+            exact = differences(self._own.exact[1].gradients, base) if self._own.exact else {}
         for name, error in free.items():
             path, _, last = name.rpartition(".")
             while path and Call(path, 0) not in self._a.callers:
@@ -191,6 +221,7 @@ class Attribution:
                     own.get(name),
                     expected.get(name),
                     self._eps[path],
+                    exact.get(name),
                 )
                 self._made.setdefault((Call(path, 0), True), []).append(mark)
 
@@ -200,12 +231,14 @@ class Attribution:
         if not made:
             return Side("unseen", incoming=incoming)
         error = max(mark.error.norm for mark in made)
+        if call.path in self._lowered:
+            made = [mark._replace(exact=None) for mark in made]
         known = [mark for mark in made if mark.own is not None]
         if not known:
             return Side("exact" if error == 0.0 else "unseen", error, incoming)
-        worst = max(known, key=lambda mark: (mark.born, mark.excess, mark.error.norm))
+        worst = max(known, key=lambda mark: (_SEVERITY[mark.unexplained], mark.excess, mark.error.norm))
         assert worst.own is not None
-        which = 1 if worst.born and worst.excesses.norm <= EXCESS else 0
+        which = 1 if worst.unexplained and worst.excesses.norm <= EXCESS else 0
         where = f"largest element of {worst.name}" if which else worst.name
         return Side(
             _effect(known, worst, error, incoming),
@@ -219,8 +252,8 @@ class Attribution:
 
 def _effect(made: Sequence[_Mark], worst: _Mark, error: float, incoming: float | None) -> Effect:
     own = max(mark.own.norm for mark in made if mark.own is not None)
-    if worst.born:
-        return "born"
+    if worst.unexplained:
+        return worst.unexplained
     if error == own == 0.0:
         return "exact"
     grown = error > 2 * (incoming or 0.0)

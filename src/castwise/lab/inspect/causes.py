@@ -121,7 +121,7 @@ def explain(
     inputs = tuple(_inputs(op, args, kwargs, name_of, results))
     at = [i for i, tensor in enumerate(made) if not is_finite(tensor)]
     outputs = tuple(values_of("output", made[i]) for i in at[:4])
-    wide = _in_fp64(op, args, kwargs) or []
+    wide = distinct(tensors_in(results_in_fp64(op, args, kwargs)))
     needed = None
     if len(wide) == len(made) and all(is_finite(wide[i]) for i in at[:1]):
         needed = max((float(plain(wide[i]).abs().max()) for i in at[:1] if wide[i].numel()), default=0.0)
@@ -169,10 +169,8 @@ def _inputs(
     return found[:8]
 
 
-def _in_fp64(
-    op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Tensor] | None:
-    """The operator's floating results on the same inputs in fp64; None if it has no fp64 kernel."""
+def results_in_fp64(op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator's results, then the tensors that it writes to, on the same inputs in fp64; None if it has no fp64 kernel."""
     if torch.Tag.nondeterministic_seeded in op.tags:  # it would draw random numbers again
         return None
     low = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
@@ -190,8 +188,7 @@ def _in_fp64(
     try:
         with torch.no_grad():
             wide = map_tensors(copy, (tuple(map(widen, args)), {k: widen(v) for k, v in kwargs.items()}))
-            out = op(*wide[0], **wide[1])
-            return distinct([*tensors_in(out), *written(op, *wide)])
+            return op(*wide[0], **wide[1]), written(op, *wide)
     except Exception:  # operators without an fp64 kernel raise various types
         return None
 

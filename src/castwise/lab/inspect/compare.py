@@ -12,6 +12,9 @@ Five passes over one batch, at the same weights and random draws:
    the second plan's compute format. The change is the *expected* error: what rounding to that format causes there, conditioning
    included.
 
+If a call makes an error that rounding does not explain, pass 4 runs again with torch's own kernels exact
+(:class:`~castwise.lab.inspect.kernels.ExactKernels`): an error that vanishes comes from rounding inside these kernels.
+
 An own error far above the expected error is made in that call and is not explained by the format. If the expected error is
 far above the rounding of the inputs, the call amplifies rounding errors in any implementation.
 
@@ -30,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.core.model.resolve import Resolution
-from castwise.core.plans.formats import FORMATS, LOW_DTYPES
+from castwise.core.plans.formats import FORMATS, LOW, LOW_DTYPES
 from castwise.core.plans.plan import Plan, Region, as_plan
 from castwise.core.session.process import find_device
 from castwise.errors import CastwiseError, NonFiniteError, check_count, sentence, told
@@ -43,6 +46,7 @@ from castwise.lab.inspect.comparison import (
     worst_calls,
     worst_of,
 )
+from castwise.lab.inspect.kernels import ExactKernels
 from castwise.lab.inspect.looks import Key, Look
 from castwise.lab.inspect.runs import Run, Runs, differences, total_difference
 from castwise.lab.parity.parity import device_of, with_scale
@@ -128,6 +132,11 @@ class _Comparing:
             for path in self._formats
         }
         self._bordered = frozenset({"", *(module.path for res in resolved for module in res.borders)})
+        self._lowered = frozenset(
+            module.path
+            for module in resolved[1].borders
+            if module.compute in LOW and module.compute != module.around
+        )
         self._a, self._b = Look(keep=True), Look()
         self._ran_a: Run
         self._ran_b: Run
@@ -148,10 +157,27 @@ class _Comparing:
             )
         b.reference = a.kept
         ran_b = self._runs.run_finite(_with_room(self._second, a, ran_a), b.begin)
-        own = self._isolated(a, b, ran_a, ran_b)
         self._ran_a, self._ran_b = ran_a, ran_b
-        self._calls = Attribution(ran_a, ran_b, b, own, self._eps, self._formats, self._bordered).calls()
+        self._calls = self._attributed(self._isolated(a, b, ran_a, ran_b))
         return self._calls
+
+    def _attributed(self, own: Own | None) -> tuple[CallComparison, ...]:
+        calls = Attribution(
+            self._ran_a, self._ran_b, self._b, own, self._eps, self._formats, self._bordered, self._lowered
+        ).calls()
+        if own is None or own.exact or not self._runs.repeats_draws or not any(call.born for call in calls):
+            return calls
+        rules = tuple(
+            name for name, _ in self._second.ops
+        )  # a rule of the plan can be dropped, so its errors are named
+        look = Look(reference=own.own.reference, put=own.own.put)
+        ran = self._runs.run(
+            self._second,
+            *look.begin(self._ran_b.scale),
+            scale=self._ran_b.scale,
+            observer=ExactKernels(rules),
+        )
+        return self._attributed(dataclasses.replace(own, exact=(look, ran)))
 
     def finding(self, suspects: Iterable[str]) -> Comparison:
         """The comparison, with the errors that remain when each suspect computes in the first plan's format."""

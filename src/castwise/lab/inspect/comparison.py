@@ -8,14 +8,17 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.core.ranks.text import named
 from castwise.lab.result import Result
 
-Effect = Literal["born", "amplifies", "rounding", "passes", "exact", "unseen"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Effect = Literal["born", "kernel", "amplifies", "rounding", "passes", "exact", "unseen"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,9 @@ class Side:
     """The error of one call in one direction. Errors are relative, ``||b - a|| / ||a||`` of a tensor; the worst tensor counts.
 
     Attributes:
-        effect: ``born``: the call makes an error that rounding to its format does not explain. ``amplifies``: the call magnifies
-            rounding errors. ``rounding``: most of the error is the call's own rounding. ``passes``: most of the error comes from the
+        effect: ``born``: the call makes an error that rounding to its format does not explain. ``kernel``: the call makes such
+            an error, but none if torch's kernels for layers, such as layer norm, round only their results. ``amplifies``: the call
+            magnifies rounding errors. ``rounding``: most of the error is the call's own rounding. ``passes``: most of the error comes from the
             inputs. ``exact``: no difference. ``unseen``: nothing could be compared.
         error: Error of the call's results: its outputs; in backward, the gradients of its inputs and parameters.
         incoming: Error of what the call receives: its inputs; in backward, the gradients of its outputs.
@@ -71,6 +75,11 @@ class CallComparison:
     def born(self) -> bool:
         """Whether the call makes an unexplained error in either direction."""
         return "born" in (self.forward.effect, self.backward.effect)
+
+    @property
+    def in_kernels(self) -> bool:
+        """Whether rounding inside torch's own kernels explains every other unexplained error of the call."""
+        return not self.born and "kernel" in (self.forward.effect, self.backward.effect)
 
     @property
     def excess(self) -> float:
@@ -149,6 +158,11 @@ class Comparison(Result):
         return tuple(sorted((c for c in self.calls if c.born), key=lambda c: -c.excess))
 
     @property
+    def in_kernels(self) -> tuple[CallComparison, ...]:
+        """The calls whose error comes from rounding inside torch's own kernels, the largest excess first."""
+        return tuple(sorted((c for c in self.calls if c.in_kernels), key=lambda c: -c.excess))
+
+    @property
     def loss_error(self) -> float | None:
         """Relative difference of the losses."""
         return relative(*self.losses)
@@ -166,8 +180,17 @@ class Comparison(Result):
         said: dict[str, Any] = {"plan_a": str(self.plan_a), "plan_b": str(self.plan_b), "calls": calls}
         said |= {"words_a": a, "words_b": b, "description": f"{b} against {a}"}
         said["tried"] = [dataclasses.asdict(one) | {"words": in_words(one.plan)} for one in self.tried]
-        births = [[call.path, call.call] for call in self.birthplaces]
-        return dataclasses.asdict(self) | said | {"loss_error": self.loss_error, "birthplaces": births}
+        said["birthplaces"] = [[call.path, call.call] for call in self.birthplaces]
+        said["in_kernels"] = [[call.path, call.call] for call in self.in_kernels]
+        return dataclasses.asdict(self) | said | {"loss_error": self.loss_error}
+
+    def table(self, *, verbose: bool = False) -> RenderableType:
+        """The answer and the calls with the largest errors as text and tables for ``rich.print``.
+
+        Args:
+            verbose: List also the calls whose errors come from rounding inside torch's own kernels.
+        """
+        return super().table(verbose=verbose)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``compare.json`` and the page ``compare.html`` with its plots into a folder; create the folder if needed.
@@ -178,7 +201,7 @@ class Comparison(Result):
         return self._save(Path(folder) / "compare.html", Path(folder) / "compare.json")[0]
 
 
-_SEVERITY: tuple[Effect, ...] = ("unseen", "exact", "passes", "rounding", "amplifies", "born")
+_SEVERITY: tuple[Effect, ...] = ("unseen", "exact", "passes", "rounding", "amplifies", "kernel", "born")
 
 
 def worst_calls(by_rank: Sequence[Sequence[CallComparison]]) -> tuple[CallComparison, ...]:

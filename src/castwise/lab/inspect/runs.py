@@ -25,7 +25,7 @@ from castwise.lab.inspect.compiled import CompiledCrossings
 from castwise.lab.inspect.crossings import Backward, Crossings, Forward
 from castwise.lab.parity.probes import RESCALE, RESCALES, as_real
 from castwise.lab.passes.draws import Draws
-from castwise.lab.passes.observers import Call
+from castwise.lab.passes.observers import Call, Observer
 from castwise.lab.passes.passes import Original, at_scale, gradients_of, observed_under, run_backward, under
 from castwise.lab.workloads.workload import users_code
 
@@ -103,6 +103,7 @@ class Runs:
         change: Callable[[nn.Module], None] | None = None,
         scale: float | None = None,
         whole: bool = False,
+        observer: Observer | None = None,
     ) -> Run:
         """Run one pass. The first draws the random numbers, and the others repeat them; the first must not be compiled.
 
@@ -113,6 +114,7 @@ class Runs:
             change: Called with the prepared model before it runs.
             scale: Loss scale to use instead of the plan's.
             whole: Leave compiled code without borders, and observe none.
+            observer: Observes the pass too, if it is not compiled.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device, or the loss fails.
@@ -133,7 +135,7 @@ class Runs:
             elif not whole:
                 assert self._known is not None
                 watching = CompiledCrossings(forward, backward, frozenset(self._known.writes))
-            observers = filter(None, (watching, *self._draws))
+            observers = filter(None, (watching, *self._draws, observer))
             stack.enter_context(observed_under(plan, model, self._device, *observers))
             stack.enter_context(users_code(f"{self._call}: the model or its loss failed"))
             stack.enter_context(torch.set_grad_enabled(self.trains))
