@@ -5,6 +5,11 @@ Five plans, the simplest first, race once as in one process, which tells who is 
 ``decided`` searches that did not run out of starts, of which there are 16, or two where a row says so: a short budget. The noise is of three kinds drawn from formulas (a process is lucky for
 its whole life, rounds have a long right tail, the machine drifts), and this machine's own: copies of one fp32 training, each
 in a process of its own, started anew and run in turns, whose times differ by nothing but noise; as they are, and keeping memory.
+
+``uneven``: of two to six plans, the most complicated of which is 4 % faster, on the quiet machine, some are noisier: all rounds of a start
+take longer or shorter by one factor. ``anyone``: in each search one plan, by a standard deviation of 1 to 10 %; ``half``: half of
+them; ``simplest`` (fp32) and ``fastest`` by a given one; ``all but one``. ``rare``: one in ten starts takes 10 or 30 % longer. ``restless``:
+the deviation itself changes between starts, by a factor of e. ``rounds``: one in five rounds is disturbed and takes longer.
 """
 
 from __future__ import annotations
@@ -12,10 +17,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import multiprocessing
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -27,11 +34,15 @@ from castwise.lab.timing.processes import Home, portable
 from common import Results, arguments
 
 PLANS, SEARCHES = 5, 600
-COPIES, STARTS = 5, 16
+UNEVEN, COUNTS, LOUD = 300, (2, 3, 4, 5, 6), (0.03, 0.05, 0.08)
+COPIES, STARTS, CORES = 5, 16, 2
 WORKLOADS = ("gpt?layers=2&width=64&context=32&batch=8", "sine?size=32")
 
 Noise = Callable[[random.Random, int], list[list[float]]]
 """Logarithms of times of so many plans in one start, by plan and round."""
+Speeds = Callable[[random.Random, int], list[float]]
+"""How many times as long as the fastest each of so many plans takes, the simplest first."""
+QUIET: dict[str, float] = {"rounds_sd": 0.01, "starts_sd": 0.003, "drift": 0.002}
 
 
 def drawn(
@@ -45,6 +56,29 @@ def drawn(
         walk += generator.gauss(0.0, drift)
         tail = generator.expovariate(1.0 / (5.0 * rounds_sd)) if generator.random() < 0.1 else 0.0
         logs[plan][turn] = lucky[plan] + generator.gauss(0.0, rounds_sd) + tail + walk
+    return logs
+
+
+def uneven(generator: random.Random, plans: int, *, who: str, sd: float | None = None) -> list[list[float]]:
+    """A start on the quiet machine, of which some plans are noisier; without ``sd`` its noise is drawn once per search."""
+    search = random.Random(generator.search)  # type: ignore[attr-defined]
+    loud = sd or search.uniform(0.01, 0.1)
+    some = range(plans)
+    noisy = {
+        "simplest": some[:1], "fastest": some[-1:], "half": search.sample(some, max(1, plans // 2)), "all but one": some[:-1],
+    }.get(who, [search.randrange(plans)])  # fmt: skip
+    logs = drawn(generator, plans, **QUIET)
+    if who == "rounds":
+        for one, turn in itertools.product(noisy, range(ROUNDS)):
+            logs[one][turn] += (generator.random() < 0.2) * generator.expovariate(1.0 / (3.0 * loud))
+        return logs
+    for one in noisy:
+        luck = generator.gauss(
+            0.0, loud * (math.exp(generator.gauss(0.0, 1.0)) if who == "restless" else 1.0)
+        )
+        if who == "rare":
+            luck = (generator.random() < 0.1) * search.choice((0.1, 0.3))
+        logs[one] = [log + luck for log in logs[one]]
     return logs
 
 
@@ -84,6 +118,7 @@ def search(
         starts += 1
         return times_of(racing, noise)
 
+    generator.search = generator.random()  # type: ignore[attr-defined]
     race = times_of(range(len(speeds)), in_race)
     behind = [(i, j) for i, j in itertools.permutations(race, 2) if lead(race[i], race[j]) > BEHIND]
     decision, times = settle(range(len(speeds)), start, is_over=lambda: starts >= most, behind=behind)
@@ -95,34 +130,34 @@ def lead(one: Sequence[float], other: Sequence[float]) -> float:
     return stats.paired_speedup(one, other, resamples=1).low
 
 
-def equal(_: random.Random) -> list[float]:
+def equal(_: random.Random, plans: int) -> list[float]:
     """All as fast as each other."""
-    return [1.0] * PLANS
+    return [1.0] * plans
 
 
-def simple_slower(_: random.Random) -> list[float]:
+def simple_slower(_: random.Random, plans: int) -> list[float]:
     """The two simplest 4 % slower than the others."""
-    return [1.04, 1.04, *[1.0] * (PLANS - 2)]
+    return [1.04, 1.04, *[1.0] * (plans - 2)]
 
 
-def one_faster(_: random.Random) -> list[float]:
+def one_faster(_: random.Random, plans: int) -> list[float]:
     """All but the most complicated 4 % slower."""
-    return [*[1.04] * (PLANS - 1), 1.0]
+    return [*[1.04] * (plans - 1), 1.0]
 
 
-def spread(generator: random.Random) -> list[float]:
+def spread(generator: random.Random, plans: int) -> list[float]:
     """As plans of one workload lie: by some 15 % from one another."""
-    return [math.exp(generator.gauss(0.0, 0.15)) for _ in range(PLANS)]
+    return [math.exp(generator.gauss(0.0, 0.15)) for _ in range(plans)]
 
 
 def simulate(
-    noise: Noise, in_race: Noise, speeds: Callable[[random.Random], list[float]], most: int = MOST
+    noise: Noise, in_race: Noise, speeds: Speeds, most: int = MOST, plans: int = PLANS, pairs: int = SEARCHES
 ) -> dict[str, float]:
     """Pairs of searches; shares of all searches, and of all pairs for ``alike``."""
     generator = random.Random(0)
     slow, sure_slow, complicated, decided, alike, starts = 0, 0, 0, 0, 0, []
-    for _ in range(SEARCHES):
-        known = speeds(generator)
+    for _ in range(pairs):
+        known = speeds(generator, plans)
         found = [search(generator, known, noise, in_race, most) for _ in range(2)]
         alike += found[0][0] == found[1][0]
         for chosen, sure, taken in found:
@@ -131,9 +166,9 @@ def simulate(
             complicated += any(time <= known[chosen] for time in known[:chosen])
             decided += sure
             starts.append(taken)
-    both = 2 * SEARCHES
+    both = 2 * pairs
     return {
-        "slow": slow / both, "sure_slow": sure_slow / both, "complicated": complicated / both, "alike": alike / SEARCHES, "decided": decided / both,
+        "slow": slow / both, "sure_slow": sure_slow / both, "complicated": complicated / both, "alike": alike / pairs, "decided": decided / both,
         "starts": statistics.fmean(starts),
     }  # fmt: skip
 
@@ -143,7 +178,7 @@ def main() -> None:
     given = arguments(__doc__).parse_args()
     device = torch.device(given.device)
     kinds: dict[str, Noise] = {
-        "quiet": partial(drawn, rounds_sd=0.01, starts_sd=0.003, drift=0.002),
+        "quiet": partial(drawn, **QUIET),
         "busy": partial(drawn, rounds_sd=0.03, starts_sd=0.007, drift=0.005),
         "wild": partial(drawn, rounds_sd=0.08, starts_sd=0.02, drift=0.01),
     }
@@ -154,13 +189,33 @@ def main() -> None:
             kinds[name] = partial(resampled, measured)
             results.add({"part": f"noise of {name}", **noise_of(measured)})
         races = {name: kinds[name.replace("as_given", "keep")] for name in kinds}  # a race keeps memory
-        for (name, noise), speeds in itertools.product(
-            kinds.items(), (equal, simple_slower, one_faster, spread)
-        ):
-            results.add({"part": f"{name}: {speeds.__name__}", **simulate(noise, races[name], speeds)})
-        for name, noise in kinds.items():
-            row = simulate(noise, races[name], spread, LEAST)
-            results.add({"part": f"{name}: {spread.__name__}, {LEAST} starts", **row})
+        jobs: list[tuple[str, tuple[Any, ...]]] = [
+            (f"{name}: {speeds.__name__}", (noise, races[name], speeds))
+            for (name, noise), speeds in itertools.product(
+                kinds.items(), (equal, simple_slower, one_faster, spread)
+            )
+        ]
+        jobs += [
+            (f"{name}: {spread.__name__}, {LEAST} starts", (noise, races[name], spread, LEAST))
+            for name, noise in kinds.items()
+        ]
+        cases = [
+            *itertools.product(
+                COUNTS, ("anyone", "half", "all but one", "rare", "restless", "rounds"), (None,)
+            ),
+            *itertools.product(COUNTS[1::2], ("simplest", "fastest"), LOUD),
+        ]
+        for plans, who, sd in cases:
+            noise = partial(uneven, who=who, sd=sd)
+            name = f"uneven, {plans} plans: {who}" + (f" {sd:.0%}" if sd else "")
+            jobs.append((name, (noise, noise, one_faster, MOST, plans, UNEVEN)))
+        with multiprocessing.get_context("fork").Pool(CORES) as pool:
+            for row in pool.imap(_row, jobs):
+                results.add(row)
+
+
+def _row(job: tuple[str, tuple[Any, ...]]) -> dict[str, Any]:
+    return {"part": job[0], **simulate(*job[1])}
 
 
 def noise_of(measured: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:

@@ -130,9 +130,8 @@ def test_starts_end_when_the_times_decide() -> None:
 
 
 def test_the_fewest_starts_decide_only_what_is_clearer_than_it_has_to_be_later() -> None:
-    """They would by the rule for more; where they did, a busy machine's searches agreed less often by 2 %."""
-    starts = [[[1.0] * 3, [1.0] * 3], [[0.99] * 3, [1.0] * 3], [[1.0] * 3, [0.99] * 3]]
-    at_once = decide([0, 1, 2], starts)
+    starts = [[[1.0] * 3, [1.0] * 3], [[0.999] * 3, [1.0] * 3]]
+    at_once = decide([0, 1], starts)
     assert (at_once.chosen, at_once.decided) == (0, True)
     drawn = iter(range(LEAST + 1))
 
@@ -140,9 +139,9 @@ def test_the_fewest_starts_decide_only_what_is_clearer_than_it_has_to_be_later()
         number = next(drawn)
         return {one: starts[one][number] if number < LEAST else [1.0] * 3 for one in racing}
 
-    decision, taken = settle([0, 1, 2], start)
+    decision, taken = settle([0, 1], start)
     assert (decision.chosen, decision.decided) == (0, True)
-    assert [len(found) for found in taken] == [LEAST + 1] * 3
+    assert [len(found) for found in taken] == [LEAST + 1] * 2
 
 
 def test_a_plan_alone_is_started_twice() -> None:
@@ -190,7 +189,7 @@ def test_how_far_the_starts_of_what_is_out_differ_says_nothing_of_the_others() -
 
     decision, taken = settle([0, 1, 2], start, reference=frozenset({0}))
     assert (decision.chosen, decision.decided, decision.out) == (2, True, {0, 1})
-    assert [len(starts) for starts in taken] == [LEAST + 1] * 3
+    assert len(taken[1]) <= LEAST + 2  # two that are alike are decided as soon as the wild one is out
 
 
 def test_the_others_go_on_where_earlier_starts_left_them() -> None:

@@ -28,10 +28,12 @@ off by up to 4 % (bench/results/race-cpu.json)."""
 SLOWER = 1.0075
 """A simpler plan is rejected if it is known to take at least this many times as long; an equally fast plan rarely measures that
 slow."""
-LIKELY, SURE, EARLY = 0.95, 0.97, 0.99
+LIKELY, SURE, EARLY = 0.975, 0.97, 0.99
 """Two-sided confidence for two claims, that the chosen plan is within the margin and that a simpler plan is slower, and for
 both after the fewest starts. The claims are tested after every start; the resulting error rate is simulated."""
-ROUNDS = 6
+STRICT = 0.995
+"""The same for the first claim if plans do not vary alike: each is then known from its own starts alone."""
+ROUNDS = 8
 """Rounds of each start. Fewer rounds need more starts, and each start rebuilds all models; on a quiet machine more rounds only
 take longer."""
 LEAST, MOST = 2, 16
@@ -77,7 +79,8 @@ def decide(
         levels: Confidence that the chosen plan is within the margin, and that others are slower.
     """
     order = sorted(range(len(complexity)), key=lambda index: (complexity[index], index))
-    likely, sure = (stats.restarts(times_s, level) for level in levels)
+    likely = stats.restarts(times_s, levels[0], strict=STRICT)
+    sure = stats.restarts(times_s, levels[1], strict=levels[1])
     lead = {one: max((sure[one, two].low for two in order if two != one), default=0.0) for one in order}
     out = frozenset(one for one in order if lead[one] > MARGIN)
     could = [one for one in order if lead[one] <= SLOWER] or [min(order, key=lead.__getitem__)]

@@ -133,9 +133,17 @@ _T = {
         21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527, 2.491, 2.461, 2.436, 2.415, 2.397, 2.382, 2.368,
         2.356, 2.346, 2.336,
     ),
+    0.975: (
+        25.452, 6.205, 4.177, 3.495, 3.163, 2.969, 2.841, 2.752, 2.685, 2.634, 2.593, 2.560, 2.533, 2.510, 2.490, 2.473, 2.458,
+        2.445, 2.433, 2.423,
+    ),
     0.99: (
         63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898,
         2.878, 2.861, 2.845,
+    ),
+    0.995: (
+        127.321, 14.089, 7.453, 5.598, 4.773, 4.317, 4.029, 3.833, 3.690, 3.581, 3.497, 3.428, 3.372, 3.326, 3.286, 3.252, 3.222,
+        3.197, 3.174, 3.153,
     ),
 }  # fmt: skip
 """Two-sided quantiles of Student's t for 1, 2, ... degrees of freedom; for more, the last is used, which is slightly too large."""
@@ -143,6 +151,15 @@ LUCK = 0.02
 """Prior standard deviation of the logarithm of a start's time."""
 _SHARED = 4
 """Degrees of freedom of the pooled variance of all pairs, when it is combined with each pair's own."""
+ALIKE, TELLS = 1.8, 4
+"""Pairs of ``k`` programs vary alike over ``n`` starts if the mean of their variances is at most ``1 + ALIKE (k - 2) / (k - 1) / (n - 1)``
+times their geometric mean (Bartlett's statistic; equally noisy programs pass in four of five cases). Fewer than ``TELLS`` starts
+tell too little."""
+STEADY, GROWS, FAR = 0.0035, 1.8, 0.06
+"""For a decision, the standard deviation of a pair's log ratio may be at most ``STEADY`` times the root of the number of programs
+after two starts, and ``GROWS`` times as much after each further one; in proportion more if the ratio's log is beyond ``FAR``. By
+chance a noisy program takes the same time twice and looks quiet; within these bounds that decides few searches wrongly
+(bench/results/decision-cpu.json)."""
 QUIET = 0.5
 """Share of a start's rounds, the fastest, whose mean is its time: disturbances only make a round longer."""
 
@@ -156,21 +173,27 @@ Source: searches of one job that chose one plan, and a race made afterwards, in 
 
 
 def restarts(
-    times_s: Sequence[Sequence[Sequence[float]]], level: float = LEVEL, expected: bool = False
+    times_s: Sequence[Sequence[Sequence[float]]],
+    level: float = LEVEL,
+    expected: bool = False,
+    strict: float | None = None,
 ) -> dict[tuple[int, int], Ratio]:
     """Pairwise time ratios of several programs, from the times of several starts of all.
 
     A program's time in a start is the mean of the faster half of its rounds; over starts, the mean of the log ratio
-    of two programs has Student's t interval. The variance of a pair is shrunk towards the mean variance of all pairs, with the weight
-    of four degrees of freedom: with three starts a pair alone has two, and its interval would be half as long again
-    for nothing. If nothing was started twice, the prior ``LUCK`` of starts and the spread of a pair's
+    of two programs has Student's t interval. If all pairs vary alike (``ALIKE``), the variance of a pair is shrunk towards the mean
+    variance of all pairs, with the weight of four degrees of freedom: with three starts a pair alone has two, and its interval
+    would be half as long again for nothing. If they do not, one program is noisier than another, and each pair has its own variance.
+    If nothing was started twice, the prior ``LUCK`` of starts and the spread of a pair's
     rounds replace it. The variation between times of day (``ELSEWHEN``) is part of each interval.
 
     Args:
         times_s: Per program, per start, per round, seconds > 0; an empty start means that it did not take part.
-        level: Coverage, 0.95, 0.97 or 0.99.
+        level: Coverage, 0.95, 0.97, 0.975 or 0.99.
         expected: For only two programs too, shrink the variance towards the prior that is used when nothing was started twice; otherwise
             only their own starts count, which needs more starts but also holds if starts vary more than the prior expects.
+        strict: For a decision, which errs if a noisy program looks quiet by chance: the coverage for pairs that do not vary
+            alike, one of the above or 0.995. Few starts that differ much (``STEADY``) then give an interval from 0 to infinity.
 
     Returns:
         By the indices of both programs; without a common start, from 0 to infinity.
@@ -184,25 +207,53 @@ def restarts(
         for i, one in enumerate(logs)
         for j in range(i + 1, len(logs))
     }
-    spread = {pair: statistics.variance(found) for pair, found in ratios.items() if len(found) > 1}
+    spread = {pair: _variance(found) for pair, found in ratios.items() if len(found) > 1}
     many = len(spread) > 1
     shared = statistics.fmean(spread.values()) if many else 2.0 * LUCK**2
+    programs = len({one for pair in spread for one in pair})
+    unlike = 1.0
+    if many:
+        unlike = shared / math.exp(statistics.fmean(math.log(max(one, _EXACT)) for one in spread.values()))
     out: dict[tuple[int, int], Ratio] = {}
     for (i, j), found in ratios.items():
         n = len(found)
         mean, half = 0.0, math.inf
         if n:
             mean = statistics.fmean(found)
-            drawn = _SHARED if many or expected or (i, j) not in spread else 0
+            own = spread.get((i, j), 0.0)
+            drawn, quantiles = 0, _T[level]
+            if many and n >= TELLS and unlike > 1.0 + ALIKE * (programs - 2) / (programs - 1) / (n - 1):
+                quantiles = _T[strict or level]
+            elif many or expected or (i, j) not in spread:
+                drawn = _SHARED
             freedom = (n - 1) + drawn
-            own = (n - 1) * spread.get((i, j), 0.0)
             within = 0.0 if many or not drawn else _within(times_s[i], times_s[j])
-            variance = own + drawn * (shared + within)
-            half = _T[level][min(freedom, len(_T[level])) - 1] * math.sqrt(variance / freedom / n)
+            variance = (n - 1) * own + drawn * (shared + within)
+            half = quantiles[min(freedom, len(quantiles)) - 1] * math.sqrt(variance / freedom / n)
             half = math.hypot(half, _T[level][-1] * ELSEWHEN * mean)
+            if (
+                strict
+                and n > 1
+                and many
+                and math.sqrt(own) > _steady(programs, n) * max(1.0, abs(mean) / FAR)
+            ):
+                half = math.inf
         out[i, j] = Ratio(math.exp(mean), math.exp(mean - half), _exp(mean + half), level, n)
         out[j, i] = Ratio(math.exp(-mean), math.exp(-mean - half), _exp(half - mean), level, n)
     return out
+
+
+_EXACT = 1e-12
+"""Smallest variance of a log ratio that is compared with others: a clock resolves no less."""
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+def _steady(programs: int, starts: int) -> float:
+    return STEADY * math.sqrt(programs) * GROWS ** (starts - 2)
 
 
 def _exp(value: float) -> float:
