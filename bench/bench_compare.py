@@ -6,8 +6,9 @@ the very module is named first, ``alone`` that in which nothing else is called a
 errors of two runs side by side: the call with the ``largest`` error, and that with the largest ``growth`` of error from what came in
 to what went out.
 
-``clean``: built-in workloads and architectures under presets, with no fault seeded: calls, those that are called birthplaces, and
-the largest own error over what rounding explains.
+``clean``: built-in workloads and architectures under presets, with no fault seeded: calls, those that are called birthplaces, those
+whose errors come from torch's own kernels, with the largest own error, and the largest own error of the others over what rounding
+explains.
 
 ``causes``: why some calls are birthplaces with no fault seeded. The relative error of gradients that layers on a CPU add up over
 ``rows``, against fp64 from the same inputs, and that of the exact result ``rounded`` once to the format; inputs and gradients
@@ -112,11 +113,13 @@ def clean(results: Results) -> None:
 
 def _said(found: Comparison) -> dict[str, Any]:
     sides = [(call, side) for call in found.calls for side in (call.forward, call.backward)]
-    other = [call.excess for call in found.calls if not call.born]
+    other = [call.excess for call in found.calls if not call.born and not call.in_kernels]
     return {
         "calls": len(found.calls), "output_error": found.output_error, "gradient_error": found.gradient_error,
         "born": [[call.path, call.kind, side.where, round(side.excess, 1)] for call, side in sides if side.effect == "born"][:8],
         "born_calls": len(found.birthplaces), "born_kinds": sorted({call.kind for call in found.birthplaces}),
+        "kernel_calls": len(found.in_kernels), "kernel_kinds": sorted({call.kind for call in found.in_kernels}),
+        "kernel_largest": max((call.own for call in found.in_kernels), default=0.0),
         "x_rounding_of_others": max(other, default=math.nan), "strayed": found.strayed, "notes": list(found.notes),
     }  # fmt: skip
 
