@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
-from castwise.lab.search.decision import LEAST, MOST, among, decide, settle
+from castwise.lab.search.decision import LEAST, MOST, ROUNDS, among, decide, settle
 from castwise.lab.timing.stats import ELSEWHEN, LUCK, restarts
 from tests.soak import each_value
 
@@ -300,3 +301,67 @@ def test_of_two_programs_alone_what_is_expected_of_starts_narrows_the_interval_w
     alone, expected = (restarts(times_s, expected=given)[1, 0] for given in (False, True))
     assert alone.value == expected.value
     assert alone.low < expected.low < expected.value < expected.high < alone.high
+
+
+def uneven(
+    speeds: Sequence[float], starts: int, noise: Sequence[float], draw: random.Random
+) -> list[list[list[float]]]:
+    """Seconds by plan, start and round; all rounds of a start share a factor, which varies by the plan's own noise."""
+    out: list[list[list[float]]] = [[] for _ in speeds]
+    for _ in range(starts):
+        for one, (speed, deviation) in enumerate(zip(speeds, noise, strict=True)):
+            lucky = math.exp(draw.gauss(0.0, deviation))
+            out[one].append([speed * lucky * math.exp(draw.gauss(0.0, 0.01)) for _ in range(ROUNDS)])
+    return out
+
+
+@each_value()
+@pytest.mark.parametrize("who", ["simplest", "fastest", "half"])
+@pytest.mark.parametrize("plans", [2, 3, 5])
+def test_a_noisy_plan_among_quiet_ones_seldom_makes_a_slow_one_be_decided_for(plans: int, who: str) -> None:
+    """Shrunk towards the mean of all pairs, one plan of 8 % noise made up to 17 % of the decisions slow ones."""
+    searches, wrong = 150, 0
+    noisy = {"simplest": {0}, "fastest": {plans - 1}, "half": set(range(plans // 2, plans))}[who]
+    speeds = [*[1.04] * (plans - 1), 1.0]
+    for seed in range(searches):
+        draw = random.Random(seed)
+        loud = draw.uniform(0.02, 0.1)
+        noise = [loud if one in noisy else 0.003 for one in range(plans)]
+
+        def start(racing: Sequence[int], draw: random.Random = draw, noise: Sequence[float] = noise) -> Any:
+            times_s = uneven(speeds, 1, noise, draw)
+            return {one: times_s[one][0] for one in racing}
+
+        decision, _ = settle(range(plans), start)
+        wrong += decision.decided and speeds[decision.chosen] > 1.03
+    assert wrong / searches <= 0.032 + 2 * math.sqrt(0.032 * 0.968 / searches)
+
+
+@pytest.mark.parametrize("starts", [5, 8, 12])
+def test_the_intervals_of_a_noisy_program_among_quiet_ones_cover(starts: int) -> None:
+    tried, hit = 400, 0
+    for seed in range(tried):
+        draw = random.Random(seed)
+        noise = [draw.uniform(0.03, 0.1), *[0.003] * 4]
+        found = restarts(uneven([1.1, 1.0, 1.3, 0.8, 1.0], starts, noise, draw))
+        hit += found[0, 1].low <= 1.1 <= found[0, 1].high
+    assert hit / tried >= 0.95 - 2 * math.sqrt(0.95 * 0.05 / tried)
+
+
+def test_of_programs_that_vary_alike_all_starts_tell_how_much() -> None:
+    """Otherwise each needed its own variance, and a search more starts."""
+    together, alone = 0.0, 0.0
+    for seed in range(40):
+        times_s = uneven([1.0] * 5, 6, [0.01] * 5, random.Random(seed))
+        for found, pair in ((restarts(times_s), (0, 1)), (restarts(times_s[:2]), (0, 1))):
+            width = math.log(found[pair].high / found[pair].low)
+            together, alone = (together + width, alone) if len(found) > 2 else (together, alone + width)
+    assert together < 0.95 * alone
+
+
+def test_two_starts_that_differ_much_decide_nothing_unless_the_plans_are_far_apart() -> None:
+    near = [[[1.0] * 3, [1.02] * 3], [[1.0] * 3] * 2, [[1.0] * 3] * 2]
+    far = [[[3.0] * 3, [3.06] * 3], *near[1:]]
+    assert restarts(near, 0.975, strict=0.995)[0, 1].high == math.inf
+    assert restarts(near)[0, 1].high < 1.1
+    assert restarts(far, 0.975, strict=0.995)[0, 1].low > 1.5
