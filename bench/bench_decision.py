@@ -6,7 +6,7 @@ Five plans, the simplest first, race once as in one process, which tells who is 
 its whole life, rounds have a long right tail, the machine drifts), and this machine's own: copies of one fp32 training, each
 in a process of its own, started anew and run in turns, whose times differ by nothing but noise; as they are, and keeping memory.
 
-``uneven``: of two to six plans, the most complicated of which is 4 % faster, on the quiet machine, some are noisier: all rounds of a start
+``decision-uneven``: the drawn noise again, and of two to six plans, the most complicated of which is 4 % faster, on the quiet machine, some are noisier: all rounds of a start
 take longer or shorter by one factor. ``anyone``: in each search one plan, by a standard deviation of 1 to 10 %; ``half``: half of
 them; ``simplest`` (fp32) and ``fastest`` by a given one; ``all but one``. ``rare``: one in ten starts takes 10 or 30 % longer. ``restless``:
 the deviation itself changes between starts, by a factor of e. ``rounds``: one in five rounds is disturbed and takes longer.
@@ -20,7 +20,7 @@ import math
 import multiprocessing
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from castwise.lab.timing.processes import Home, portable
 from common import Results, arguments
 
 PLANS, SEARCHES = 5, 600
-UNEVEN, COUNTS, LOUD = 300, (2, 3, 4, 5, 6), (0.03, 0.05, 0.08)
+UNEVEN, COUNTS, LOUD = 400, (2, 3, 4, 5, 6), (0.03, 0.05, 0.08)
 COPIES, STARTS, CORES = 5, 16, 2
 WORKLOADS = ("gpt?layers=2&width=64&context=32&batch=8", "sine?size=32")
 
@@ -151,13 +151,18 @@ def spread(generator: random.Random, plans: int) -> list[float]:
 
 
 def simulate(
-    noise: Noise, in_race: Noise, speeds: Speeds, most: int = MOST, plans: int = PLANS, pairs: int = SEARCHES
+    noise: Noise,
+    in_race: Noise,
+    speeds: Speeds,
+    most: int = MOST,
+    plans: int | None = PLANS,
+    pairs: int = SEARCHES,
 ) -> dict[str, float]:
     """Pairs of searches; shares of all searches, and of all pairs for ``alike``."""
     generator = random.Random(0)
     slow, sure_slow, complicated, decided, alike, starts = 0, 0, 0, 0, 0, []
     for _ in range(pairs):
-        known = speeds(generator, plans)
+        known = speeds(generator, plans or generator.choice(COUNTS))
         found = [search(generator, known, noise, in_race, most) for _ in range(2)]
         alike += found[0][0] == found[1][0]
         for chosen, sure, taken in found:
@@ -174,47 +179,61 @@ def simulate(
 
 
 def main() -> None:
-    """Write ``results/decision-<device>.json``."""
-    given = arguments(__doc__).parse_args()
+    """Write ``results/decision-<device>.json`` and ``results/decision-uneven-<device>.json``."""
+    parser = arguments(__doc__)
+    parser.add_argument("--only", choices=("measured", "uneven"))
+    given = parser.parse_args()
     device = torch.device(given.device)
     kinds: dict[str, Noise] = {
         "quiet": partial(drawn, **QUIET),
         "busy": partial(drawn, rounds_sd=0.03, starts_sd=0.007, drift=0.005),
         "wild": partial(drawn, rounds_sd=0.08, starts_sd=0.02, drift=0.01),
     }
-    with Results("decision", device, __doc__, given.budget) as results:
-        for workload, memory in itertools.product(WORKLOADS, ("as_given", "keep")):
-            name = f"{workload}, host_memory={memory}"
-            measured = measure(workload, memory, device)
-            kinds[name] = partial(resampled, measured)
-            results.add({"part": f"noise of {name}", **noise_of(measured)})
-        races = {name: kinds[name.replace("as_given", "keep")] for name in kinds}  # a race keeps memory
-        jobs: list[tuple[str, tuple[Any, ...]]] = [
-            (f"{name}: {speeds.__name__}", (noise, races[name], speeds))
-            for (name, noise), speeds in itertools.product(
-                kinds.items(), (equal, simple_slower, one_faster, spread)
-            )
-        ]
-        jobs += [
-            (f"{name}: {spread.__name__}, {LEAST} starts", (noise, races[name], spread, LEAST))
-            for name, noise in kinds.items()
-        ]
-        cases = [
-            *itertools.product(
-                COUNTS, ("anyone", "half", "all but one", "rare", "restless", "rounds"), (None,)
-            ),
-            *itertools.product(COUNTS[1::2], ("simplest", "fastest"), LOUD),
-        ]
-        for plans, who, sd in cases:
-            noise = partial(uneven, who=who, sd=sd)
-            name = f"uneven, {plans} plans: {who}" + (f" {sd:.0%}" if sd else "")
-            jobs.append((name, (noise, noise, one_faster, MOST, plans, UNEVEN)))
-        with multiprocessing.get_context("fork").Pool(CORES) as pool:
-            for row in pool.imap(_row, jobs):
-                results.add(row)
+    if given.only != "uneven":
+        with Results("decision", device, __doc__, given.budget) as results:
+            for workload, memory in itertools.product(WORKLOADS, ("as_given", "keep")):
+                name = f"{workload}, host_memory={memory}"
+                measured = measure(workload, memory, device)
+                kinds[name] = partial(resampled, measured)
+                results.add({"part": f"noise of {name}", **noise_of(measured)})
+            _simulated(results, _even(kinds))
+    if given.only != "measured":
+        with Results("decision-uneven", device, __doc__, given.budget) as results:
+            _simulated(results, itertools.chain(_uneven(), _even(dict(itertools.islice(kinds.items(), 3)))))
 
 
-def _row(job: tuple[str, tuple[Any, ...]]) -> dict[str, Any]:
+Job = tuple[str, tuple[Any, ...]]
+"""A row's name, and the arguments of :func:`simulate`."""
+
+
+def _even(kinds: Mapping[str, Noise]) -> Iterator[Job]:
+    """Plans of equal noise."""
+    races = {name: kinds[name.replace("as_given", "keep")] for name in kinds}  # a race keeps memory
+    for (name, noise), speeds in itertools.product(kinds.items(), (equal, simple_slower, one_faster, spread)):
+        yield f"{name}: {speeds.__name__}", (noise, races[name], speeds)
+    for name, noise in kinds.items():
+        yield f"{name}: {spread.__name__}, {LEAST} starts", (noise, races[name], spread, LEAST)
+
+
+def _uneven() -> Iterator[Job]:
+    """Plans of unequal noise."""
+    cases = [
+        *itertools.product(("anyone", "half", "all but one", "rare", "restless", "rounds"), (None,), (None,)),
+        *itertools.product(("simplest", "fastest"), LOUD, (None, 3)),
+    ]
+    for who, sd, plans in cases:
+        noise = partial(uneven, who=who, sd=sd)
+        name = f"uneven, {plans or '2 to 6'} plans: {who}" + (f" {sd:.0%}" if sd else "")
+        yield name, (noise, noise, one_faster, MOST, plans, UNEVEN)
+
+
+def _simulated(results: Results, jobs: Iterable[Job]) -> None:
+    with multiprocessing.get_context("fork").Pool(CORES) as pool:
+        for row in pool.imap(_row, jobs):
+            results.add(row)
+
+
+def _row(job: Job) -> dict[str, Any]:
     return {"part": job[0], **simulate(*job[1])}
 
 
