@@ -68,6 +68,10 @@ LINES: Mapping[str, Line] = MappingProxyType({
     "update_ratio": Line(0.2, 0.05, patience=3),
     "grad_norm": Line(100.0, 10.0),
     "lost_updates": Line(0.5, 0.4),
+    "loss": Line(12.0, 6.0),
+    "moved": Line(3.0, 1.0),
+    "no_gradient": Line(0.5, 0.25, patience=4),
+    "no_update": Line(0.5, 0.25, patience=4),
     "audit": Line(0.5, 0.25),
 })
 """The kinds of alarms, and their default lines.
@@ -81,6 +85,11 @@ LINES: Mapping[str, Line] = MappingProxyType({
 - ``update_ratio``: a region's value.
 - ``grad_norm``: divided by the median of the last 32 samples, from the ninth sample on.
 - ``lost_updates``: over all regions; above one half a run stalls.
+- ``loss``: robust standard deviations above the median of earlier losses, if four in a row are far above it and above half of
+  the first losses.
+- ``moved``: a region's movement since the previous sample, over the most that its steps explain.
+- ``no_gradient``: 1 if a region whose earlier samples all had a gradient has none, or less than 1e-4 of the smallest.
+- ``no_update``: 1 if a step changed no weight although there are gradients; not after a learning rate that fell to 0 gradually.
 - ``audit``: 1 if an audit failed, 0 if it passed.
 """
 
@@ -120,6 +129,22 @@ _SAYS = {
     "lost_updates": (
         "rounding drops {value:.0%} of the updates: parameters are stored low without masters. Use a plan with masters, such as "
         "'bf16-master'"
+    ),
+    "loss": (
+        "four losses in a row are far above the median, the last by {value:.3g} robust standard deviations. Check the data, the "
+        "learning rate and what else writes to the weights"
+    ),
+    "moved": (
+        "the weights of {where} have moved {value:.3g} times as far since the previous sample as the steps of the optimizer "
+        "explain. Check what else writes to them, and the learning rate"
+    ),
+    "no_gradient": (
+        "{where} no longer gets a gradient{detail}. Check for dead activations, detach() and no_grad(), and that the optimizer "
+        "holds its parameters"
+    ),
+    "no_update": (
+        "the steps of the optimizer change no weight although there are gradients. Check the learning rate and the optimizer's "
+        "parameters"
     ),
     "audit": (
         "the plan's gradients now fail the comparison with fp32: {detail}. Tune again from these weights, or use an fp32 plan"
@@ -202,6 +227,13 @@ class Alarms:
         said = _SAYS[kind].format(value=value, region=region, where=region or "the model", detail=detail())
         alarm = self.open[key] = Alarm(kind, step, region, value, line.raise_at, said, optimizer=optimizer)
         return alarm
+
+    def suspicious(self, optimizer: int) -> bool:
+        """Whether bad values of a kind were seen last, and not yet enough of them for an alarm."""
+        return any(
+            count > 0 and number == optimizer and (kind, number) not in self.open
+            for (kind, number), count in self._bad.items()
+        )
 
     def state(self) -> list[dict[str, Any]]:
         """The open alarms as plain values."""

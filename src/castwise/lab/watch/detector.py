@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch.optim import Optimizer
 
@@ -11,9 +11,14 @@ from castwise.core.plans.formats import FORMATS
 from castwise.core.plans.text import some
 from castwise.core.session.amp import Amp, SessionView
 from castwise.lab.watch.alarms import Alarms
+from castwise.lab.watch.history import COLLAPSED, FRESH, IN_A_ROW, LossWatch
 from castwise.lab.watch.records import Alarm, Sample
 from castwise.lab.watch.turns import RECENT, Turn
 
+LEAST_MOVE = 0.1
+"""Weights that move by less than this share between two samples are not compared with their updates."""
+MARGIN = 1.0
+"""Factor on the movement that steps explain: their number times the larger update of both samples."""
 SEEKS = 16
 """Skipped steps in a row allowed while the loss scale is searched, before the first step that is made."""
 
@@ -24,17 +29,18 @@ class Detector:
     Args:
         amp: The session.
         crossed: The lines and the open alarms.
+        watch: Compares losses.
 
     Attributes:
         news: Alarms raised or cleared since this list was last emptied.
     """
 
-    def __init__(self, amp: Amp, crossed: Alarms) -> None:
+    def __init__(self, amp: Amp, crossed: Alarms, watch: LossWatch) -> None:
         self.news: list[Alarm] = []
-        self._amp, self._session, self._crossed = amp, SessionView(amp), crossed
+        self._amp, self._session, self._crossed, self._watch = amp, SessionView(amp), crossed, watch
 
-    def check(self, turn: Turn, sample: Sample) -> None:
-        """Check a sample against the lines."""
+    def check(self, turn: Turn, sample: Sample, trained: Sequence[str]) -> None:
+        """Check a sample against the lines; ``trained`` has the modules that should get a gradient."""
         regions = sample.regions
 
         def by_region(name: str) -> dict[str, float]:
@@ -59,9 +65,40 @@ class Detector:
             self.see("update_ratio", by_region("update_ratio"), turn)
             over = turn.over_median(sample.grad_norm)
             self.see("grad_norm", {} if over is None else {"": over}, turn)
+            self._compare(turn, sample, trained)
         self.see("lost_updates", {} if sample.lost_updates is None else {"": sample.lost_updates}, turn)
         self._see_scale(turn, sample.loss_scale)
         self._see_share(turn)
+        turn.suspect(self._crossed.suspicious(turn.number) or 0 < self._watch.high < IN_A_ROW)
+
+    def check_loss(self, turn: Turn) -> None:
+        """Check the losses of a step against their line."""
+        if self._watch.high >= IN_A_ROW:
+            self.see("loss", {"": self._watch.above}, turn)
+        elif self._watch.normal >= FRESH and ("loss", turn.number) in self._crossed.open:
+            self.see("loss", {"": 0.0}, turn)
+
+    def _compare(self, turn: Turn, sample: Sample, trained: Sequence[str]) -> None:
+        """Compare the sample of a step that was not skipped with the earlier ones."""
+        regions = sample.regions
+        norms = {r.path: r.grad_norm for r in regions}
+        lost = turn.history.lost(
+            norms, trained, self._watch.is_settled(sample.loss), 0.0 if sample.loss is None else COLLAPSED
+        )
+        gone = [path for path, value in lost.items() if value]
+        self.see("no_gradient", lost, turn, lambda: f", like {some(gone[1:], 3)}" if gone[1:] else "")
+        if sample.update_ratio is not None and sample.lost_updates is None:
+            still = sample.update_ratio == 0.0 and bool(sample.grad_norm) and not turn.decayed
+            self.see("no_update", {"": float(still)}, turn)
+        steps = turn.steps - turn.sampled - 1
+        moved = {}
+        for r in regions:
+            largest = max(r.update_ratio or 0.0, turn.ratios.get(r.path, 0.0))
+            if r.drift is not None:
+                moved[r.path] = r.drift / max(LEAST_MOVE, MARGIN * steps * largest)
+        self.see("moved", moved, turn)
+        turn.sampled = turn.steps
+        turn.ratios = {r.path: r.update_ratio for r in regions if r.update_ratio is not None}
 
     def note_skip(self, optimizer: Optimizer, turn: Turn) -> None:
         """Check a skipped step against the lines."""

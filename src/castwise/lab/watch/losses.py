@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Collection
 
 KEPT = 64
 """Number of losses that the line is computed from."""
@@ -19,6 +20,13 @@ PERSISTENT = 5
 """This many suspect losses in a row mean divergence."""
 FLOOR = 0.02
 """The spread is at least this share of the median: losses on one repeated batch hardly vary."""
+
+
+def robust_line(losses: Collection[float]) -> tuple[float, float]:
+    """The median of losses, and their spread: its estimate from the median absolute deviation, bounded below."""
+    median = statistics.median(losses)
+    deviation = statistics.median(abs(value - median) for value in losses)
+    return median, max(1.4826 * deviation, FLOOR * abs(median), 1e-12)
 
 
 class LossLine:
@@ -36,10 +44,7 @@ class LossLine:
 
     def _line(self) -> tuple[float, float]:
         """Median and spread of the recent losses."""
-        values = [value for _, value in self._recent]
-        median = statistics.median(values)
-        deviation = statistics.median(abs(value - median) for value in values)
-        return median, max(1.4826 * deviation, FLOOR * abs(median), 1e-12)
+        return robust_line([value for _, value in self._recent])
 
     @property
     def limit(self) -> float:

@@ -122,7 +122,7 @@ class Monitor(OfThisProcess):
         self._crossed = Alarms(lines_of(lines))
         self._auditor = None if loss is None else Auditor(loss, batches, accumulate)
         self._sampler = Sampler(amp)
-        self._detector = Detector(amp, self._crossed)
+        self._detector = Detector(amp, self._crossed, self._sampler.watch)
         self._audited = self._closed = False
         self._turns: dict[int, Turn] = {}
         self._turn_by_id: dict[int, tuple[weakref.ref[Optimizer], Turn]] = {}
@@ -141,7 +141,7 @@ class Monitor(OfThisProcess):
         alive = weakref.ref(self)
         self._end = weakref.finalize(self, _end, _hooks(alive), self._sampler.outputs)
         self._end.atexit = False
-        self._listened = amp.listen(steps=self._stepped)
+        self._listened = amp.listen(losses=self._sampler.hear, steps=self._stepped)
 
     # --- what there is to see -----------------------------------------------------------------------------
 
@@ -254,6 +254,11 @@ class Monitor(OfThisProcess):
         session.agreement.check_even("Monitor")
         turn = self._turn(optimizer)
         turn.closure, turn.skips, turn.update = closure, session.window.skips, None
+        rates = [group["lr"] for group in optimizer.param_groups if type(group.get("lr")) is float]
+        if rates and turn.note_rate(rates) and session.ranks.size == 1:  # ranks must sample the same steps
+            turn.due = True
+        if self._sampler.reads and self._sampler.watch.high == 1 and not turn.gap:
+            turn.due = True
         if turn.due and not _torch.tensors.dynamo_callback():
             self._sampler.attempt("gradients and weights", self._sampler.look, optimizer, turn)
 
@@ -287,8 +292,10 @@ class Monitor(OfThisProcess):
             sample = self._sampler.sample(turn, update, skipped)
             self.samples.append(sample)
             self._write(sample)
-            self._detector.check(turn, sample)
-            self._take_news()
+            self._detector.check(turn, sample, self._sampler.trained())
+        if turn.number == 0:
+            self._detector.check_loss(turn)
+        self._take_news()
         if (
             self._auditor is not None
             and turn.number == 0

@@ -23,6 +23,7 @@ class RegionSample:
         grad_norm: L2 norm of the gradients of its parameters, unscaled, before the optimizer's step.
         weight_norm: L2 norm of its parameters before the step; of masters, where there are any.
         update_ratio: Norm of the update over norm of the weights, from at most ``ELEMENTS`` elements of each parameter.
+        drift: Norm of the change of its weights between the previous sample and this step, over their norm.
         output: Largest magnitude of its outputs.
         near_overflow: Share of the elements of its fp16 outputs above an eighth of 65504.
         zero: Share of exact zeros in the gradients of its fp16 outputs.
@@ -36,6 +37,7 @@ class RegionSample:
     grad_norm: float | None = None
     weight_norm: float | None = None
     update_ratio: float | None = None
+    drift: float | None = None
     output: float | None = None
     near_overflow: float | None = None
     zero: float | None = None
@@ -58,6 +60,7 @@ class Sample:
         update_ratio: Norm of the whole update over the norm of the weights.
         lost_updates: As in :class:`RegionSample`, over all regions.
         regions: By module.
+        loss: The loss of the last microbatch; the largest over ranks; None if it did not pass through the session.
     """
 
     step: int
@@ -69,6 +72,7 @@ class Sample:
     update_ratio: float | None = None
     lost_updates: float | None = None
     regions: tuple[RegionSample, ...] = ()
+    loss: float | None = None
 
     def scalars(self) -> dict[str, float]:
         """Every number by a slash-separated name, as loggers expect: ``grad_norm``, ``encoder.0/grad_norm``, ..."""
@@ -86,7 +90,7 @@ class Sample:
         return out
 
 
-_SCALARS = ("grad_norm", "update_ratio", "lost_updates", "loss_scale", "skipped_steps")
+_SCALARS = ("loss", "grad_norm", "update_ratio", "lost_updates", "loss_scale", "skipped_steps")
 _REGION_SCALARS = tuple(field.name for field in dataclasses.fields(RegionSample) if field.name != "path")
 
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from castwise.core import _torch
 from castwise.core.session.amp import Amp, SessionView
+from castwise.lab.watch.history import LossWatch
 from castwise.lab.watch.records import RegionSample, Sample
-from castwise.lab.watch.statistics import Number, Outputs, Update, aside, join, read, region_of, shares
+from castwise.lab.watch.statistics import (
+    Number,
+    Outputs,
+    Update,
+    aside,
+    join,
+    owners,
+    read,
+    region_of,
+    shares,
+)
 from castwise.lab.watch.turns import Turn
 
 _T = TypeVar("_T")
@@ -28,6 +41,8 @@ class Sampler:
     Attributes:
         outputs: Observes the outputs of modules.
         unseen: What could not be observed, and why.
+        watch: Compares losses.
+        reads: Whether it reads each loss as it comes; else only those of samples, for which the host waits anyway.
         skipped_before: Number of steps skipped before the session was made.
     """
 
@@ -40,6 +55,26 @@ class Sampler:
         self._compiled: weakref.WeakSet[nn.Module] | None = None
         self._dropped: Any = WeakIdKeyDictionary()
         self._logged = False
+        self._losses: dict[str, Tensor] = {}
+        self.watch, self.reads = LossWatch(), False
+        self._last: dict[int, Update] = {}
+        """By optimizer, its last observed step."""
+
+    def hear(self, loss: Tensor, name: str) -> None:
+        """Keep the last loss of a name for the sample; on a CPU, compare it with earlier ones."""
+        loss = loss.detach()
+        self._losses[name] = loss
+        if loss.device.type == "cpu" and self._session.ranks.size == 1 and next(iter(self._losses)) == name:
+            self.watch.add(loss.item() if loss.numel() == 1 else math.nan)
+            self.reads = True
+
+    def trained(self) -> list[str]:
+        """Paths of modules with parameters of their own that require a gradient."""
+        return [
+            path
+            for path, module in owners(self._session.members.models)
+            if any(p.requires_grad for p in module.parameters(recurse=False))
+        ]
 
     def look(self, optimizer: Optimizer, turn: Turn) -> None:
         """Observe gradients and weights before a step; the results are in ``turn.update``."""
@@ -52,6 +87,9 @@ class Sampler:
         if not turn.closure:
             aside(self._amp.device_type, update.see_gradients)
         aside(self._amp.device_type, update.see_weights)
+        last = self._last.get(turn.number)
+        if last is not None:
+            aside(self._amp.device_type, update.see_drift, last)
         # fused kernels unscale gradients themselves
         update.scaled = getattr(optimizer, "grad_scale", None) is not None
         turn.update = update
@@ -61,6 +99,7 @@ class Sampler:
         if turn.closure:
             aside(self._amp.device_type, update.see_gradients)
         aside(self._amp.device_type, update.see_update)
+        self._last[turn.number] = update
 
     def arm(self, every: Iterable[Turn]) -> None:
         """Observe outputs in the next step if it is a sample.
@@ -94,6 +133,12 @@ class Sampler:
         """The sample, combined over ranks; every rank calls it. Waits for the device."""
         outputs = self.outputs.take()
         found = [*outputs, *([] if update is None else update.numbers)]
+        if self._losses:
+            losses = [loss.float().mean() for loss in self._losses.values()]
+            found.append(
+                Number("", "max_loss", torch.stack([one.to(losses[0].device) for one in losses]).sum())
+            )
+            self._losses = {}
         scaler = self._amp.scaler
         scales = self._session.window.scales
         if scales:
@@ -104,14 +149,16 @@ class Sampler:
         numbers = join(ranks.duplicate("looking").gather(mine)) if ranks.size > 1 else mine
         if self.outputs.failed:
             self.note_unseen(self.outputs.failed)
-        if turn.steps > 1 and self._blind < 2:
+        if turn.steps > 1 and self._blind < 2 and self.outputs.armed:
             self._blind = 0 if outputs else self._blind + 1
         if self._compiled or self._blind > 1:
             which = "compiled modules" if self._compiled and outputs else "modules"
             self.note_unseen(
                 f"outputs of {which} and their gradients, because torch.compile does not call modules one by one"
             )
-        scale = numbers.pop(("", "max_scale"), None)
+        scale, loss = numbers.pop(("", "max_scale"), None), numbers.pop(("", "max_loss"), None)
+        if loss is not None and not self.reads:
+            self.watch.add(loss)
         unscaled = 1.0 if update is None or not update.scaled or not scale else scale
         regions = []
         for path in dict.fromkeys(region for region, _ in numbers):
@@ -123,7 +170,7 @@ class Sampler:
         return Sample(
             turn.steps, turn.number, skipped, self.skipped_before + self._session.window.skips, scale,
             None if whole["grad_norm"] is None else whole["grad_norm"] / unscaled,
-            whole["update_ratio"], whole["lost_updates"], tuple(regions),
+            whole["update_ratio"], whole["lost_updates"], tuple(regions), loss,
         )  # fmt: skip
 
     def _add_lost(self, numbers: dict[tuple[str, str], float]) -> None:

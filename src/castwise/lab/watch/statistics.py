@@ -47,7 +47,7 @@ class Number(NamedTuple):
     weight: float = 1.0
 
 
-_NORMS = ("gradient", "weight", "sampled", "update")
+_NORMS = ("gradient", "weight", "sampled", "update", "held", "drift")
 """Norms, which are combined as sums of squares."""
 Numbers = dict[tuple[str, str], float]
 """Values by region and name."""
@@ -282,6 +282,7 @@ class Update:
 
     Attributes:
         scaled: Whether the gradients are still multiplied by the loss scale.
+        after: The parameters, and copies of the observed elements after the step.
     """
 
     def __init__(
@@ -289,6 +290,7 @@ class Update:
     ) -> None:
         self._optimizer, self._regions, self._weight = optimizer, regions, weight
         self._before: list[tuple[Tensor, Tensor]] = []
+        self.after: list[tuple[Tensor, Tensor]] = []
         self.scaled = False
         self.numbers: list[Number] = []
 
@@ -309,10 +311,25 @@ class Update:
         self._norms("weight", params, [gradients.values(p.detach()) for p in params])
         self._before = [(p, _some(masters.local(p)).clone()) for p in params]
 
+    def see_drift(self, last: Update) -> None:
+        """Observe how far weights have moved since the last observed step."""
+        ends = {id(p): then for p, then in last.after}
+        kept = [(p, ends[id(p)], now) for p, now in self._before if id(p) in ends]
+        kept = [
+            (p, then, now) for p, then, now in kept if then.shape == now.shape and then.dtype is now.dtype
+        ]
+        self._norms("held", [p for p, _, _ in kept], [then for _, then, _ in kept])
+        if kept:
+            moved = _torch.tensors.each_sub(
+                [_wide(now) for *_, now in kept], [_wide(then) for _, then, _ in kept]
+            )
+            self._norms("drift", [p for p, _, _ in kept], moved)
+
     def see_update(self) -> None:
         """Observe weights after the step."""
         before, self._before = self._before, []
-        kept = [(p, then, _some(masters.local(p))) for p, then in before]
+        kept = [(p, then, _some(masters.local(p)).clone()) for p, then in before]
+        self.after = [(p, now) for p, _, now in kept]
         kept = [(p, then, now) for p, then, now in kept if then.shape == now.shape]
         self._norms("sampled", [p for p, _, _ in kept], [then for _, then, _ in kept])
         moved = (
@@ -332,7 +349,7 @@ class Update:
             for index, norm in zip(indices, norms, strict=True):
                 parameter = params[index]
                 weight = self._weight(parameter)
-                if name in ("sampled", "update"):
+                if name not in ("gradient", "weight"):
                     weight *= _flat(masters.local(parameter)).numel() / values[index].numel()
                 self.numbers.append(Number(self._regions.get(id(parameter), ""), name, norm, weight))
 
@@ -355,6 +372,7 @@ def shares(numbers: Mapping[tuple[str, str], float], region: str) -> dict[str, f
         "grad_norm": root(of("gradient")),
         "weight_norm": root(of("weight")),
         "update_ratio": root(ratio("update", "sampled")),
+        "drift": root(ratio("drift", "held")),
         "output": of("max_output"),
         "near_overflow": ratio("near", "outputs"),
         "zero": ratio("zero", "gradients"),

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from castwise.lab.watch.history import History
 from castwise.lab.watch.statistics import Update
 
 RECENT = 64
 """Number of steps over which the share of skipped ones is computed."""
 MEDIAN_OF = 32
 """Number of samples over which the median gradient norm is computed."""
+JUMP = 8.0
+"""A learning rate that grows by more than this factor in one step is a reason for a sample."""
+DECAYED = 20.0
+"""A learning rate below the peak divided by this is low: from there it may fall to 0."""
 LEAST = 8
 """Minimum number of samples for that median."""
 
@@ -22,7 +28,8 @@ class Turn:
 
     Attributes:
         number: Its index among the session's optimizers.
-        every: Steps between two samples; the first samples are closer together, at 1, 2, 4, 8, ...
+        every: Steps between two samples; the first samples are closer together, at 1, 2, 4, 8, ..., and so are those after a
+            suspicious one.
         steps: Number so far, skipped ones included.
         streak: Number skipped in a row.
         made: Whether any step was not skipped.
@@ -30,6 +37,14 @@ class Turn:
         update: Statistics of the current step.
         closure: Whether that step computes its gradients itself.
         skips: The session's number of skipped steps when it started.
+        gap: Steps between the last two samples, if the last one was suspicious; else 0.
+        sampled: The last sampled step.
+        rate: The largest learning rate of its groups at the last step.
+        peak: The largest one so far.
+        decayed: Whether the learning rate has fallen gradually to a small share of the peak, or to 0 from there.
+        extra: A step that is sampled besides the regular ones.
+        ratios: By module, the update of the last sampled step over the weights.
+        history: The earlier samples.
     """
 
     number: int
@@ -41,6 +56,14 @@ class Turn:
     update: Update | None = None
     closure: bool = False
     skips: int = 0
+    gap: int = 0
+    sampled: int = 0
+    rate: float = 0.0
+    peak: float = 0.0
+    decayed: bool = False
+    extra: int = -1
+    ratios: dict[str, float] = field(default_factory=dict)
+    history: History = field(default_factory=History)
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_OF))
 
@@ -50,7 +73,25 @@ class Turn:
 
     def _plan(self) -> None:
         step = self.steps + 1
-        self.due = step % self.every == 0 or (step < self.every and step & (step - 1) == 0)
+        self.due = (
+            step % self.every == 0 or (step < self.every and step & (step - 1) == 0) or step == self.extra
+        )
+
+    def suspect(self, suspicious: bool) -> None:
+        """After a sample: if it is suspicious, the next ones follow after 1, 2, 4, ... steps."""
+        self.gap = (2 * self.gap or 1) if suspicious else 0
+        self.extra = self.steps + self.gap if suspicious else -1
+        self._plan()
+
+    def note_rate(self, rates: Sequence[float]) -> bool:
+        """Note the learning rates of the next step; whether the largest has jumped up, or down to 0."""
+        before, self.rate = self.rate, max(rates)
+        if self.rate == before:
+            return False
+        self.peak = max(self.peak, self.rate)
+        low = self.peak / DECAYED
+        self.decayed = self.rate <= low and (self.decayed or self.rate > 0.0 or before <= low)
+        return 0.0 < before < self.rate / JUMP or (self.rate == 0.0 and not self.decayed)
 
     def count(self, skipped: bool | None) -> None:
         """Count a step; None if only the device knows whether it was skipped."""
