@@ -5,6 +5,10 @@ deviation of its logarithm is 1, 2 or 3), in directions that are drawn anew or t
 mean is 0.3, 1, 3 and 10 times the line below which plans pass. Counted are the verdicts and the microbatches drawn, with the
 rule as it is and with the interval alone, which is what it would be without a least number of microbatches. The data's noise
 is as large as its signal. ``parity`` starts with 8 microbatches and draws 32 at most.
+
+Then the data's noise is 1 to 1000 times the signal, in 10, 60 and 2000 dimensions. The rounding's noise is 0.1 or 0.3 of a hundredth of
+the data's, which is sound, and its bias is 0 to 3 times the squared signal. There the rule is compared with the one that holds
+the bias against one update's noise (``horizon`` 1), as it was before, and with other horizons.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections import Counter
 import numpy as np
 import torch
 
+from castwise.lab.parity import damage
 from castwise.lab.parity.damage import PASS, Grams, Matrix, estimate
 from castwise.lab.parity.parity import MICROBATCHES, MOST
 from castwise.lab.parity.verdicts import LEAST, compare, goes_on
@@ -25,6 +30,10 @@ SHAPES = ("even", "1/2", "1/5", "1/10", "1/20", "lognormal 1", "lognormal 2", "l
 LEVELS = (0.3, 1.0, 3.0, 10.0)
 SIZE = 60
 """Elements of a gradient."""
+SIZES, NOISES = (10, 60, 2000), (1.0, 50.0, 200.0, 1000.0)
+BIASES = ((0.001, 0.0), (0.003, 0.0), (0.003, 0.03), (0.003, 0.3), (0.003, 1.0), (0.003, 3.0))
+"""The rounding's noise over the data's, and the square of its bias over the signal's."""
+HORIZONS = ((damage.HORIZON, damage.LASTING), (1, 1), (10, 1000), (100, 1000), (300, 1000))
 
 
 def energies(rng: np.random.Generator, shape: str, count: int) -> Matrix:
@@ -45,6 +54,17 @@ def draw(rng: np.random.Generator, shape: str, level: float, biased: bool, count
     error = rng.standard_normal((1 if biased else count, SIZE)) * np.ones((count, 1))
     error /= np.linalg.norm(error, axis=1, keepdims=True)
     error *= np.sqrt(2.0 * level * PASS * energies(rng, shape, count))[:, None]
+    return Grams(signal @ signal.T, error @ error.T)
+
+
+def draw_biased(
+    rng: np.random.Generator, size: int, data: float, noise: float, bias: float, count: int
+) -> Grams:
+    """Gradients with a squared signal of 1 / ``data`` and a noise of 1; errors with their noise and bias."""
+    signal, error = rng.standard_normal((2, count, size)) / math.sqrt(size)
+    signal[:, 0] += math.sqrt(1.0 / data)
+    error *= math.sqrt(noise)
+    error[:, 1] += math.sqrt(bias / data)
     return Grams(signal @ signal.T, error @ error.T)
 
 
@@ -80,6 +100,21 @@ def main() -> None:
                     **{name: said[name] / options.trials for name in ("pass", "undecided", "fail")},
                     "microbatches": float(np.mean(counts)),
                 })  # fmt: skip
+        for size, data, (noise, bias) in itertools.product(SIZES, NOISES, BIASES):
+            for horizon, lasting in HORIZONS:
+                damage.HORIZON, damage.LASTING = horizon, lasting
+                rng = np.random.default_rng(0)
+                said = Counter(
+                    judge(draw_biased(rng, size, data, noise, bias, MOST * MICROBATCHES), LEAST)[0]
+                    for _ in range(options.trials // 4)
+                )
+                results.add({
+                    "rule": "as it is" if (horizon, lasting) == HORIZONS[0] else "other horizon", "dimensions": size,
+                    "data_noise_over_signal": data, "rounding_noise_over_data": noise, "bias_over_signal": bias,
+                    "horizon": horizon, "lasting": lasting, "trials": options.trials // 4,
+                    **{name: said[name] / (options.trials // 4) for name in ("pass", "undecided", "fail")},
+                })  # fmt: skip
+            damage.HORIZON, damage.LASTING = HORIZONS[0]
 
 
 if __name__ == "__main__":

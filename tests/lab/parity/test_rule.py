@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from castwise.lab.parity.damage import ADAM_PASS, FAIL, PASS, Estimate, Grams, estimate
+from castwise.lab.parity.damage import ADAM_FAIL, ADAM_PASS, FAIL, PASS, Estimate, Grams, estimate
 from castwise.lab.parity.verdicts import LEAST, compare, goes_on, may_pass
 
 
-def _damage(value: float, low: float, high: float) -> Estimate:
-    return Estimate(value, low, high, value, 0.0, 1.0, 1.0, 2.0)
+def _damage(value: float, low: float, high: float, lasting: float = 0.0) -> Estimate:
+    return Estimate(value, low, high, value, 0.0, 1.0, 1.0, 2.0, 1.0, lasting)
 
 
 LOW = _damage(PASS / 10, PASS / 20, PASS / 5)
@@ -55,6 +55,34 @@ def test_between_the_lines_more_is_drawn_only_where_it_can_decide() -> None:
     verdict, reason, more = compare(_damage(0.2, 0.005, 0.5), None, 32)
     assert (verdict, more) == ("undecided", True)
     assert "is above 0.1, and its interval reaches below 0.01" in reason
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_a_known_bias_that_outlasts_the_noise_of_the_data_does_not_pass(adam: bool) -> None:
+    line, fail = (ADAM_PASS, ADAM_FAIL) if adam else (PASS, FAIL)
+    for lasting, expected in ((0.9 * line, "pass"), (1.1 * line, "undecided"), (1.1 * fail, "fail")):
+        found = _damage(line / 10, line / 20, line / 5, lasting)
+        verdict, reason, _ = compare(LOW, found, 32) if adam else compare(found, LOW, 32)
+        assert verdict == expected
+        assert ("has averaged out" in reason) == (expected != "pass")
+
+
+def _biased(size: int, data: float, bias: float) -> str:
+    """The verdict on a bias of so many squared signals where the data's noise is so many of them."""
+    rng = np.random.default_rng(size)
+    signal, error = rng.standard_normal((2, 32, size)) / math.sqrt(size)
+    signal[:, 0] += data**-0.5
+    error *= 0.001**0.5
+    error[:, 1] += (bias / data) ** 0.5
+    return compare(estimate(Grams(signal @ signal.T, error @ error.T)), None, 32)[0]
+
+
+@pytest.mark.parametrize("size", [20, 100, 1000])
+@pytest.mark.parametrize("data", [1.0, 50.0, 1000.0])
+def test_a_bias_does_not_hide_in_the_noise_of_the_data(size: int, data: float) -> None:
+    assert _biased(size, data, 3.0) != "pass"
+    assert _biased(size, data, 0.5) != "pass"
+    assert _biased(size, data, 0.0) == "pass"
 
 
 def test_a_failure_needs_its_interval_above_the_line_of_a_pass() -> None:

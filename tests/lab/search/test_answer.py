@@ -24,7 +24,7 @@ from castwise.lab.workloads.workload import find_workload
 from tests.lab.search.conftest import BEGUN
 
 LEAN = Plan.parse("fp32+memory_format=channels_last+optimizer=fused")
-SOUND = ParityResult(AUTOCAST, "pass", "", Estimate(0.001, 0.0005, 0.002, 0.001, 0.0, 1.0, 0.0, 1.0), None, (), 0.0, 0.0)  # fmt: skip
+SOUND = ParityResult(AUTOCAST, "pass", "", Estimate(0.001, 0.0005, 0.002, 0.001, 0.0, 1.0, 0.0, 1.0, 1.0), None, (), 0.0, 0.0)  # fmt: skip
 
 
 def searched(chosen: Plan, times: dict[Plan, float], **settings: object) -> Search:

@@ -575,7 +575,7 @@ def test_training_decides_only_near_the_lines() -> None:
         strayed: int = 0,
         stopped: tuple[str, ...] = (),
     ) -> ParityResult:
-        value = Estimate(damage, damage, damage, 0.0, 0.0, 0.0, 0.0, 0.0)
+        value = Estimate(damage, damage, damage, *[0.0] * 6)
         steps = None if adam is None else dataclasses.replace(value, value=adam)
         return ParityResult(
             Plan.preset("bf16-mixed"),

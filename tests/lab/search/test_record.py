@@ -27,7 +27,7 @@ FUSED = Plan.parse("bf16-mixed+optimizer=fused")
 
 
 def finding(value: float, verdict: str) -> ParityResult:
-    damage = Estimate(value, value / 2, 2 * value, value, 0.0, 1.0, 0.0, 1.0)
+    damage = Estimate(value, value / 2, 2 * value, value, 0.0, 1.0, 0.0, 1.0, 1.0)
     return ParityResult(PLAN, verdict, f"damage {value}", damage, None, (), 0.0, 0.0)  # type: ignore[arg-type]
 
 

@@ -44,7 +44,7 @@ from castwise.lab.parity.gradient_range import GradientRange
 from castwise.lab.parity.probes import REFERENCE, Probe, Prober
 from castwise.lab.parity.states import Optimizer, StateTest
 from castwise.lab.parity.updates import UpdateLoss, update_loss
-from castwise.lab.parity.verdicts import LEAST, Verdict, compare, goes_on, passes
+from castwise.lab.parity.verdicts import LEAST, Verdict, compare, goes_on, lasts, passes
 from castwise.lab.passes.isolation import undisturbed, unspoilt
 from castwise.lab.workloads.workload import users_code
 
@@ -57,7 +57,7 @@ MOST = 4
 """Maximum number of microbatches, as a multiple of the initial number."""
 DEAD = 1e-4
 """A parameter has no gradient if its fp32 gradient differs between fp32 runs by more than this share of its square."""
-BROKEN = Estimate(math.inf, math.inf, math.inf, *[math.nan] * 5)
+BROKEN = Estimate(math.inf, math.inf, math.inf, *[math.nan] * 6)
 """The estimate of a probe that stopped at its first microbatch because a gradient was not finite."""
 COMPARABLE = 0.3
 """Maximum difference between fp32 runs, as a share of the plan's difference, at which the plan can be judged."""
@@ -141,6 +141,11 @@ class ParityResult:
         return severity(self.damage.value, None if self.adam is None else self.adam.value)
 
     @property
+    def biased(self) -> bool:
+        """Whether a bias is known that outlasts the noise of the data: no short training run can show its harm."""
+        return not lasts(self.damage, self.adam)
+
+    @property
     def lines(self) -> tuple[float, float | None]:
         """The thresholds for a pass: of the plain damage, and of the damage in Adam's units (None if not computed)."""
         return PASS, None if self.adam is None else ADAM_PASS
@@ -192,7 +197,7 @@ class ParityTest:
     repeat: float = 0.0
     dead: frozenset[str] = frozenset()
     _weights: tuple[int, list[Tensor]] = (0, [])  # number of microbatches, and the weights computed from them
-    _whole: tuple[int, tuple[float, float | None]] | None = None
+    _whole: tuple[int, tuple[Estimate, Estimate | None]] | None = None
     _count: int = 0
 
     @functools.cached_property
@@ -233,7 +238,7 @@ class ParityTest:
 
         Plain, and in units of Adam's steps or None.
         """
-        whole, adam_whole = self._denominators()
+        whole, adam_whole = self._wholes()
         plain = quick_estimate(Grams.total(self.prober.grams(probe).values()), whole, self.per_update)
         if adam_whole is None:
             return plain, None
@@ -249,8 +254,8 @@ class ParityTest:
         grams = self.prober.grams(probe, self._weights[1])
         return {name: g for name, g in grams.items() if name not in self.dead}
 
-    def _denominators(self) -> tuple[float, float | None]:
-        """Expected square of an update, plain and in units of Adam's steps, from the first reference."""
+    def _wholes(self) -> tuple[Estimate, Estimate | None]:
+        """Estimates of the whole update, plain and in units of Adam's steps, from the first reference."""
         drawn = len(self.prober.micros)
         if self._whole is not None and self._whole[0] == drawn:
             return self._whole[1]
@@ -258,9 +263,9 @@ class ParityTest:
         everything = Probe(
             REFERENCE, indices=list(count), errors=[self.prober.micros[i].gradients for i in count]
         )
-        plain = estimate(Grams.total(self.prober.grams(everything).values()), self.per_update).denominator
+        plain = estimate(Grams.total(self.prober.grams(everything).values()), self.per_update)
         live = self._in_steps(everything).values()
-        whole = plain, estimate(Grams.total(live), self.per_update).denominator if live else None
+        whole = plain, estimate(Grams.total(live), self.per_update) if live else None
         self._whole = drawn, whole
         return whole
 
@@ -287,9 +292,9 @@ class ParityTest:
             live = [adam_grams[name] for name in names if name in adam_grams]
             in_steps = None
             if adam is not None and live:
-                bias, noise, _ = share(Grams.total(live), adam.denominator, self.per_update)
+                bias, noise, _ = share(Grams.total(live), adam, self.per_update)
                 in_steps = bias + noise
-            regions.append(RegionParity(path, *share(part, damage.denominator, self.per_update), in_steps))
+            regions.append(RegionParity(path, *share(part, damage, self.per_update), in_steps))
         seen = len(probe.indices) + before
         verdict, reason, more = self._verdict(
             probe, damage, adam, regions, seen, self.least() if least is None else least

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from castwise.lab.parity.damage import ADAM_FAIL, ADAM_PASS, FAIL, LEVEL, PASS, Estimate
+from castwise.lab.parity.damage import ADAM_FAIL, ADAM_PASS, FAIL, LASTING, LEVEL, PASS, Estimate
 
 Verdict = Literal["pass", "fail", "undecided"]
 
@@ -37,14 +37,22 @@ def may_pass(damage: Estimate, adam: Estimate | None) -> bool:
     return all(e.low < below for e, below, _, _ in _lines(damage, adam))
 
 
+def lasts(damage: Estimate, adam: Estimate | None) -> bool:
+    """Whether a plan lasts: no bias is known that exceeds the passing lines in a long training."""
+    return all(e.lasting < below for e, below, _, _ in _lines(damage, adam))
+
+
 def fails(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether a damage is above the failing line, and its interval above the passing line."""
-    return any(e.value > above and e.low > below for e, below, above, _ in _lines(damage, adam))
+    """Whether a damage is above the failing line, and its interval above the passing line, or a known bias is in a long training."""
+    return any(
+        (e.value > above and e.low > below) or e.lasting > above
+        for e, below, above, _ in _lines(damage, adam)
+    )
 
 
 def passes(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether the intervals are below the passing lines."""
-    return all(e.high < below for e, below, _, _ in _lines(damage, adam))
+    """Whether the intervals are below the passing lines, and no bias is known that exceeds them in a long training."""
+    return all(e.high < below for e, below, _, _ in _lines(damage, adam)) and lasts(damage, adam)
 
 
 def compare(
@@ -77,8 +85,19 @@ def compare(
             False,
         )
     value, below, above = _worst(lines, [e.value / below for e, below, _, _ in lines])
-    if fails(damage, adam):
+    if any(e.value > above and e.low > below for e, below, above, _ in lines):
         return "fail", f"{value} is above {above:g}", True
+    if not lasts(damage, adam):
+        _, bias, below, above = max(
+            (e.lasting / below, e.lasting, below, above) for e, below, above, _ in lines
+        )
+        what = (
+            f"a bias of at least {bias:.2g} of an update remains when the noise of the data has averaged out over {LASTING} "
+            f"updates: "
+        )
+        if bias > above:
+            return "fail", f"{what}above {above:g}", True
+        return "undecided", f"{what}between {below:g} and {above:g}", True
     if all(e.value < line for e, line, _, _ in lines):
         value, below, _ = _worst(lines, [e.high / line for e, line, _, _ in lines])
         what = f"is below {below:g}, but its interval ends above that after {seen} microbatches; more microbatches would decide"

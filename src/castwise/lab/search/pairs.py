@@ -117,8 +117,8 @@ def is_doubtful(found: ParityResult) -> bool:
     own = max(found.floor, found.repeat)
     near = found.severity <= DOUBT and own <= COMPARABLE * found.damage.value
     return (
-        near and not found.strayed and not found.stopped
-    )  # training losses do not depend on running statistics
+        near and not found.strayed and not found.stopped and not found.biased
+    )  # training losses do not depend on running statistics, and short runs do not average noise as long ones do
 
 
 def affordable_steps(room_s: float, a_pair_s: float, pairs: int, asked: int = 0, most: int = MOST) -> int:
