@@ -33,7 +33,7 @@ SIZE = 60
 SIZES, NOISES = (10, 60, 2000), (1.0, 50.0, 200.0, 1000.0)
 BIASES = ((0.001, 0.0), (0.003, 0.0), (0.003, 0.03), (0.003, 0.3), (0.003, 1.0), (0.003, 3.0))
 """The rounding's noise over the data's, and the square of its bias over the signal's."""
-HORIZONS = ((damage.HORIZON, damage.LASTING), (1, 1), (10, 1000), (100, 1000), (300, 1000))
+HORIZONS = ((damage.HORIZON, damage.LASTING), (1, 1), (10, 1), (30, 1000), (100, 1000))
 
 
 def energies(rng: np.random.Generator, shape: str, count: int) -> Matrix:

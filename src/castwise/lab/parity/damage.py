@@ -36,8 +36,8 @@ ADAM_PASS = 0.03
 """``PASS`` in units of Adam's steps."""
 ADAM_FAIL = 0.3
 """``FAIL`` in units of Adam's steps."""
-HORIZON = 30
-"""Updates over which an optimizer averages noise, by its momentum and its steps.
+HORIZON = 10
+"""Updates over which a momentum of 0.9 averages noise.
 
 A larger number finds a smaller bias in noisier data, but then sound plans stay undecided, since a bias of zero is not known exactly.
 Source: bench/results/verdicts-cpu.json, by bench/bench_verdicts.py.
