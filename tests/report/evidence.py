@@ -85,7 +85,7 @@ def make_evidence(**changes: Any) -> Evidence:
     line = str(CHOSEN)
     candidates = (
         make_candidate(
-            line, 0.056, "chosen", reason="the fastest whose gradients cannot be told from fp32's",
+            line, 0.056, "chosen", reason="the fastest whose gradients cannot be distinguished from fp32's",
             parity=make_damage(0.0031),
         ),
         make_candidate("bf16-mixed+optimizer=fused", 0.0655, parity=make_damage(0.0042)),
@@ -113,7 +113,7 @@ def make_evidence(**changes: Any) -> Evidence:
         answer="Train in bf16 by autocast, keep stages.*.blocks.*.dwconv in fp32, switch to the fused AdamW: 1.79 times as "
         "fast (1.73-1.84), 26 % less memory.",
         why=("Compared with one-line torch.autocast in bf16 it is 1.30 times as fast (1.27-1.34).",
-             "Its gradients cannot be told from fp32's within the noise of the data."),
+             "Its gradients cannot be distinguished from fp32's within the noise of the data."),
         complete=True,
         settings={"accumulate": 1, "world_size": 1, "compile": False, "warmup_steps": 0, "seed": 0, "budget_s": None},
         environment=ENVIRONMENT, candidates=candidates, regions=_regions(),

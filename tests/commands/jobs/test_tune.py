@@ -174,7 +174,7 @@ def test_numerics_alone(low: str) -> None:
     assert sound.plan.compute == low
     assert sound.plan.regions == ()
     assert sound.answer == (
-        f"{low} needs no region in fp32: its gradients cannot be told from fp32's within the noise of the data."
+        f"{low} needs no region in fp32: its gradients cannot be distinguished from fp32's within the noise of the data."
     )
     model = network()
     model.insert(3, Offset())

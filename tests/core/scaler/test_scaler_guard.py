@@ -232,6 +232,23 @@ def test_too_many_in_a_row_are_an_error(maker: str, direct: bool) -> None:
         step(NAN)
 
 
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-master", "bf16-true"])
+def test_the_error_says_when_it_is_the_weights_that_are_not_finite(plan: str) -> None:
+    """Skipped steps leave weights as they are, but an earlier update may have damaged them."""
+    run = Run(plan, MAKERS["adamw"], patience=2)
+    run.backward(1.0)
+    run.amp.step(run.optimizer)
+    with torch.no_grad():
+        run.optimizer.param_groups[0]["params"][0].fill_(NAN)
+        next(iter(run.model.parameters())).fill_(NAN)
+    with pytest.raises(
+        (NonFiniteError, LossScaleError), match=r"because weights are not.*0\.weight\. An earlier update"
+    ):
+        for _ in range(60):
+            run.backward(1.0)
+            run.amp.step(run.optimizer)
+
+
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize(
     ("nonfinite", "scale", "times"),

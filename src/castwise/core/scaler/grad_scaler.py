@@ -423,6 +423,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             optimizer,
             self._outcomes.streak(id(optimizer), *stuck) + 1,
             self.non_finite_params(optimizer),
+            self.non_finite_weights(optimizer),
             loss=stuck[0],
             scale=self._losses.state_of(stuck[0]).scale,
             floor=floor if limits.dynamic else None,
@@ -432,6 +433,11 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         """Names of the parameters whose gradients now contain an infinity or a NaN. Synchronises with the device."""
         names = self.param_names() if self.param_names is not None else {}
         return gradients.non_finite_params(optimizer, names)
+
+    def non_finite_weights(self, optimizer: Optimizer) -> list[str]:
+        """Names of the parameters that hold an infinity or a NaN themselves. Synchronises with the device."""
+        names = self.param_names() if self.param_names is not None else {}
+        return gradients.non_finite_weights(optimizer, names)
 
     # --- outcomes -----------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import abc, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -238,14 +238,23 @@ def non_finite_params(optimizer: Optimizer, names: Mapping[int, str]) -> list[st
 
     Names in ``names``, by the parameters' ``id``, take precedence over those in the groups' ``param_names``.
     """
+    return _non_finite(optimizer, names, lambda parameter: parameter.grad)
+
+
+def non_finite_weights(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Names of the parameters that hold an infinity or a NaN themselves; as :func:`non_finite_params`."""
+    return _non_finite(optimizer, names, torch.Tensor.detach)
+
+
+def _non_finite(
+    optimizer: Optimizer, names: Mapping[int, str], of: Callable[[torch.Tensor], torch.Tensor | None]
+) -> list[str]:
     found = []
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if not bool(torch.isfinite(values(grad)).all()):
+            tensor = of(parameter)
+            if tensor is not None and not bool(torch.isfinite(values(tensor)).all()):
                 fallback = given[index] if given else f"param_groups[{number}]['params'][{index}]"
                 found.append(names.get(id(parameter), fallback))
     return found

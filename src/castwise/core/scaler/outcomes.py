@@ -149,14 +149,34 @@ class Outcomes:
         return window.results[key]
 
 
+def damaged_words(names: list[str]) -> str:
+    """Whose weights are not finite, and what to do, in sentences."""
+    return (
+        f"{some(names)}. An earlier update wrote them. Resume from a checkpoint made before it, and lower the learning rate, clip "
+        "(amp.step(optimizer, max_norm=...)), or use a plan with fp32 masters if parameters are stored low."
+    )
+
+
 def stuck_error(
-    optimizer: Optimizer, times: int, names: list[str], *, loss: str, scale: float, floor: float | None
+    optimizer: Optimizer,
+    times: int,
+    names: list[str],
+    damaged: list[str],
+    *,
+    loss: str,
+    scale: float,
+    floor: float | None,
 ) -> LossScaleError:
     """The error for a scale that cannot shrink although gradients overflow again and again.
 
-    ``names``: the parameters that were not finite at the last of ``times`` overflows. Without a ``floor`` the
-    scale is static.
+    ``names``: the parameters whose gradients were not finite at the last of ``times`` overflows; ``damaged``: those that are
+    not finite themselves. Without a ``floor`` the scale is static.
     """
+    if damaged:
+        return LossScaleError(
+            f"step({type(optimizer).__name__}): gradients were not finite {times} times in a row, because weights are not: "
+            f"{damaged_words(damaged)}"
+        )
     whose = "the loss scale is" if loss == "loss" else f"the loss {loss!r} has its scale"
     if floor is None:
         where, cure = f"static, {scale:g}", "Use a dynamic or smaller loss scale. If that does not help"

@@ -17,6 +17,7 @@ from castwise.core.plans.text import some
 from castwise.core.scaler import gradients
 from castwise.core.scaler.closure import step_or_restore
 from castwise.core.scaler.grad_scaler import STEPPED, GradScaler
+from castwise.core.scaler.outcomes import damaged_words
 from castwise.core.scaler.result import StepResult, read_on_host, view_on_host
 from castwise.core.scaler.unscaling import Unscaling, unscale_others
 from castwise.errors import NonFiniteError
@@ -197,6 +198,11 @@ class StepGuard(GradScaler):
             if self._refuse
             else f"{times} steps in a row were skipped for that reason, the limit set by patience={self._patience}"
         )
+        if damaged := self.non_finite_weights(optimizer):
+            raise NonFiniteError(
+                f"step({type(optimizer).__name__}): gradients are not finite because weights are not; {cause}. Weights that are "
+                f"not finite: {damaged_words(damaged)}"
+            )
         raise NonFiniteError(
             f"step({type(optimizer).__name__}): gradients are not finite: {whose}; {cause}. Weights and optimizer are "
             "unchanged. Look for NaN or huge values in the data and the loss, lower the learning rate, clip "

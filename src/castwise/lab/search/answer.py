@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan
+from castwise.lab.parity.verdicts import LEAST
 from castwise.lab.search.axes import AUTOCAST, FP32, complexity, numerics_of, run_with
 from castwise.lab.search.decision import MARGIN
 from castwise.lab.search.pairs import in_training
@@ -43,11 +44,11 @@ def _arrived(search: Search) -> bool:
 def why(search: Search) -> tuple[str, ...]:
     """The reasons for the answer, in sentences."""
     goal, plan = search.context.settings.goal, search.choice.plan
-    if goal == "numerics":
+    if plan == FP32 and not search.complete:
         return ()
-    return tuple(
-        said for said in (_by_race(search), _against_autocast(search), _soundness(search), _ties(search), _why_not_low(search)) if said
-    ) if plan != FP32 or search.complete else ()  # fmt: skip
+    reasons = (_by_race, _against_autocast, _soundness, _untested, _ties, _why_not_low)
+    chosen = (_untested,) if goal == "numerics" else reasons
+    return tuple(filter(None, (reason(search) for reason in chosen)))
 
 
 def speed(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
@@ -142,10 +143,10 @@ def _numerics(search: Search) -> str:
         return f"{low} was not shown to be sound with any set of fp32 regions that was tried: stay in fp32."
     kept = [region.pattern for region in search.choice.plan.regions if region.compute == "fp32"]
     if not kept:
-        return f"{low} needs no region in fp32: its gradients cannot be told from fp32's within the noise of the data."
+        return f"{low} needs no region in fp32: its gradients cannot be distinguished from fp32's within the noise of the data."
     return (
         f"{low} is sound with {len(kept)} region{'s' * (len(kept) != 1)} kept in fp32 ({', '.join(kept)}): its gradients "
-        "then cannot be told from fp32's within the noise of the data."
+        "then cannot be distinguished from fp32's within the noise of the data."
     )
 
 
@@ -264,9 +265,29 @@ def _soundness(search: Search) -> str:
             f"The parity test was undecided ({verified.reason}; damage is the relative error of an update), so training runs decided: "
             f"{in_training(trained)}."
         )
-    if verified is not None and verified.verdict == "pass":
-        return "Its gradients cannot be told from fp32's within the noise of the data."
-    return ""
+    if verified is None or verified.verdict != "pass":
+        return ""
+    same = "Its gradients cannot be distinguished from fp32's within the noise of the data"
+    if trained is None:
+        return f"{same}."
+    return f"{same}, and in training {in_training(trained)}."
+
+
+def _untested(search: Search) -> str:
+    """What the tests of the chosen plan did not cover, in a sentence; empty for fp32."""
+    verified, trained = search.choice.verified, search.choice.verification
+    if verified is None or search.begun is None:
+        return ""
+    after = max(search.context.settings.warmup_steps, trained.steps if trained is not None else 0)
+    weights = (
+        f"weights after more than {after} steps" if after else "weights after the first steps of training"
+    )
+    length = search.begun.test.prober.positions.length
+    longer = [f"sequences longer than {length}"] if length else []
+    seen = len(search.begun.test.prober.micros)
+    rare = [f"kinds of batches rarer than 1 in {round(seen / 3)}"] if seen >= LEAST else []
+    *first, last = [weights, *longer, *rare, "evaluation"]
+    return f"Not tested: {', '.join(first)} and {last}."
 
 
 def _ties(search: Search) -> str:
