@@ -21,5 +21,5 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
     }
     grid = Grid.of("", record["modules"], columns)
     answer = f"{record['words']}: {record['verdict']}. {record['reason']}"
-    note = [Line(record["note"])] if record["note"] else []
+    note = [Line(record[key]) for key in ("next", "note") if record[key]]
     return [Line(answer), *note, Line(), grid, Line(), Line(f"Damage is {words.MEANING}.")]

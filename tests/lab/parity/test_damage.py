@@ -75,7 +75,7 @@ def test_estimate_equals_the_formula_on_vectors(per_update: int) -> None:
     assert found.signal == pytest.approx(square, rel=1e-9)
     assert found.data_noise == pytest.approx(variance / per_update, rel=1e-9)
     assert found.denominator == pytest.approx(below, rel=1e-9)
-    averaged = square + variance / (per_update * HORIZON)
+    averaged = square + variance / max(per_update, HORIZON)
     assert found.averaged == pytest.approx(averaged, rel=1e-9)
     assert found.bias == pytest.approx(bias / averaged, rel=1e-9)
     assert found.noise == pytest.approx(noise / per_update / below, rel=1e-9)

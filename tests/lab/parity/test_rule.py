@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from castwise.lab.parity.damage import ADAM_FAIL, ADAM_PASS, FAIL, PASS, Estimate, Grams, estimate
-from castwise.lab.parity.verdicts import LEAST, compare, goes_on, may_pass
+from castwise.lab.parity.verdicts import LEAST, compare, goes_on, may_pass, needed
 
 
 def _damage(value: float, low: float, high: float, lasting: float = 0.0) -> Estimate:
@@ -40,7 +40,7 @@ def test_an_interval_that_reaches_over_the_line_is_undecided_and_more_would_deci
     verdict, reason, more = compare(LOW, reaching, 32) if adam else compare(reaching, LOW, 32)
     assert (verdict, more) == ("undecided", True)
     assert (
-        f"is below {line:g}, but its interval ends above that after 32 microbatches; more microbatches would decide"
+        f"is below {line:g}, but its interval ends above that after 32 microbatches; about 80 would decide"
         in reason
     )
     assert ("in the units of Adam's steps" in reason) == adam
@@ -65,6 +65,32 @@ def test_a_known_bias_that_outlasts_the_noise_of_the_data_does_not_pass(adam: bo
         verdict, reason, _ = compare(LOW, found, 32) if adam else compare(found, LOW, 32)
         assert verdict == expected
         assert ("has averaged out" in reason) == (expected != "pass")
+
+
+def test_the_number_that_would_decide_grows_with_the_interval() -> None:
+    near, wide = (_damage(0.5 * PASS, 0.1 * PASS, high * PASS) for high in (1.5, 3.0))
+    assert needed(near, None, 32) == 64
+    assert needed(wide, LOW, 32) == 160
+    assert needed(LOW, wide, 32) is None or needed(LOW, wide, 32) < 160
+    assert needed(LOW, None, 32) is None
+    assert needed(_damage(2 * PASS, PASS / 2, 3 * PASS), None, 32) is None
+    assert needed(_damage(0.5 * PASS, 0.1 * PASS, 1.5 * PASS, 2 * PASS), None, 32) is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_number_that_would_decide_decides_where_few_dimensions_make_the_interval_wide(seed: int) -> None:
+    """A sound format, twenty effective dimensions, very noisy data, sixteen microbatches in an update."""
+    rng = np.random.default_rng(seed)
+    signal, error = rng.standard_normal((2, 600, 20)) / math.sqrt(20)
+    signal[:, 0] += 0.1
+    error *= 0.003**0.5
+
+    def found(count: int) -> Estimate:
+        return estimate(Grams(signal[:count] @ signal[:count].T, error[:count] @ error[:count].T), 16)
+
+    count = needed(found(32), None, 32) or 32
+    assert count <= 600
+    assert compare(found(2 * count), None, 2 * count)[0] == "pass"
 
 
 def _biased(size: int, data: float, bias: float) -> str:

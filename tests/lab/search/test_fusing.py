@@ -146,7 +146,7 @@ def test_a_part_that_took_longer_than_a_step_did_before_saves_no_more_than_all(
 
     saves, search = asked(DEEP, raced)
     assert saves
-    assert ": it saves 95 % of a step" in search.journal.notes[0]
+    assert ": fused saves 95 % of a step" in search.journal.notes[0]
 
 
 def test_no_round_of_two_optimizers_begins_far_beyond_their_time() -> None:

@@ -147,14 +147,9 @@ def _said(result: castwise.ParityResult, advice: list[str]) -> str:
 
 def _more(result: castwise.ParityResult) -> list[str]:
     """Suggestions that may decide an undecided result."""
-    if result.more:
-        return [
-            f"Undecided after {result.microbatches} microbatches. Try: a larger number of batches with more varied data, or "
-            f"microbatches={2 * result.microbatches}, which tests up to {8 * result.microbatches} microbatches."
-        ]
+    more = "; a larger number of batches with more varied data" if result.more else ""
     return [
-        "Undecided, and more batches would not help. Try: the remedy that the reason above names; a plan with more modules in "
-        "fp32, which `castwise tune` finds; or undecided='skip'."
+        f"Undecided after {result.microbatches} microbatches. {result.next_step.rstrip('.')}{more}; or undecided='skip'."
     ]
 
 

@@ -6,10 +6,11 @@ d_k = h_k - g_k. With the unbiased estimates
 - S, the variance of g over batches, and G2, the square of its mean: the data's noise and its signal;
 - D, the variance of d, and B2, the square of its mean: the rounding's noise and its bias;
 
-and m microbatches per update, the *damage* is D/m / (max(G2, 0) + S/m) + max(B2, 0) / (max(G2, 0) + S/(m HORIZON)): the error of
-an update, as a square. The rounding's noise is held against the expected square of one update, noise of the data included,
-since both average out over later updates. A bias does not: it is held against what is left of an update when so many are
-averaged, as an optimizer does. Else a bias larger than the signal would hide in the noise of very noisy gradients.
+and m microbatches per update, the *damage* is D/m / (max(G2, 0) + S/m) + max(B2, 0) / (max(G2, 0) + S/max(m, HORIZON)): the
+relative error of an update, as a square. The rounding's noise is compared with the expected square of one update, noise of the
+data included, since both average out over later updates. A bias does not: it is compared with what is left of the data's noise in
+the mean of several microbatches, as an optimizer's momentum averages them. Otherwise a bias larger than the signal would hide in the
+noise of small microbatches.
 
 All of it follows from the K x K matrices of inner products, so gradients are computed once, and regions, weightings and
 bootstrap samples cost almost nothing.
@@ -37,13 +38,13 @@ ADAM_PASS = 0.03
 ADAM_FAIL = 0.3
 """``FAIL`` in units of Adam's steps."""
 HORIZON = 10
-"""Updates over which a momentum of 0.9 averages noise.
+"""Microbatches in whose mean a bias must not show: a momentum of 0.9 averages as many updates.
 
-A larger number finds a smaller bias in noisier data, but then sound plans stay undecided, since a bias of zero is not known exactly.
-Source: bench/results/verdicts-cpu.json, by bench/bench_verdicts.py.
+A larger number finds a smaller bias in noisier data, but leaves more sound plans undecided, since a bias of zero is not known
+exactly. Source: bench/results/verdicts-cpu.json, by bench/bench_verdicts.py.
 """
 LASTING = 1000
-"""Updates of a long training: a bias that is larger than what is left of the noise then, with confidence, must not pass."""
+"""Microbatches in whose mean no bias may be known to exceed the thresholds: an epoch or a training averages as many."""
 LEVEL = 0.95
 RESAMPLES = 1000
 
@@ -87,9 +88,9 @@ class Estimate:
         signal: max(G2, 0), absolute.
         data_noise: S/m, absolute.
         denominator: signal + data_noise: the expected square of one update.
-        averaged: The same for the mean of :data:`HORIZON` updates.
+        averaged: The same for the mean of at least :data:`HORIZON` microbatches.
         lasting: Least bias that the interval allows, over the least signal that it allows and the noise left after
-            :data:`LASTING` updates.
+            :data:`LASTING` microbatches.
     """
 
     value: float
@@ -133,21 +134,23 @@ def estimate(grams: Grams, per_update: int = 1, whole: Grams | None = None, seed
         return Estimate(inf, inf, inf, nan, nan, float(square[0]), float(variance[0]), nan, nan, inf)
     noise, bias = _positive(grams.error, per_update)
     data, signal = _positive(whole.signal, per_update)
-    below, averaged = signal + data, signal + data / HORIZON
+    below, averaged = signal + data, signal + data * per_update / max(per_update, HORIZON)
     draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1.0 / count), size=RESAMPLES)
     weights = draws[(draws > 0).sum(axis=1) > 1].astype(np.float64)
     b_noise, b_bias = _resampled(grams.error, weights)
     b_data, b_signal = _resampled(whole.signal, weights)
 
-    def left(updates: int) -> Matrix:
-        """What is left of an update in the mean of so many, by resample."""
-        return np.maximum(b_signal + b_data / (per_update * updates), np.finfo(np.float64).tiny)
+    def left(microbatches: int) -> Matrix:
+        """The expected square of the mean of so many microbatches, by resample."""
+        return np.maximum(b_signal + b_data / microbatches, np.finfo(np.float64).tiny)
 
-    ratios = b_noise / per_update / left(1) + b_bias / left(HORIZON)
+    ratios = b_noise / per_update / left(per_update) + b_bias / left(max(per_update, HORIZON))
     tail = (1.0 - LEVEL) / 2.0
     low, high = (float(x) for x in np.quantile(ratios, (tail, 1.0 - tail)))
     least_bias, least_signal = (float(np.quantile(one, tail)) for one in (b_bias, b_signal))
-    lasting = least_bias / max(least_signal + data / LASTING, np.finfo(np.float64).tiny)
+    lasting = least_bias / max(
+        least_signal + data * per_update / max(per_update, LASTING), np.finfo(np.float64).tiny
+    )
     if below <= 0.0:
         value = 0.0 if bias + noise == 0.0 else math.inf
         return Estimate(value, value, value, 0.0, 0.0, signal, data, below, averaged)

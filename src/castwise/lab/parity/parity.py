@@ -44,7 +44,7 @@ from castwise.lab.parity.gradient_range import GradientRange
 from castwise.lab.parity.probes import REFERENCE, Probe, Prober
 from castwise.lab.parity.states import Optimizer, StateTest
 from castwise.lab.parity.updates import UpdateLoss, update_loss
-from castwise.lab.parity.verdicts import LEAST, Verdict, compare, goes_on, lasts, passes
+from castwise.lab.parity.verdicts import LEAST, Verdict, compare, goes_on, lasts, needed, passes
 from castwise.lab.passes.isolation import undisturbed, unspoilt
 from castwise.lab.workloads.workload import users_code
 
@@ -146,6 +146,26 @@ class ParityResult:
         return not lasts(self.damage, self.adam)
 
     @property
+    def needed(self) -> int | None:
+        """About how many microbatches would decide, if more of them would let the plan pass; else None."""
+        return needed(self.damage, self.adam, self.microbatches) if self.verdict == "undecided" else None
+
+    @property
+    def next_step(self) -> str:
+        """What may decide an undecided result, in a sentence; empty for others."""
+        if self.verdict != "undecided":
+            return ""
+        if self.needed is not None or self.more:
+            first = math.ceil((self.needed or 2 * MOST * self.microbatches) / MOST)
+            return f"Try: microbatches={first}, which tests up to {MOST * first} microbatches."
+        where = next((region.path for region in self.worst(1)), "")
+        fp32 = f"; a plan that keeps {where} in fp32" if where else ""
+        return (
+            "More microbatches would not decide. Try: the remedy that the reason names; training runs, as `castwise tune "
+            f"--verify-steps` makes them{fp32}."
+        )
+
+    @property
     def lines(self) -> tuple[float, float | None]:
         """The thresholds for a pass: of the plain damage, and of the damage in Adam's units (None if not computed)."""
         return PASS, None if self.adam is None else ADAM_PASS
@@ -170,6 +190,7 @@ class ParityResult:
             "verdict": self.verdict,
             "reason": self.reason,
             "note": self.note,
+            "next": self.next_step,
         }
         return table(said | {"modules": [dataclasses.asdict(region) for region in self.worst()]})
 

@@ -88,25 +88,41 @@ def compare(
     if any(e.value > above and e.low > below for e, below, above, _ in lines):
         return "fail", f"{value} is above {above:g}", True
     if not lasts(damage, adam):
-        _, bias, below, above = max(
-            (e.lasting / below, e.lasting, below, above) for e, below, above, _ in lines
+        _, bias, below, above, units = max(
+            (e.lasting / below, e.lasting, below, above, units) for e, below, above, units in lines
         )
         what = (
-            f"a bias of at least {bias:.2g} of an update remains when the noise of the data has averaged out over {LASTING} "
-            f"updates: "
+            f"a bias of at least {bias:.2g} of an update{units} remains when the noise of the data has averaged out over {LASTING} "
+            f"microbatches: "
         )
         if bias > above:
             return "fail", f"{what}above {above:g}", True
         return "undecided", f"{what}between {below:g} and {above:g}", True
     if all(e.value < line for e, line, _, _ in lines):
         value, below, _ = _worst(lines, [e.high / line for e, line, _, _ in lines])
-        what = f"is below {below:g}, but its interval ends above that after {seen} microbatches; more microbatches would decide"
+        what = (
+            f"is below {below:g}, but its interval ends above that after {seen} microbatches; about "
+            f"{needed(damage, adam, seen)} would decide"
+        )
     elif any(e.value > line for e, _, line, _ in lines):
         what = f"is above {above:g}, and its interval reaches below {below:g} after {seen} microbatches; more microbatches would decide"
     else:
         what = f"lies between {below:g} and {above:g}"
     open_ = may_pass(damage, adam) or any(e.high > line for e, _, line, _ in lines)
     return "undecided", f"{value} {what}", open_
+
+
+def needed(damage: Estimate, adam: Estimate | None, seen: int) -> int | None:
+    """About how many microbatches would let a plan pass whose damage is below the thresholds, but not its interval.
+
+    An interval that rounding noise makes wide shrinks with the number of microbatches. None if the damage is not below.
+    """
+    lines = [(e, below) for e, below, _, _ in _lines(damage, adam)]
+    if passes(damage, adam) or not lasts(damage, adam) or not all(e.value < below for e, below in lines):
+        return None
+    return math.ceil(
+        round(seen * max(1.0, *((e.high - e.value) / (below - e.value) for e, below in lines)), 6)
+    )
 
 
 def goes_on(verdict: Verdict, may_change: bool, drawn: int, first: int, most: int) -> bool:

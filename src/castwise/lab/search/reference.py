@@ -88,7 +88,7 @@ def refer(context: Context) -> Reference:
     ran = [prober.model.get_submodule(path) for part in parts for path in part.paths]
     return Reference(
         model=model, optimizer=type(optimizer).__name__, arrived=bool(low_tensors(model)), as_given=as_given(model),
-        test=test, parts=parts, numerics=NumericsSearch(test, parts, journal.tell, ranks),
+        test=test, parts=parts, numerics=NumericsSearch(test, parts, journal.tell, ranks, context.left_s),
         used=ranks.at("the operators").same(operators_used(step)),
         images=any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in ran),
     )  # fmt: skip

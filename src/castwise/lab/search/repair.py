@@ -16,6 +16,7 @@ import dataclasses
 import heapq
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +34,10 @@ from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 
 T = TypeVar("T")
 
+EXTRA_SHARE = 0.3
+"""If more microbatches would probably decide, they may take this share of the time left."""
+MOST_VALUES = 1 << 28
+"""Gradient elements kept of all microbatches together: 1 GiB."""
 MOST_PASSES = 120
 """Forward/backward passes that the numerics of one search may take, whatever the model's depth."""
 QUICK = 2
@@ -85,8 +90,8 @@ class Repair:
 class NumericsSearch:
     """Judge plans against one reference, and repair them.
 
-    The test's reference must have run. ``on_progress`` is called with the current subject. All ranks use the worst result of
-    any rank.
+    The test's reference must have run. ``on_progress`` is called with the current subject, ``left_s`` returns the seconds left
+    of the search. All ranks use the worst result of any rank.
 
     Attributes:
         alone: Results of single parts that ran low alone, by pattern.
@@ -98,12 +103,14 @@ class NumericsSearch:
         parts: Sequence[Part],
         on_progress: Callable[[str], None] = lambda _what: None,
         ranks: Lockstep = BY_ITSELF,
+        left_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._test = test
         self._parts = list(parts)
         self._names = {part.pattern for part in parts}
         self._say = on_progress
         self._ranks = ranks
+        self._left_s = left_s
         self._first = len(test.prober.micros)
         self._followed: set[Plan] = set()  # by numerics: plans whose state evolves as in fp32
         self._below: dict[
@@ -158,6 +165,7 @@ class NumericsSearch:
     ) -> ParityResult:
         """Judge a plan on microbatches from ``start`` on; add more while its verdict is open and more may settle it."""
         test, prober, probe, end = self._test, self._test.prober, Probe(plan), start
+        began, most, extended = time.monotonic(), MOST * count, False
         while True:
             short = least - before - (end - start)
             new = range(end, end + (min(count, short) if short > 0 else count))
@@ -171,8 +179,24 @@ class NumericsSearch:
             found = self._worst(f"gradients under {plan}", work, self._badness)
             if passes(found.damage, found.adam):
                 self._below[numerics_of(plan)] = end
-            if not hangs(found) or not goes_on(found.verdict, found.more, end - start, count, MOST * count):
+            drawn = end - start
+            if extended and drawn < most and found.needed is not None:
+                continue
+            if hangs(found) and goes_on(found.verdict, found.more, drawn, count, most):
+                continue
+            if extended or not self._affords(found.needed, drawn, time.monotonic() - began):
                 return found
+            extended, most = True, found.needed or most
+
+    def _affords(self, needed: int | None, drawn: int, took_s: float) -> bool:
+        """Whether time and memory suffice for as many microbatches as would probably decide; collective."""
+        if needed is None:
+            return False
+        values = sum(gradient.numel() for gradient in self._test.prober.micros[0].gradients)
+        enough = (
+            needed * values <= MOST_VALUES and took_s * (needed / drawn - 1.0) < EXTRA_SHARE * self._left_s()
+        )
+        return self._ranks.at("more microbatches").same(enough)
 
     def _with_state(self, found: ParityResult) -> ParityResult:
         """If a result passes, also test the state that the model keeps besides its weights; done once per numerics."""
