@@ -5,17 +5,26 @@ built-in 4-layer GPT, one thread each. Blocks of as many steps as lie between tw
 monitor at its defaults, so that each block holds one sample; ratios are formed within rounds, and the loop without one runs twice. What
 one sample costs by itself is seen with ``every=1``. An audit is timed by itself, behind a first one that makes the whole parity
 test, and spread over the steps between two.
+
+``--part changes`` instead trains a small classifier for 700 steps with a sudden change at step 300, or a collapse, and says at which step
+the first alarm was raised; sound trainings, such as with warm-up, decay to zero or a part unfrozen late, count false alarms.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.lab.watch import test_changes
 
 import castwise
 from bench_overhead import build
@@ -72,13 +81,36 @@ def audits(make: Callable[..., Any], device: torch.device, plan: str) -> tuple[f
     return first, others
 
 
+def changes(budget: float | None) -> None:
+    """When changes are seen, and how many sound trainings raise an alarm; writes ``results/monitor-changes-cpu.json``."""
+    with Results("monitor-changes", torch.device("cpu"), __doc__, budget) as results:
+        for case, (run, _) in test_changes.TROUBLE.items():
+            with results.part(case):
+                alarms = run.train().alarms
+                results.add({
+                    "case": case, "change_at": 1 if "from the start" in case else test_changes.AT,
+                    "alarm_at": min((step for _, step in alarms), default=None), "kinds": sorted({kind for kind, _ in alarms}),
+                })  # fmt: skip
+        false = 0
+        for case, run in test_changes.SOUND.items():
+            with results.part(case):
+                alarms = run.train().alarms
+                false += bool(alarms)
+                results.add({"case": case, "sound": True, "steps": run.steps, "alarms": alarms})
+        results.add({"case": "all", "sound": len(test_changes.SOUND), "false_alarms": false})
+
+
 def main() -> None:
     """Measure and write ``results/monitor-<device>.json``."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=54)
+    parser.add_argument("--part", choices=("costs", "changes"), default="costs")
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.set_num_threads(1)
+    if options.part == "changes":
+        changes(options.budget)
+        return
     jobs = [("MLP", mlp, "us"), ("GPT", gpt, "ms")]
     parts = [(job, plan, kind) for job in jobs for plan in PLANS for kind in ("default", "sample", "audit")]
     step_s: dict[tuple[str, str], float] = {}

@@ -289,7 +289,7 @@ def test_buffers_that_were_put_back_are_in_the_report() -> None:
             made.zero_grad()
         report = monitor.report()
         assert report.restored_buffers == (("0.running_mean", 2), ("0.running_var", 2))
-        assert "2 skipped, buffers restored after them: 0.running_mean, 0.running_var; " in answer(
+        assert "2 skipped, buffers restored after skipped steps: 0.running_mean, 0.running_var; " in answer(
             report.to_dict()
         )
 

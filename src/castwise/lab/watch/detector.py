@@ -73,6 +73,8 @@ class Detector:
 
     def check_loss(self, turn: Turn) -> None:
         """Check the losses of a step against their line."""
+        if not self._watch.high and not self._crossed.open:
+            return
         if self._watch.high >= IN_A_ROW:
             self.see("loss", {"": self._watch.above}, turn)
         elif self._watch.normal >= FRESH and ("loss", turn.number) in self._crossed.open:

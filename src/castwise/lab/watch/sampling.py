@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -56,17 +55,23 @@ class Sampler:
         self._dropped: Any = WeakIdKeyDictionary()
         self._logged = False
         self._losses: dict[str, Tensor] = {}
+        self._read: float | None = None
+        self._first: str | None = None
+        """Name of the first loss."""
         self.watch, self.reads = LossWatch(), False
         self._last: dict[int, Update] = {}
         """By optimizer, its last observed step."""
 
     def hear(self, loss: Tensor, name: str) -> None:
         """Keep the last loss of a name for the sample; on a CPU, compare it with earlier ones."""
-        loss = loss.detach()
-        self._losses[name] = loss
-        if loss.device.type == "cpu" and self._session.ranks.size == 1 and next(iter(self._losses)) == name:
-            self.watch.add(loss.item() if loss.numel() == 1 else math.nan)
-            self.reads = True
+        if self._first is None:
+            self._first = name
+            self.reads = loss.device.type == "cpu" and self._session.ranks.size == 1
+        if not self.reads:
+            self._losses[name] = loss.detach()
+        elif name == self._first and loss.numel() == 1:
+            self._read = loss.item()
+            self.watch.add(self._read)
 
     def trained(self) -> list[str]:
         """Paths of modules with parameters of their own that require a gradient."""
@@ -157,7 +162,9 @@ class Sampler:
                 f"outputs of {which} and their gradients, because torch.compile does not call modules one by one"
             )
         scale, loss = numbers.pop(("", "max_scale"), None), numbers.pop(("", "max_loss"), None)
-        if loss is not None and not self.reads:
+        if self.reads:
+            loss, self._read = self._read, None
+        elif loss is not None:
             self.watch.add(loss)
         unscaled = 1.0 if update is None or not update.scaled or not scale else scale
         regions = []
