@@ -8,6 +8,7 @@ from typing import Any
 from castwise.report import words
 from castwise.report.compare_plots import PICTURES, label
 from castwise.report.grids import Columns, Grid, Line
+from castwise.report.parity import choices
 
 __all__ = ["PICTURES", "lines", "values"]
 
@@ -52,6 +53,7 @@ def _lines(record: Record, shows: Callable[[str], bool], more: str = "") -> list
         Line(),
         *((tried(record), Line()) if record["tried"] else ()),
         *(_worst(record, direction, shows) for direction in _DIRECTIONS),
+        *((choices(record["choices"]), Line()) if record["choices"] else ()),
         *(Line(note, "yellow") for note in record["notes"]),
         Line(MEANING, "dim"),
         Line(words.where(record), "dim"),
@@ -66,6 +68,7 @@ def values(record: Record) -> dict[str, Any]:
         return {direction: _calls(record, direction, calls) for direction, calls in chosen.items() if calls}
 
     return {
+        "choices": choices(record["choices"]) if record["choices"] else None,
         "answer": headline(record), "ends": ends(record), "tried": tried(record) if record["tried"] else None,
         "grids": grids(_is_models), "folded": grids(lambda effect: not _is_models(effect)), "in_kernels": in_kernels(record),
         "notes": record["notes"], "meaning": MEANING, "effects": EFFECTS,
@@ -95,7 +98,20 @@ def in_kernels(record: Record) -> str:
 
 
 def headline(record: Record) -> str:
-    """Where an error arises, in a sentence or two."""
+    """Where an error arises, and which choices are wrong."""
+    wrong = [choice for choice in record["choices"] if choice["is_wrong"]]
+    said = [] if wrong and not _born(record) else [_where_born(record)]
+    if wrong:
+        places = list(
+            dict.fromkeys(f"{choice['what']} in {choice['path'] or 'the model'}" for choice in wrong)
+        )
+        said.append(
+            f"Under {record['words_b']} integers or masks differ by more than rounding explains: {words.listed(places)}."
+        )
+    return " ".join(said)
+
+
+def _where_born(record: Record) -> str:
     a, b = record["words_a"], record["words_b"]
     born = [
         (call, direction)

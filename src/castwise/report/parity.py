@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from castwise.report import words
@@ -22,4 +22,17 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
     grid = Grid.of("", record["modules"], columns)
     answer = f"{record['words']}: {record['verdict']}. {record['reason']}"
     note = [Line(record[key]) for key in ("next", "note") if record[key]]
-    return [Line(answer), *note, Line(), grid, Line(), Line(f"Damage is {words.MEANING}.")]
+    made: list[Grid | Line] = [choices(record["choices"]), Line()] if record["choices"] else []
+    return [Line(answer), *note, Line(), grid, Line(), *made, Line(f"Damage is {words.MEANING}.")]
+
+
+def choices(rows: Sequence[Mapping[str, Any]]) -> Grid:
+    """Integers and booleans that differ between two formats, by module and operator."""
+    columns: Columns = {
+        "module": lambda row: row["path"] or "(model)",
+        "choice": "what",
+        "compared": lambda row: f"{row['elements']:,}",
+        "differ": lambda row: f"{row['share']:.2%}",
+        "not by rounding": lambda row: f"{row['wrong'] / row['elements']:.2%}",
+    }
+    return Grid.of("Choices that differ", rows, columns, lambda row: "stopped" if row["is_wrong"] else "")

@@ -12,6 +12,9 @@ Five passes over one batch, at the same weights and random draws:
    the second plan's compute format. The change is the *expected* error: what rounding to that format causes there, conditioning
    included.
 
+6. If the model makes discrete choices - indices, masks, orders - the second plan with those of pass 1 in their place: which of
+   its own differ, and which by more than rounding explains (:mod:`castwise.lab.passes.choices`).
+
 If a call makes an error that rounding does not explain, pass 4 runs again with torch's own kernels exact
 (:class:`~castwise.lab.inspect.kernels.ExactKernels`): an error that vanishes comes from rounding inside these kernels.
 
@@ -52,6 +55,7 @@ from castwise.lab.inspect.runs import Run, Runs, differences, total_difference
 from castwise.lab.parity.parity import device_of, with_scale
 from castwise.lab.parity.probes import dithered
 from castwise.lab.parity.together import together
+from castwise.lab.passes.choices import Changes, Choice, Choices, changed_choices, lowest_format
 from castwise.lab.timing.environment import Environment, environment
 
 TRIES = 2
@@ -75,7 +79,7 @@ def compare(
     Calls are aligned by module path and number, so extra casts and operators of one side do not matter. Everything runs on
     copies: the model, its gradients, random numbers and process-wide settings are unchanged when it returns, fails or is interrupted.
 
-    Takes five passes plus one per module tried, and memory for about four times the activations of one pass. Waits for the device.
+    Takes five passes, six if the model makes discrete choices, plus one per module tried, and memory for about four times the activations of one pass. Waits for the device.
 
     If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks call it together, each with its own batch. All get
     the same comparison, which has, per call and direction, the result and the number of the worst rank.
@@ -141,6 +145,7 @@ class _Comparing:
         self._ran_a: Run
         self._ran_b: Run
         self._calls: tuple[CallComparison, ...] = ()
+        self._choices: tuple[Choice, ...] = ()
 
     def run(self) -> tuple[CallComparison, ...]:
         """Run the passes; return all calls with their errors."""
@@ -149,7 +154,10 @@ class _Comparing:
             self._runs.run(
                 dataclasses.replace(self._first, compile="as_given")
             )  # to learn which module calls which
-        ran_a = self._runs.run_finite(self._first, a.begin)
+        chosen = Choices()
+        ran_a = self._runs.run_finite(
+            self._first, a.begin, observer=chosen if self._runs.repeats_draws else None
+        )
         if not math.isfinite(ran_a.loss) or not ran_a.finite:
             raise NonFiniteError(
                 f"compare: the loss or a gradient is not finite under {self._first}, so nothing can be compared with it; "
@@ -159,6 +167,7 @@ class _Comparing:
         ran_b = self._runs.run_finite(_with_room(self._second, a, ran_a), b.begin)
         self._ran_a, self._ran_b = ran_a, ran_b
         self._calls = self._attributed(self._isolated(a, b, ran_a, ran_b))
+        self._choices = self._changed(chosen, ran_b.scale)
         return self._calls
 
     def _attributed(self, own: Own | None) -> tuple[CallComparison, ...]:
@@ -202,6 +211,7 @@ class _Comparing:
             notes=(*self._notes, *_notes(a, b, ran_a, ran_b)),
             passes=self._runs.ran,
             environment=dataclasses.asdict(self._env),
+            choices=self._choices,
         )
 
     def _whole(self, plan: Plan, ran: Run) -> Run:
@@ -255,6 +265,18 @@ class _Comparing:
             )
             return None
         return Own(own, expected, ran_base, ran_own, ran_expected)
+
+    def _changed(self, chosen: Choices, scale: float) -> tuple[Choice, ...]:
+        """Pass 6; nothing if the loss fails with replaced values."""
+        format = lowest_format(self._second)
+        if format is None or not chosen.tape:
+            return ()
+        changes = Changes(chosen.tape, format)
+        try:
+            self._runs.run(self._second, scale=scale, observer=changes)
+        except Exception as error:  # the user's code may fail on replaced values
+            self._notes.append(f"Discrete choices could not be compared: {told(error)}")
+        return changed_choices([changes])
 
     def _move_weights(self, model: nn.Module) -> None:
         for index, (name, parameter) in enumerate(model.named_parameters()):

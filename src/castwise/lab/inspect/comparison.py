@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.core.ranks.text import named
+from castwise.lab.passes.choices import Choice, worst_choices
 from castwise.lab.result import Result
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ class Comparison(Result):
         passes: Number of forward/backward passes.
         environment: Device and versions of the first rank.
         ranks: Number of processes. Each figure is the worst rank's; ``strayed`` and ``passes`` are sums.
+        choices: Operators whose integer or boolean results differ under the second plan when those before are the first plan's; wrong
+            ones first.
     """
 
     kind: ClassVar[str] = "compare"
@@ -151,6 +154,7 @@ class Comparison(Result):
     passes: int
     environment: Mapping[str, Any]
     ranks: int = 1
+    choices: tuple[Choice, ...] = ()
 
     @property
     def birthplaces(self) -> tuple[CallComparison, ...]:
@@ -179,6 +183,7 @@ class Comparison(Result):
         a, b = in_words(self.plan_a), in_words(self.plan_b)
         said: dict[str, Any] = {"plan_a": str(self.plan_a), "plan_b": str(self.plan_b), "calls": calls}
         said |= {"words_a": a, "words_b": b, "description": f"{b} against {a}"}
+        said["choices"] = [choice.as_dict() for choice in self.choices]
         said["tried"] = [dataclasses.asdict(one) | {"words": in_words(one.plan)} for one in self.tried]
         said["birthplaces"] = [[call.path, call.call] for call in self.birthplaces]
         said["in_kernels"] = [[call.path, call.call] for call in self.in_kernels]
@@ -245,6 +250,7 @@ def worst_of(found: Sequence[Comparison]) -> Comparison:
         notes=said_by_rank([one.notes for one in found]),
         passes=sum(one.passes for one in found),
         ranks=len(found),
+        choices=worst_choices(one.choices for one in found),
     )
 
 

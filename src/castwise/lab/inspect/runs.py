@@ -149,7 +149,11 @@ class Runs:
         return Run(value, gradients, {} if calls is None else calls.callers, kinds, used, strayed, unseen)
 
     def run_finite(
-        self, plan: Plan, begin: Callable[[float | None], tuple[Forward, Backward]], whole: bool = False
+        self,
+        plan: Plan,
+        begin: Callable[[float | None], tuple[Forward, Backward]],
+        whole: bool = False,
+        observer: Observer | None = None,
     ) -> Run:
         """Run one pass at a loss scale that does not overflow, as training would find it; else return the last one tried.
 
@@ -157,11 +161,12 @@ class Runs:
             plan: The plan to run under.
             begin: Called before each attempt; returns the functions for the borders.
             whole: As for :meth:`run`.
+            observer: As for :meth:`run`.
         """
         scale = plan.loss_scale.init if plan.loss_scale is not None else None
         for attempt in range(RESCALES + 1):
             forward, backward = begin(scale)
-            passed = self.run(plan, forward, backward, scale=scale, whole=whole)
+            passed = self.run(plan, forward, backward, scale=scale, whole=whole, observer=observer)
             if scale is None or attempt == RESCALES or passed.finite:
                 break
             scale *= RESCALE

@@ -45,6 +45,7 @@ from castwise.lab.parity.probes import REFERENCE, Probe, Prober
 from castwise.lab.parity.states import Optimizer, StateTest
 from castwise.lab.parity.updates import UpdateLoss, update_loss
 from castwise.lab.parity.verdicts import LEAST, Verdict, compare, goes_on, lasts, needed, passes
+from castwise.lab.passes.choices import Choice
 from castwise.lab.passes.isolation import undisturbed, unspoilt
 from castwise.lab.workloads.workload import users_code
 
@@ -105,6 +106,7 @@ class ParityResult:
         strayed: Number of random draws that could not be repeated.
         more: Whether more microbatches may change the verdict.
         stopped: Buffers and untrained parameters that do not change under the plan as they do in fp32.
+        choices: Operators whose integer or boolean results differ from fp32's, wrong ones first; not tested after a failure.
         note: A further remark, in a sentence: up to which sequence position the plan was tested.
     """
 
@@ -124,6 +126,7 @@ class ParityResult:
     strayed: int = 0
     more: bool = False
     stopped: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()
     note: str = ""
 
     def __bool__(self) -> bool:
@@ -170,6 +173,17 @@ class ParityResult:
         """The thresholds for a pass: of the plain damage, and of the damage in Adam's units (None if not computed)."""
         return PASS, None if self.adam is None else ADAM_PASS
 
+    @property
+    def wrong_choices(self) -> tuple[Choice, ...]:
+        """The choices that differ from fp32's by more than rounding explains."""
+        return tuple(choice for choice in self.choices if choice.is_wrong)
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Paths of the modules whose state or choices fail, the worst first."""
+        state = [name.rpartition(".")[0] for name in self.stopped]
+        return tuple(dict.fromkeys([*state, *(choice.path for choice in self.wrong_choices)]))
+
     def worst(self, count: int = 5) -> tuple[RegionParity, ...]:
         """The modules that contribute most to the damage, the worst first."""
 
@@ -192,7 +206,10 @@ class ParityResult:
             "note": self.note,
             "next": self.next_step,
         }
-        return table(said | {"modules": [dataclasses.asdict(region) for region in self.worst()]})
+        choices = [choice.as_dict() for choice in self.choices]
+        return table(
+            said | {"modules": [dataclasses.asdict(region) for region in self.worst()], "choices": choices}
+        )
 
 
 @dataclass
@@ -350,6 +367,9 @@ class ParityTest:
         """The result after the test of buffers and untrained parameters, unless it already failed."""
         if result.verdict == "fail":
             return result
+        result = self._with_choices(result)
+        if result.verdict == "fail":
+            return result
         stopped = self._states.stopped(with_scale(result.plan, result.loss_scale))
         if not stopped:
             return result
@@ -366,6 +386,16 @@ class ParityTest:
             stopped=tuple(stopped),
             passes=self.prober.passes,
         )
+
+    def _with_choices(self, result: ParityResult) -> ParityResult:
+        """The result with the discrete choices that differ from fp32's; a failure, if rounding does not explain them."""
+        found = self.prober.changed_choices(with_scale(result.plan, result.loss_scale))
+        result = dataclasses.replace(result, choices=found, passes=self.prober.passes)
+        if not (wrong := result.wrong_choices):
+            return result
+        others = f"; {len(wrong) - 1} other operators choose wrongly too" if len(wrong) > 1 else ""
+        reason = f"{wrong[0].said(result.plan.compute)}{others}"
+        return dataclasses.replace(result, verdict="fail", reason=reason, more=False)
 
     def _modules(self) -> dict[str, list[str]]:
         modules: dict[str, list[str]] = {}

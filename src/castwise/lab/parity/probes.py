@@ -28,6 +28,7 @@ from castwise.core.session import Amp
 from castwise.errors import NonFiniteError, WorkloadError
 from castwise.lab.parity.damage import Grams, Matrix
 from castwise.lab.parity.positions import Positions, PositionWatch
+from castwise.lab.passes.choices import Changes, Choice, Choices, changed_choices, lowest_format
 from castwise.lab.passes.draws import Draws
 from castwise.lab.passes.observers import Observer
 from castwise.lab.passes.passes import Original, at_scale, observed_under, run_backward, under
@@ -44,6 +45,8 @@ LEAST_ELEMENTS = 1 << 15
 RESCALE = 2.0**-6
 """Factor of the next loss scale tried when gradients overflow."""
 RESCALES = 3
+CHOOSING = 2
+"""Number of microbatches whose discrete choices are compared."""
 _CHUNKS = {"cpu": 1 << 14}
 """Elements of a vector multiplied at once: all vectors together fit in a CPU's caches, and occupy a GPU."""
 _EXPONENTS = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}
@@ -58,12 +61,14 @@ class Micro:
     Attributes:
         batch: The batch, on the device.
         seed: Of dither and random draws.
+        choices: Those of its forward, in the first ``CHOOSING`` microbatches.
         gradients: fp32, one vector per parameter; complex ones as real and imaginary parts.
     """
 
     batch: Any
     seed: int
     draws: Draws = field(default_factory=Draws)
+    choices: Choices = field(default_factory=Choices)
     gradients: list[Tensor] = field(default_factory=list)
     loss: float = float("nan")
 
@@ -207,7 +212,8 @@ class Prober:
                 self._set(model, micro)
                 state = {name: t.detach().clone() for name, t in state_of(model)}
                 first = () if self.micros else (PositionWatch(self.positions, model, batch),)
-                with observed_under(REFERENCE, model, self.device, micro.draws, *observers, *first):
+                choices = (micro.choices,) if len(self.micros) < CHOOSING else ()
+                with observed_under(REFERENCE, model, self.device, micro.draws, *observers, *first, *choices):
                     micro.loss = self._backward(model, amp, micro)
                 self.moving += tuple(
                     n
@@ -311,6 +317,20 @@ class Prober:
             for index in indices:
                 self._set(model, self.micros[index])
                 self._replay(model, amp, self.micros[index], *observers)
+
+    def changed_choices(self, plan: Plan) -> tuple[Choice, ...]:
+        """The discrete choices that differ from the reference's under a plan; runs passes only if the model makes any.
+
+        Raises:
+            CastwiseError: The plan does not fit the model or the device.
+        """
+        changes: list[Changes] = []
+        format = lowest_format(plan)
+        for index, micro in enumerate(self.micros[:CHOOSING]):
+            if format is not None and micro.choices.tape:
+                changes.append(Changes(micro.choices.tape, format))
+                self.observe(plan, [index], changes[-1])
+        return changed_choices(changes)
 
     def _replay(self, model: nn.Module, amp: Amp, micro: Micro, *observers: Observer) -> None:
         """A forward and backward with the reference's random draws; on a CPU, fp16 products are emulated as on a GPU."""

@@ -48,8 +48,7 @@ def find_exemptions(search: Search) -> None:
 
 def _widened(parts: Sequence[Part], base: Plan, kept: Mapping[str, str], result: ParityResult) -> Repair:
     """Keep one more part in fp32: the one whose parameters show the most damage, or else half of the remaining parts."""
-    owners = [name.rpartition(".")[0] for name in result.stopped]
-    for path in (*owners, *(region.path for region in result.worst(len(result.regions)))):
+    for path in (*result.owners, *(region.path for region in result.worst(len(result.regions)))):
         part = next((p for p in parts if path in p.paths and p.pattern not in kept), None)
         if part is not None:
             more = {part.pattern: "on fresh batches most of the damage is in its parameters"}

@@ -117,7 +117,7 @@ def is_doubtful(found: ParityResult) -> bool:
     own = max(found.floor, found.repeat)
     near = found.severity <= DOUBT and own <= COMPARABLE * found.damage.value
     return (
-        near and not found.strayed and not found.stopped and not found.biased
+        near and not found.strayed and not found.owners and not found.biased
     )  # training losses do not depend on running statistics, and short runs do not average noise as long ones do
 
 

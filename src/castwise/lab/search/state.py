@@ -147,8 +147,8 @@ class Search:
 
     def repaired(self, plan: Plan, found: ParityResult | None) -> Repair:
         """Keep as few parts in fp32 as possible so that a failed plan passes; ``parity`` says whether it does."""
-        if found is not None and found.stopped:
-            return self._with_state(plan, found)
+        if found is not None and found.owners:
+            return self._with_owners(plan, found)
         repair = self.reference.numerics.repair(plan, found, reserve=VERIFYING)
         if (result := repair.result) is not None:
             hangs = result.verdict == "undecided" and result.severity < 1.0  # on a few microbatches
@@ -157,14 +157,14 @@ class Search:
             )
         return repair
 
-    def _with_state(self, plan: Plan, found: ParityResult) -> Repair:
-        """Keep parts in fp32 whose state stops changing in the low format."""
-        owners = {name.rpartition(".")[0] for name in found.stopped}
-        kept = {
-            part.pattern: "its buffers or untrained parameters stop changing in a low format"
-            for part in self.reference.parts
-            if owners & set(part.paths)
-        }
+    def _with_owners(self, plan: Plan, found: ParityResult) -> Repair:
+        """Keep parts in fp32 whose state stops changing in the low format, or whose choices it changes."""
+        why = (
+            "its buffers or untrained parameters stop changing in a low format"
+            if found.stopped
+            else "its integers or masks are wrong in a low format"
+        )
+        kept = {part.pattern: why for part in self.reference.parts if set(found.owners) & set(part.paths)}
         repair = Repair(exempt(plan, self.reference.parts, kept), kept)
         if kept:
             self.find(repair.plan)

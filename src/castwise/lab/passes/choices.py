@@ -1,0 +1,275 @@
+"""Compare the discrete choices of a reference run with those of a run in a lower format.
+
+A choice is an integer or boolean tensor that an operator computes from floating tensors: an index, a mask, an order, a route. It
+has no gradient, so that a comparison of gradients can miss a wrong one. Near a tie a choice changes by rounding alone, in fp32 too,
+and does no harm: two experts with equal scores, a mask at 0. A choice is *wrong* where rounding does not explain the change:
+the operator chooses as before in fp32 when its inputs move towards those of the lower format by at most
+
+- ``TOLERANCE`` * eps standard deviations, plus the rounding of the element's distance from the mean;
+- half a unit, if the result is an integer made of the number itself (``.long()``);
+- nothing, if the input consists of whole numbers that the lower format does not hold: positions above 256 in bf16, above 2048 in
+  fp16. Whole numbers that it holds change only by an earlier choice, and explain any change.
+
+Each operator is judged alone: the reference's choices are put in the place of the lower format's, as random draws are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from castwise.core import _torch
+from castwise.core.casting.trees import map_tensors, tensors_in
+from castwise.core.plans.formats import FORMATS, LOW_DTYPES, Format
+from castwise.core.plans.plan import Plan
+from castwise.lab.passes.observers import Args, Kwargs, Observer, Run
+
+TOLERANCE = 8.0
+WRONG = 5e-3
+"""A larger share of wrong elements is no accident."""
+LEAST = 2
+"""Minimum number of wrong elements."""
+LARGEST = 1 << 24
+"""Choices from more elements than this are not compared."""
+LOSS = "(loss)"
+_NOT_CHOSEN = ("empty", "new_empty", "view", "_scaled_dot", "cudnn", "_cudnn", "miopen")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choices of one operator in one module that differ between fp32 and a plan.
+
+    Attributes:
+        path: Of the module whose code calls the operator; empty for the model, ``(loss)`` for the code of the loss.
+        operator: Name of the operator, such as ``argmax``.
+        elements: Number of integers or booleans compared.
+        changed: Number that differ from fp32's.
+        wrong: Number that differ by more than rounding explains.
+    """
+
+    path: str
+    operator: str
+    elements: int
+    changed: int
+    wrong: int
+
+    @property
+    def share(self) -> float:
+        """Share of elements that differ."""
+        return self.changed / self.elements
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the format, not a tie, changes the choice."""
+        return self.wrong >= LEAST and self.wrong > WRONG * self.elements
+
+    @property
+    def what(self) -> str:
+        """The operator, in words."""
+        return "conversion to integers" if self.operator == "_to_copy" else self.operator
+
+    def said(self, format: str) -> str:
+        """The change in a sentence."""
+        return (
+            f"{self.what} in {self.path or 'the model itself'} chooses differently in {format}: {self.changed / self.elements:.1%} of "
+            f"its results differ from fp32's, {self.wrong / self.elements:.1%} by more than rounding explains"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields and properties, for reports."""
+        said = {"what": self.what, "share": self.share, "is_wrong": self.is_wrong}
+        return dataclasses.asdict(self) | said
+
+
+class _Made(NamedTuple):
+    """A choice of the reference: the operator with copies of its arguments, and its integer and boolean results."""
+
+    path: str
+    op: _torch.operators.OpOverload
+    given: tuple[Args, Kwargs] | None
+    results: list[Tensor]
+
+
+def _is_choice(op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> bool:
+    """Whether an operator of a forward could choose: it gets floating tensors and is not random."""
+    return (
+        _torch.autograd.graph_task_id() == -1
+        and torch.Tag.nondeterministic_seeded not in op.tags
+        and not op.overloadpacket.__name__.startswith(_NOT_CHOSEN)
+        and any(t.is_floating_point() for t in tensors_in((args, kwargs)))
+    )
+
+
+def _chosen(out: Any) -> list[Tensor]:
+    """The integer and boolean tensors of a result; bytes are workspaces of kernels."""
+    return [
+        t
+        for t in tensors_in(out)
+        if not (t.is_floating_point() or t.is_complex() or t.dtype is torch.uint8)
+        and t.layout is torch.strided
+    ]
+
+
+class Choices(Observer):
+    """Records the choices of a reference's forward.
+
+    Attributes:
+        tape: Each choice of the last pass, in order.
+    """
+
+    def __init__(self) -> None:
+        self.tape: list[_Made] = []
+
+    def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
+        """Start a pass."""
+        self.tape = []
+        return super().around(model)
+
+    def modules(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        """All modules, to know whose code runs."""
+        yield from model.named_modules()
+
+    def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator, and record what it chooses."""
+        out = run(op, args, kwargs)
+        if _is_choice(op, args, kwargs) and (results := _chosen(out)):
+            path = self.running[-1].path if self.running else LOSS
+            small = sum(t.numel() for t in tensors_in((args, kwargs))) <= LARGEST
+            given = map_tensors(lambda t: t.detach().clone(), (args, kwargs)) if small else None
+            self.tape.append(_Made(path, op, given, [t.clone() for t in results]))
+        return out
+
+
+class Changes(Observer):
+    """Compares the choices of a forward with recorded ones, and puts these in their place.
+
+    Args:
+        tape: Of :class:`Choices`.
+        format: The coarsest format of the plan.
+
+    Attributes:
+        counts: By path and operator, numbers of elements compared, changed and wrong.
+    """
+
+    def __init__(self, tape: list[_Made], format: Format) -> None:
+        self._tape, self._format = tape, format
+        self._rest: list[_Made] = []
+        self.counts: dict[tuple[str, str], Counter[str]] = {}
+
+    def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
+        """Start a pass."""
+        self._rest, self.counts = [*self._tape], {}
+        return super().around(model)
+
+    def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator; compare and replace what it chooses."""
+        out = run(op, args, kwargs)
+        if not self._rest or not _is_choice(op, args, kwargs) or not (results := _chosen(out)):
+            return out
+        made = self._rest.pop(0)
+        if made.op is not op or len(made.results) != len(results):
+            self._rest = []  # the code took another branch
+            return out
+        if made.given is None:
+            return out
+        count = self.counts.setdefault((made.path, op.overloadpacket.__name__), Counter())
+        again: list[Tensor] | None = None
+        for at, (theirs, ours) in enumerate(zip(made.results, results, strict=True)):
+            count["elements"] += theirs.numel()
+            changed = _differ(ours, theirs)
+            if bool(changed.any()):
+                if again is None:
+                    again = self._moved(made, args, kwargs, len(results))
+                count["changed"] += int(changed.sum())
+                count["wrong"] += int((changed & ~_differ(again[at], theirs)).sum())
+            if ours.shape == theirs.shape:
+                ours.copy_(theirs)
+            else:
+                self._rest = []
+        return out
+
+    def _moved(self, made: _Made, args: Args, kwargs: Kwargs, count: int) -> list[Tensor]:
+        """The choices of the reference's operator when its inputs move towards those of the format, as far as rounding explains."""
+        assert made.given is not None
+        low = iter(tensors_in((args, kwargs)))
+        converts = made.op.overloadpacket.__name__ == "_to_copy"
+
+        def move(wide: Tensor) -> Tensor:
+            moved = next(low, wide)
+            if not wide.is_floating_point() or moved.shape != wide.shape:
+                return wide
+            return _towards(wide, moved, self._format, converts)
+
+        wide, kwargs = map_tensors(move, made.given)
+        dtype = next((t.dtype for t in tensors_in(args) if t.dtype in LOW_DTYPES), torch.float64)
+        # a low kernel rounds a threshold too
+        wide = tuple(
+            float(torch.tensor(a, dtype=dtype, device="cpu")) if isinstance(a, float) else a for a in wide
+        )
+        return _chosen(made.op(*wide, **kwargs))
+
+
+def _differ(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Elements that differ; all, if the shapes do."""
+    return ours != theirs if ours.shape == theirs.shape else torch.ones_like(theirs, dtype=torch.bool)
+
+
+def _towards(wide: Tensor, low: Tensor, format: Format, converts: bool) -> Tensor:
+    """Numbers moved towards those of a lower format by at most what rounding explains."""
+    x, y = wide.double(), low.double()
+    finite = torch.isfinite(x) & torch.isfinite(y)
+    if not bool(finite.any()):
+        return wide
+    known = x[finite]
+    if bool((known == known.round()).all()):
+        lost = float(known.abs().max()) > 2 / format.eps and torch.equal(
+            low, low.to(format.dtype).to(low.dtype)
+        )
+        return wide if lost else torch.where(finite, y, x).to(wide.dtype)
+    mean = known.mean()
+    spread = known.std() if known.numel() > 1 else known.abs()
+    most = format.eps * (TOLERANCE * spread + (x - mean).abs())
+    if converts:
+        most = most.clamp_max(0.5)
+    return torch.where(finite, x + (y - x).clamp(-most, most), x).to(wide.dtype)
+
+
+def changed_choices(passes: Iterable[Changes]) -> tuple[Choice, ...]:
+    """The choices that changed in some passes, those that are wrong first."""
+    total: dict[tuple[str, str], Counter[str]] = {}
+    for one in passes:
+        for place, count in one.counts.items():
+            total.setdefault(place, Counter()).update(count)
+    found = [
+        Choice(*place, count["elements"], count["changed"], count["wrong"])
+        for place, count in total.items()
+        if count["changed"]
+    ]
+    return tuple(sorted(found, key=_order))
+
+
+def worst_choices(by_rank: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
+    """The worst rank's result of each operator."""
+    worst: dict[tuple[str, str], Choice] = {}
+    for choice in itertools.chain.from_iterable(by_rank):
+        place = choice.path, choice.operator
+        worst[place] = min(worst.get(place, choice), choice, key=_order)
+    return tuple(sorted(worst.values(), key=_order))
+
+
+def _order(choice: Choice) -> tuple[bool, float, float]:
+    return not choice.is_wrong, -choice.wrong / choice.elements, -choice.share
+
+
+def lowest_format(plan: Plan) -> Format | None:
+    """The format with the fewest digits in which a plan computes; None if all are as fine as fp32."""
+    format = max((FORMATS[name] for name in plan.formats), key=lambda format: format.eps)
+    return format if format.eps > FORMATS["fp32"].eps else None
