@@ -80,9 +80,12 @@ def decide(
     """
     order = sorted(range(len(complexity)), key=lambda index: (complexity[index], index))
     likely = stats.restarts(times_s, levels[0], strict=STRICT)
-    sure = stats.restarts(times_s, levels[1], strict=levels[1])
+    sure = stats.restarts(
+        times_s, levels[1]
+    )  # without a bound on few starts: a choice for lack of time uses all that is known
+    strict = stats.restarts(times_s, levels[1], strict=levels[1])
     lead = {one: max((sure[one, two].low for two in order if two != one), default=0.0) for one in order}
-    out = frozenset(one for one in order if lead[one] > MARGIN)
+    out = frozenset(one for one, two in strict if strict[one, two].low > MARGIN)
     could = [one for one in order if lead[one] <= SLOWER] or [min(order, key=lead.__getitem__)]
     raced = {one for one, two in behind if sure[one, two].value > MARGIN}
     for one in order:  # a plan no faster than a rejected simpler one rejects no other
