@@ -134,12 +134,14 @@ def main() -> None:
                         (trained(job, plan, seed)[1] - last) / (first - last)
                         for seed, (first, last) in enumerate(fp32)
                     ]
-                    mean, error = statistics.fmean(worse), statistics.stdev(worse) / math.sqrt(SEEDS)
-                    harmful = not math.isfinite(mean) or mean - T95 * error > MARGIN
+                    finite = all(map(math.isfinite, worse))
+                    mean = statistics.fmean(worse) if finite else math.inf
+                    error = statistics.stdev(worse) / math.sqrt(SEEDS) if finite else 0.0
+                    harmful = mean - T95 * error > MARGIN
                     results.add({
                         "job": name, "optimizer": words, "plan": preset, "lost": None if updates.broken else updates.lost,
                         "at_step": updates.step, "refused": updates.why, "elements": dropped(job, plan),
-                        "loss": mean if math.isfinite(mean) else None, "error": error if math.isfinite(error) else None,
+                        "loss": mean if finite else None, "error": error if finite else None,
                         "effect": "harmful" if harmful else "harmless" if mean + T95 * error <= MARGIN else "not shown",
                     })  # fmt: skip
 

@@ -14,6 +14,7 @@ import castwise
 from castwise import Plan
 from castwise.lab.parity import updates
 from castwise.lab.parity.updates import AFTER, COMPARED, LOST, UpdateLoss, update_loss
+from tests.core.masters.test_dropped_updates import Signs
 
 CPU = torch.device("cpu")
 TRUE = Plan.preset("bf16-true")
@@ -181,6 +182,27 @@ def test_an_optimizer_that_refuses_the_state_is_tested_by_rounding_its_update() 
             raise ValueError("no")
 
     assert job(lambda p: Refuses(p, lr=1e-6), TRUE).lost == 1.0
+
+
+@pytest.mark.parametrize(
+    ("way", "everywhere"),
+    [
+        ("kahan", False),
+        ("kahan", True),
+        ("textbook", True),
+        ("copy", True),
+        ("random", False),
+        ("bits", False),
+    ],
+)
+def test_an_optimizer_that_keeps_what_rounding_drops_loses_nothing(way: str, everywhere: bool) -> None:
+    found = job(lambda p: Signs(p, way, 1e-5, everywhere=everywhere), TRUE)
+    assert not found.why
+    assert found.steps == AFTER[-1] + COMPARED
+
+
+def test_one_that_keeps_nothing_loses_all() -> None:
+    assert job(lambda p: Signs(p, "dropped", 1e-5), TRUE).lost > 0.9
 
 
 def test_what_does_not_move_loses_nothing() -> None:

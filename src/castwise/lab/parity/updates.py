@@ -42,6 +42,8 @@ Source: bench/results/updates-cpu.json, by bench/bench_updates.py.
 """
 FAR = 0.5
 """Maximum share by which a plan may move a group further than fp32 does."""
+KEPT = 0.01
+"""An optimizer that drops at most this share of elements keeps what rounding would drop: nothing is lost."""
 AFTER = (1, 4, 16, 64, 256)
 """Numbers of fp32 steps after which the plan's steps are compared with fp32's."""
 COMPARED = 3
@@ -243,21 +245,24 @@ def _own_step(training: _Training, plan: Plan) -> list[list[Tensor | torch.dtype
         warnings.simplefilter(
             "ignore", UserWarning
         )  # what prepare warns of, such as eps in fp16, is tested here
-        stack.enter_context(under(bare, model, training.device, optimizer))
+        amp = stack.enter_context(under(bare, model, training.device, optimizer))
         stored: list[list[Tensor | torch.dtype]] = [
             [p.dtype for p in group["params"]] for group in optimizer.param_groups
         ]
         if training.needs_closure:
             return stored
-        try:
-            optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-        except Exception:  # of the optimizer's own class
-            return stored
         for p, trained in zip(model.parameters(), training.model.parameters(), strict=True):
             if trained.grad is not None:
                 p.grad = trained.grad.to(p.grad_dtype or p.dtype, copy=True)
         before = [[p.detach().clone() for p in group["params"]] for group in optimizer.param_groups]
+        try:
+            _continue_from(optimizer, training.optimizer, before)
+        except Exception:  # of the optimizer's own class
+            return stored
         optimizer.step()
+        dropped = (
+            amp.dropped_updates
+        )  # none, if the optimizer keeps what rounding drops, or rounds stochastically
         changes: list[list[Tensor | torch.dtype]] = [
             [_wide(new) - _wide(old) for new, old in zip(group["params"], olds, strict=True)]
             for group, olds in zip(optimizer.param_groups, before, strict=True)
@@ -265,7 +270,35 @@ def _own_step(training: _Training, plan: Plan) -> list[list[Tensor | torch.dtype
     for name, change in zip(names, itertools.chain.from_iterable(changes), strict=True):
         if isinstance(change, Tensor) and not bool(torch.isfinite(change).all()):
             return f"a step of the optimizer in {plan.compute} makes {name} non-finite"
-    return changes
+    return (
+        changes if dropped is None or dropped > KEPT else [[torch.float32] * len(group) for group in changes]
+    )
+
+
+def _continue_from(
+    optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer, values: Sequence[Sequence[Tensor]]
+) -> None:
+    """Give an optimizer the state of another, in the formats in which its own first step keeps it; ``values`` are its parameters'."""
+    optimizer.step()
+    formats = {
+        p: {key: getattr(value, "dtype", None) for key, value in optimizer.state[p].items()}
+        for p in optimizer.state
+    }
+    for group, olds in zip(optimizer.param_groups, values, strict=True):
+        for p, old in zip(group["params"], olds, strict=True):
+            p.detach().copy_(old)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))  # casts all of it to the parameter's format
+    theirs = [p for group in other.param_groups for p in group["params"]]
+    ours = [p for group in optimizer.param_groups for p in group["params"]]
+    for p, trained in zip(ours, theirs, strict=True):
+        for key, format in formats.get(p, {}).items():
+            value = other.state[trained].get(key) if trained in other.state else None
+            if (
+                isinstance(value, Tensor)
+                and format is not None
+                and optimizer.state[p][key].dtype is not format
+            ):
+                optimizer.state[p][key] = value.to(format)
 
 
 def _wide(tensor: Tensor) -> Tensor:
