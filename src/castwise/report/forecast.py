@@ -128,7 +128,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
     if record["scales"] is not None:
         facts += [
             ("loss scales without overflow or underflow in fp16", _scales(record["scales"]) or "-"),
-            ("loss scale of the gradients cast to fp16", words.number(record["loss_scale"])),
+            ("loss scale used for gradients in fp16", words.number(record["loss_scale"])),
         ]
     return facts
 

@@ -22,12 +22,12 @@ _COLUMNS = {
     "lost": "lost_updates",
 }  # fmt: skip
 COLUMNS = {
-    "gradient, weights": "norms; those of gradients are taken before the step, without the loss scale",
-    "update": "the norm of the weights' change in the step over the norm of the weights",
+    "gradient, weights": "norms, that of the gradients before the step and without the loss scale",
+    "update": "the norm of the change of the weights in the step, divided by the norm of the weights",
     "output": "the largest magnitude that the module returned",
     "near overflow": "share of its fp16 outputs above an eighth of 65504",
     "zero, subnormal": "shares of the gradients of its fp16 outputs that are 0 or subnormal in fp16",
-    "underflow": "error of rounding to subnormals: its square over the squared norm of the gradients",
+    "underflow": "squared error of rounding to subnormals, divided by the squared norm of the gradients",
     "lost": "share of the updates that rounding dropped, where parameters are stored low without masters",
 }
 """Meaning of the columns, for the page."""
@@ -169,8 +169,8 @@ PICTURES = {
         "The norm of all gradients, unscaled. Dotted: alarms.",
     ),
     "update": Picture(
-        _curve("update_ratio", "Update", COLOURS[1]), "The size of updates over that of weights by step",
-        "The update's norm over that of the weights.",
+        _curve("update_ratio", "Update", COLOURS[1]), "Update norm divided by weight norm, by step",
+        "The norm of the update, divided by the norm of the weights.",
     ),
     "scale": Picture(
         _curve("loss_scale", "Loss scale", COLOURS[2], 2), "The loss scale by step", "The loss scale.",

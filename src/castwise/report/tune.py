@@ -370,8 +370,8 @@ def interval_note(record: Record) -> str:
     )
     return (
         f"Plans with a time were in the final: {how}. fp32's time is a median ± half the interquartile range; another plan's time is "
-        "fp32's over the plan's speed. Brackets hold 95 % intervals: of speeds over starts (Student's t) and times of day, of damage "
-        f"over batches. Damage is {words.MEANING}: a plan passes below {lines['pass']:g}, fails above {lines['fail']:g} and is "
+        "fp32's time divided by the plan's speed. Brackets hold 95 % intervals: those of speeds include the variation between starts "
+        f"(Student's t) and times of day, those of damage the variation between batches. Damage is {words.MEANING}: a plan passes below {lines['pass']:g}, fails above {lines['fail']:g} and is "
         f"undecided in between; in the units of Adam's steps the limits are {lines['adam_pass']:g} and {lines['adam_fail']:g}."
     )
 

@@ -245,7 +245,12 @@ def _regions(record: Record) -> Figure | None:
         ("bias", lambda row: row["bias"], COLOURS[0], "o"),
         ("noise", lambda row: row["noise"], COLOURS[2], "D"),
         ("the data's noise", lambda row: row["data_noise"], GREY, "|"),
-        ("alone in the low format", lambda row: row["damage"] and row["damage"]["value"], COLOURS[6], "X"),
+        (
+            "damage with only this region in the low format",
+            lambda row: row["damage"] and row["damage"]["value"],
+            COLOURS[6],
+            "X",
+        ),
     )
     found = [v for _, get, _, _ in kinds for row in rows if (v := get(row))]
     low = max(min([passes, *found]) / 3, _LEAST)
@@ -291,6 +296,6 @@ PICTURES = {
     ),
     "regions": Picture(
         _regions, "Bias and noise of each region",
-        "Parts of the plan's damage, the relative error of an update, with the limits for the whole damage (dashed).",
+        "Each region's part of the damage, which is the relative error of an update. Dashed: the limits for the whole plan.",
     ),
 }  # fmt: skip

@@ -14,8 +14,8 @@ from castwise.core.amounts import size as size
 Record = Mapping[str, Any]
 
 MEANING = (
-    "the relative error of an update: the square of the error that a plan adds to one update, over the update's own "
-    "expected square"
+    "the relative error of an update: the squared error that a plan adds to one update, divided by the expected squared "
+    "norm of the update"
 )
 """Definition of damage, for every text that reports it."""
 PAIRED = (

@@ -86,7 +86,7 @@ def test_a_search_takes_it_and_shows_it_as_given(adapters: bool, goal: str) -> N
         assert torch.equal(value, before[name])
         assert value.dtype is before[name].dtype
     said = " ".join(result.evidence.notes)
-    assert "arrive in bfloat16. fp32 is the model widened" in said
+    assert "were given in bfloat16. The fp32 plan widens them" in said
     provenance = result.plan.provenance
     assert provenance is not None
     assert provenance["widen"] == widen_for(result.plan, model)

@@ -239,7 +239,7 @@ def test_a_loss_at_its_floor_is_named() -> None:
             optimizer.zero_grad()
 
     train(3)
-    with pytest.raises(LossScaleError, match="the loss 'b' has its scale at its floor, 1"):
+    with pytest.raises(LossScaleError, match="the loss scale of 'b' is at its floor, 1"):
         train(1)
     assert scaler.get_scale("a") == 8.0
 

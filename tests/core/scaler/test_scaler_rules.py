@@ -306,7 +306,7 @@ def test_one_loss_that_always_overflows_is_an_error_beside_one_that_does_not() -
             train("good", 1.0)
             train("bad", math.nan)
 
-    words = r"not finite \d+ times in a row, and the loss 'bad' has its scale at its floor"
+    words = r"not finite \d+ times in a row, and the loss scale of 'bad' is at its floor"
     with pytest.raises(LossScaleError, match=words):
         go_on()
     assert amp.get_scale("good") == 2.0**16

@@ -40,7 +40,7 @@ def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_f
     places = {plan: 1.0 + 0.0105 * place for place, plan in enumerate([*others, AUTOCAST])}
     contest = raced(search, {FP32: 2.0, **places})
     assert likeliest(search.journal, contest, [FP32, *others, AUTOCAST]) == [FP32, *others[:FINALISTS]]
-    why = f"not in the final: {FINALISTS} faster or simpler plans took its places"
+    why = f"not in the final: its {FINALISTS} places went to faster or simpler plans"
     assert noted(search) == dict.fromkeys([*others[FINALISTS:], AUTOCAST], why)
     assert likeliest(search.journal, contest, [FP32, AUTOCAST]) == [FP32, AUTOCAST]
     assert likeliest(search.journal, contest, [FP32]) == [FP32]
@@ -203,7 +203,7 @@ def test_as_many_come_to_the_final_as_there_is_time_to_start(
     assert likeliest(search.journal, contest, [FP32, AUTOCAST, *others], most=2) == [FP32, *others[1:]]
     assert (
         search.journal.fates[others[0]].reason
-        == "not in the final: 2 faster or simpler plans took its places"
+        == "not in the final: its 2 places went to faster or simpler plans"
     )
     contest.entries[FP32].times_s = [0.12] * 4
     assert room_in_final(search.context, contest) == FINALISTS

@@ -191,7 +191,7 @@ def test_what_there_is_no_time_for_is_not_tried_and_that_is_said() -> None:
     with search.context.home:
         assert not keeping_saves(search.context, FP32)
     (note,) = search.journal.undecided
-    assert note == "Whether keeping freed memory saves page faults was not measured: the time ran out."
+    assert note == "The page faults that kept memory would save were not counted: the time ran out."
 
 
 def test_keeping_changes_no_numerics_and_is_nearly_free() -> None:
@@ -241,4 +241,6 @@ def test_finalists_keep_memory_and_race_no_longer_as_they_are(
         assert raced <= {FP32, AUTOCAST, *kept}
         reasons = {Plan.parse(row.plan): row.reason for row in result.evidence.candidates}
         twins = {as_raced(plan) for plan in kept} - {FP32, AUTOCAST, Plan.parse(str(result.plan))}
-        assert all(reasons[plan].startswith("the final ran this plan as ") for plan in twins), reasons
+        assert all(
+            reasons[plan].startswith("timed in the final with other settings, as ") for plan in twins
+        ), reasons

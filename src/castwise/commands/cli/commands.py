@@ -129,7 +129,7 @@ def tune(
         typer.Option(help="Steps of each final training run that compares the plan with fp32; 0 for none."),
     ] = 0,
     verify_seeds: Annotated[
-        int, typer.Option(help="Pairs of training runs, one of the plan and one of fp32.")
+        int, typer.Option(help="Number of pairs of training runs, one under the plan and one in fp32.")
     ] = 8,
     warmup_steps: Annotated[
         int, typer.Option(help="Check the numerics again after this many fp32 steps; 0 for no second check.")
@@ -251,7 +251,7 @@ def doctor(
     lint: Annotated[
         Path | None,
         path_option(
-            "Instead of measuring, list the precision problems of a script, or of all in a folder; exit code 1 if there are any.",
+            "Measure nothing: list the precision problems of a script, or of all scripts in a folder. The exit code is 1 if there are any.",
             False,
         ),
     ] = None,

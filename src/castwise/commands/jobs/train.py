@@ -117,7 +117,7 @@ def _pipeline_options(layout: Layout, microbatches: int | None, schedule: str | 
         for name, value in (("microbatches", microbatches), ("schedule", schedule)):
             if value is not None:
                 raise PlanError(
-                    f"train({name}={value!r}): only for pipelines, and layout {layout} has none; leave it out, or use e.g. --layout pp2"
+                    f"train({name}={value!r}): only for pipelines, and layout {layout} has none; leave {name} out, or use e.g. --layout pp2"
                 )
         return 1, ""
     schedule = "1f1b" if schedule is None else schedule

@@ -128,9 +128,9 @@ def _refuse_export() -> None:
         StateError: Always.
     """
     raise StateError(
-        "torch.export of castwise.autocast: an exported graph lacks casts by a plan's own rules, and with strict=True it also lacks "
-        "all casts of a castwise.autocast that was created inside the exported code. Export with strict=False and a dtype or a plan "
-        "without rules of its own, use torch.autocast, or cast the model by hand"
+        "torch.export of castwise.autocast: the exported graph would lack casts. With strict=False it lacks those of a plan's own "
+        "operator rules; with strict=True it lacks all casts of a castwise.autocast that the exported code creates. Export with "
+        "strict=False and pass a dtype, or a plan without operator rules of its own; or use torch.autocast; or cast the model by hand"
     )
 
 

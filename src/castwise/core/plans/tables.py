@@ -33,7 +33,7 @@ class Group:
 _MATRIX = "a product of matrices: matrix units take low inputs and sum in fp32"
 _CONV = "a convolution: matrix units take low inputs and sum in fp32"
 _ATTENTION = "two matrix products around a softmax, which the kernels keep in fp32"
-_RNN = "a recurrent layer is matrix products, and fused kernels want one format throughout"
+_RNN = "a recurrent layer consists of matrix products, and its fused kernels need one format throughout"
 _PRELU = "runs in the low format of the layer before it instead of the fp32 of its slope parameter"
 _RANGE = "overflows fp16 for moderate inputs, or amplifies rounding where it is steep"
 _SUMS = "adds or multiplies many terms: results overflow fp16, and bf16 rounds small terms away"

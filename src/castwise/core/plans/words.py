@@ -52,7 +52,7 @@ def _differences(plan: Plan, base: Plan) -> Iterator[str]:
     for what, patterns in formats.items():
         yield f"{_listed(patterns, 'regions')} {what}"
     if gone := [_part(region) for region in base.regions if region not in plan.regions]:
-        yield f"no format of its own for {_listed(gone, 'regions')}"
+        yield f"without the preset's format for {_listed(gone, 'regions')}"
     rules: dict[str, list[str]] = {}
     for op, rule in plan.ops:
         if (op, rule) not in base.ops:

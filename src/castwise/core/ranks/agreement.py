@@ -138,8 +138,8 @@ class Agreement:
         by: Callable[[], Any] = next(iter(self._averaged.values()), (_no_world,))[0]
         if _torch.distributed.is_in_join(by()):
             raise StateError(
-                f"{call}: DistributedDataParallel is in torch's Join, where ranks end at different steps; {call} needs all "
-                "ranks at each step. Give all ranks the same number of batches (DistributedSampler does), or leave it out"
+                f"{call}: DistributedDataParallel is in torch's Join, where ranks end at different steps, but {call} needs all "
+                "ranks at each step. Remove Join, and give all ranks the same number of batches (DistributedSampler does)"
             )
 
     def _is_averaged(self, parameter: Tensor, members: Iterable[int]) -> bool:

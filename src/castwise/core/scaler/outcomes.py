@@ -177,7 +177,7 @@ def stuck_error(
             f"step({type(optimizer).__name__}): gradients were not finite {times} times in a row, because weights are not: "
             f"{damaged_words(damaged)}"
         )
-    whose = "the loss scale is" if loss == "loss" else f"the loss {loss!r} has its scale"
+    whose = "the loss scale is" if loss == "loss" else f"the loss scale of {loss!r} is"
     if floor is None:
         where, cure = f"static, {scale:g}", "Use a dynamic or smaller loss scale. If that does not help"
     else:

@@ -229,8 +229,8 @@ def check_arrival(
     stay = all(resolution.storage.get(name, tensor.dtype) in LOW_DTYPES for name, tensor in low.items())
     if widen and not again and plan.stores_low and low and stay:
         raise PlanError(
-            f"prepare(widen={widen!r}): the plan {plan} stores everything that arrived low in {plan.compute}, so nothing "
-            f"remains to store in fp32. Leave widen out, or use a plan that keeps parameters in fp32, such as "
+            f"prepare(widen={widen!r}): the plan {plan} stores all low-precision tensors of the model in "
+            f"{plan.compute}, so there is nothing to widen to fp32. Leave widen out, or use a plan that keeps parameters in fp32, such as "
             f"{plan.compute + '-mixed'!r}."
         )
     if plan.params != "fp32" or not resolution.left_low:

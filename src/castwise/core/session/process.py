@@ -98,7 +98,7 @@ def find_device(call: str, device: Any, default: str) -> torch.device:
         ) from None
     if where.type != "cpu" and not _available(where.type):
         raise DeviceError(
-            f"{call}(device={str(where)!r}): no {where.type} device is available; use device='cpu' or leave it out"
+            f"{call}(device={str(where)!r}): no {where.type} device is available; use device='cpu', or leave device out"
         )
     if where.index is not None and where.type in ("cuda", "xpu"):
         count = getattr(torch, where.type).device_count()
@@ -117,14 +117,14 @@ def check_device(plan: Plan, device_type: str) -> None:
     """
     if device_type != "cpu" and not _available(device_type):
         raise DeviceError(
-            f"Amp(device={device_type!r}): no {device_type} device is available; use device='cpu' or leave it out"
+            f"Amp(device={device_type!r}): no {device_type} device is available; use device='cpu', or leave device out"
         )
     for name in ("fp32_matmul", "fp32_conv"):
         value = getattr(plan, name)
         if value == "tf32" and not _has_tf32(device_type):
             raise DeviceError(
-                f"Plan {plan}: {name}='tf32', but this {device_type} device has no TF32; use 'bf16' (products of bf16 parts) "
-                "where the device has it, 'ieee', or the preset fp32"
+                f"Plan {plan}: {name}='tf32', but this {device_type} device has no TF32; use 'ieee', the preset fp32, "
+                "or, on a CPU with bf16, 'bf16'"
             )
         if value == "bf16" and device_type == "cuda":
             raise DeviceError(f"Plan {plan}: {name}='bf16' is for CPUs; on CUDA use 'tf32' or 'ieee'")

@@ -21,7 +21,7 @@ def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator
     for model in members.models:
         yield f"{type(model).__name__}: {', '.join(_kinds(model, members))}"
     for kind, why in dropped.unmeasured.items():
-        yield f"updates that rounding drops are not measured for {kind}: {why}"
+        yield f"dropped updates are not measured for {kind}: {why}"
     seen = f"({dropped.moved:,} seen at {dropped.looks} of {dropped.steps} steps)"
     if dropped.share == 0:
         yield f"no update is lost to rounding to {plan.compute} {seen}"

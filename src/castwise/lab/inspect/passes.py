@@ -95,7 +95,7 @@ class Passes:
             if all(parameter.grad is None for parameter in model.parameters()):
                 raise WorkloadError(
                     f"{self.call}: after loss(model, batch) and backward no parameter of the model has a gradient; the loss must "
-                    "call the model of its first argument, which is a copy"
+                    "call the model that it is given, since experiments run on copies"
                 )
             return Pass(model, loss, amp.get_scale())
 

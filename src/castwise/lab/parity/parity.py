@@ -164,8 +164,8 @@ class ParityResult:
         where = next((region.path for region in self.worst(1)), "")
         fp32 = f"; a plan that keeps {where} in fp32" if where else ""
         return (
-            "More microbatches would not decide. Try: the remedy that the reason names; training runs, as `castwise tune "
-            f"--verify-steps` makes them{fp32}."
+            "More microbatches would not decide. Try: the remedy in the reason; training runs (`castwise tune --verify-steps`)"
+            f"{fp32}."
         )
 
     @property
@@ -434,7 +434,7 @@ class ParityTest:
             what = (
                 "the loss is not deterministic: computed twice from the same inputs, it differs"
                 if self.repeat >= self.floor
-                else "two fp32 runs that round differently differ"
+                else "two fp32 runs with different rounding differ"
             )
             return (
                 "undecided",

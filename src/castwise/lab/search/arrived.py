@@ -19,8 +19,8 @@ def arrival_notes(search: Search) -> Iterator[str]:
     low = low_tensors(model)
     formats = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in low.values()}))
     yield (
-        f"{len(low)} tensors of the model arrive in {formats}. fp32 is the model widened to fp32, which is exact and takes "
-        f"{size(more_bytes(low.values()))} more for these tensors."
+        f"{len(low)} tensors of the model were given in {formats}. The fp32 plan widens them to fp32, which is exact and takes "
+        f"{size(more_bytes(low.values()))} more memory."
     )
     if search.race is None:
         pass
@@ -29,7 +29,7 @@ def arrival_notes(search: Search) -> Iterator[str]:
     else:
         updates = search.updates_as_given
         lost = f"; {updates.why}" if updates is not None and updates.why else ""
-        yield f"{AS_GIVEN!r} is the model as it arrived, under {search.as_given}, and is never chosen{lost}."
+        yield f"The row {AS_GIVEN!r} is the model in its own formats, under {search.as_given}. It is never chosen{lost}."
     frozen = any(not p.requires_grad for name, p in model.named_parameters() if name in low)
     widen = widen_for(search.choice.plan, model)
     said = f", widen={(widen if frozen else True)!r}" if widen else ""

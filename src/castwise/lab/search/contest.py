@@ -185,8 +185,12 @@ class Contest:
 
     def _not_faster(self, plan: Plan, leader: Plan) -> Fate:
         ratio = self.ratio(plan, leader)
-        said = f"takes {1 / ratio.value:.2f} times as long as" if ratio else "not timed beside"
-        return Fate("worse", f"not faster: {said} {in_words(leader)} in the race", "race")
+        said = (
+            f"takes {1 / ratio.value:.2f} times as long as {in_words(leader)} in the race"
+            if ratio
+            else f"in the race it gained less over fp32 than {in_words(leader)}"
+        )
+        return Fate("worse", f"not faster: {said}", "race")
 
     def run(
         self, plans: Sequence[Plan], rounds: int, *, admit_late: bool = True, until: float | None = None

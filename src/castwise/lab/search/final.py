@@ -201,7 +201,7 @@ _TOLD = 20.0
 
 def ran_as(plan: Plan) -> Fate:
     """Why a plan was not chosen or not timed, if the final ran it with other settings."""
-    return Fate("spared", f"the final ran this plan as {in_words(plan)}", "final")
+    return Fate("spared", f"timed in the final with other settings, as {in_words(plan)}", "final")
 
 
 def _interval(ratio: stats.Ratio) -> str:

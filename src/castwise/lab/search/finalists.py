@@ -147,7 +147,7 @@ def likeliest(journal: Journal, contest: Contest, sound: Sequence[Plan], most: i
             journal.decide(plan, Fate("spared", f"{out} {in_words(rival)} {AS_GOOD}", "race"))
         elif len(left) - len([FP32, *lossless]) == most:
             journal.decide(
-                plan, Fate("spared", f"{out} {most} faster or simpler plans took its places", "race")
+                plan, Fate("spared", f"{out} its {most} places went to faster or simpler plans", "race")
             )
         else:
             left.append(plan)

@@ -43,7 +43,7 @@ def keeping_saves(context: Context, plan: Plan) -> float:
         return 0.0
     if context.left_s() < LEFT * context.settings.budget_s:
         context.journal.undecided.append(
-            "Whether keeping freed memory saves page faults was not measured: the time ran out."
+            "The page faults that kept memory would save were not counted: the time ran out."
         )
         return 0.0
     context.journal.tell(f"page faults of {in_words(plan)}")

@@ -340,13 +340,13 @@ def _slowdown_on_a_piece(
         cut = map_tensors(partial(_piece, features_first=features_first), args)
         plain, reduced = (_runner(module, cut, kwargs, name, False, device) for name in (None, low))
         try:
-            ranks.at("a module on a piece").each(plain)
+            ranks.at("a module on part of its input").each(plain)
         except Exception:  # the module does not accept such a piece
             continue
         break
     else:
         return 1.0
-    ranks.at(f"a module on a piece in {low}").each(reduced)
+    ranks.at(f"a module on part of its input in {low}").each(reduced)
     seconds = _least_s({"fp32": plain, low: reduced}, device, ranks, math.inf)
     return seconds[low] / max(seconds["fp32"], 2e-5)  # dispatch overhead alone proves nothing
 

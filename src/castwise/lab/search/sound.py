@@ -155,7 +155,7 @@ def against_updates(search: Search, plan: Plan) -> str:
         return "" if updates is None else updates.why
     trained = training_runs(search, plan)
     if trained is None:
-        return "it has no masters, and training runs could not be made to decide about it"
+        return "it has no masters, and no training runs could be made to test it"
     return "" if trained.verdict == "not worse" else f"in training {in_training(trained)}"
 
 

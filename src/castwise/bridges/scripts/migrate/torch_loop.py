@@ -67,13 +67,13 @@ def check_windows(view: View, events: Iterable[Event]) -> None:
                 what = "a loss is scaled" if event.kind == "backward" else "the scale is read"
                 raise Undecided(event.node, f"{what} between step() and update()")
         if stepped:
-            raise Undecided(stepped[0].node, "no update() follows this step() in the same function")
+            raise Undecided(stepped[0].node, "no update() comes after this step() in the same function")
 
 
 def _check_update(view: View, update: Event, stepped: list[Event]) -> None:
     suite = view.suite(update.node)
     if not stepped:
-        raise Undecided(update.node, "update() follows no step() in the same function")
+        raise Undecided(update.node, "no step() comes before this update() in the same function")
     if suite is None or any(view.suite(event.node) is not suite for event in stepped):
         raise Undecided(update.node, "step() and update() are in different blocks")
     for statement in suite.body[view.index(stepped[0].node) : view.index(update.node)]:

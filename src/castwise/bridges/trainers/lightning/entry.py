@@ -44,7 +44,7 @@ def _say_what_to_use(strategy: type, name: str) -> None:
     def put(self: Any, precision: Any) -> None:
         if isinstance(precision, CastwisePrecision):
             raise StrategyError(
-                f"{precision}: {strategy.__name__} takes no precision plug-in but Lightning's own FSDPPrecision. Shard with FSDP2 instead: "
+                f"{precision}: {strategy.__name__} accepts only Lightning's own FSDPPrecision as its precision plug-in. Shard with FSDP2 instead: "
                 "strategy=ModelParallelStrategy(...), and precision.fully_shard(model, mesh=device_mesh['data_parallel']) where the model is "
                 "parallelized"
             )
