@@ -35,7 +35,7 @@ class CastwiseError(Exception):
 
 
 class PlanError(CastwiseError, ValueError):
-    """A plan, or a part of one, that cannot be: names the field, the value and the allowed values."""
+    """A plan, or a part of one, is not valid: the message names the field, the value and the allowed values."""
 
 
 class UnknownNameError(PlanError):
@@ -47,7 +47,7 @@ class PatternError(PlanError):
 
 
 class DeviceError(CastwiseError, RuntimeError):
-    """The device lacks what the plan asks for."""
+    """The device does not support the plan."""
 
 
 class BannedOperatorError(CastwiseError, NotImplementedError):
@@ -55,7 +55,7 @@ class BannedOperatorError(CastwiseError, NotImplementedError):
 
 
 class StateError(CastwiseError, RuntimeError):
-    """A call that is right in itself but came at the wrong time or in the wrong order."""
+    """A valid call was made at the wrong time or in the wrong order."""
 
 
 class RankError(CastwiseError, RuntimeError):
@@ -73,11 +73,11 @@ class RankError(CastwiseError, RuntimeError):
 
 
 class LossScaleError(CastwiseError, RuntimeError):
-    """The loss scale cannot do its work: it sits at its floor and gradients still overflow."""
+    """Gradients still overflow although the loss scale is at its floor."""
 
 
 class NonFiniteError(CastwiseError, ArithmeticError):
-    """A loss or a gradient that is NaN or infinite where no loss scale can cure it."""
+    """A loss or a gradient is NaN or infinite, and no loss scale can cure it."""
 
 
 class DivergedError(CastwiseError, ArithmeticError):
@@ -85,15 +85,15 @@ class DivergedError(CastwiseError, ArithmeticError):
 
 
 class WorkloadError(CastwiseError, ValueError):
-    """A workload that cannot be found, imported or run as given."""
+    """A workload could not be found, imported or run."""
 
 
 class LintError(CastwiseError, ValueError):
-    """A script or folder that cannot be looked through as asked."""
+    """A script or folder could not be checked."""
 
 
 class MigrateError(CastwiseError, ValueError):
-    """A script or folder that cannot be migrated as asked."""
+    """A script or folder could not be migrated."""
 
 
 class MissingLibraryError(CastwiseError, ImportError):
@@ -101,11 +101,11 @@ class MissingLibraryError(CastwiseError, ImportError):
 
 
 class CheckpointError(CastwiseError, ValueError):
-    """A saved state that is not what it claims to be or does not fit."""
+    """A saved state is damaged, or does not fit the training."""
 
 
 def sentence(error: BaseException, whole: bool = True) -> str:
-    """An exception on one line: all that it says, or its first line alone.
+    """An exception's message on one line: the whole message, or only its first line.
 
     castwise's own are sentences already, others get the name of their type.
     """
@@ -156,7 +156,7 @@ def told(error: BaseException, whole: bool = True) -> str:
 
 
 def check_count(call: str, name: str, value: object, least: int) -> None:
-    """Refuse an argument that is no whole number from ``least`` on.
+    """Refuse an argument that is not a whole number of at least ``least``.
 
     Raises:
         PlanError: It names the call, the argument and the value.

@@ -1,1 +1,1 @@
-"""What experiments on a copy of a model: timing, parity, search, inspection, watching a run, workloads."""
+"""Experiments on a copy of a model: timing, parity, search, inspection; also watching a run, and workloads."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Result:
-    """A result: a frozen dataclass whose fields, and the ``kind`` that it says it is, are the record."""
+    """A result: a frozen dataclass whose fields, with its ``kind``, are the record."""
 
     kind: ClassVar[str]
 
@@ -69,7 +69,7 @@ def finite(value: float) -> float | None:
 
 
 def plain(value: Any) -> Any:
-    """JSON's own types: mappings, lists, and None for numbers that JSON does not have."""
+    """Convert a value to JSON's types: mappings, lists, and None for NaN and infinities."""
     if isinstance(value, float):
         return finite(value)
     if isinstance(value, Mapping):

@@ -40,7 +40,7 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """The same without calls whose errors come from torch's own kernels; a line says how many modules they are."""
+    """Like :func:`lines`, without calls whose errors come from torch's own kernels; a line counts their modules."""
     return _lines(record, _is_models, " table(verbose=True) lists them.")
 
 
@@ -61,7 +61,7 @@ def _lines(record: Record, shows: Callable[[str], bool], more: str = "") -> list
 
 
 def values(record: Record) -> dict[str, Any]:
-    """The same for the page, with all calls; those whose errors come from torch's own kernels are folded."""
+    """The values for the page, with all calls; calls whose errors come from torch's own kernels are folded."""
 
     def grids(shows: Callable[[str], bool]) -> dict[str, Grid]:
         chosen = {d: [call for call in record["calls"] if shows(call[d]["effect"])] for d in _DIRECTIONS}

@@ -99,7 +99,7 @@ def _ticks(paths: Sequence[str]) -> list[int]:
 
 
 def _short(path: str, most: int = 14) -> str:
-    """As many trailing parts of a path as fit; a number always keeps the part before it."""
+    """The last parts of a path, as many as fit; a number is never without the part before it."""
     first, *rest = reversed(path.split("."))
     name = first
     for at, part in enumerate(rest):

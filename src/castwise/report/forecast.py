@@ -64,7 +64,7 @@ def brief(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """The same for the page, and every region's tensors."""
+    """The values for the page: the answer and every region's tensors."""
     low, high = _axis(record)
     return {
         "answer": record["answer"],

@@ -35,7 +35,7 @@ _SHARES = ("near_overflow", "zero", "subnormal", "lost_updates")
 
 
 def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
-    """The run in one line, open alarms, the last sample's regions and the last audit, for the terminal."""
+    """For the terminal: the run in one line, open alarms, the last sample's regions and the last audit."""
     out: list[Grid | Line] = [Line(answer(record))]
     still = [alarm for alarm in record["alarms"] if alarm["open"]]
     out += [
@@ -134,7 +134,7 @@ def audit_grid(record: Mapping[str, Any]) -> Grid:
 
 
 def values(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for the page, with everything recorded before."""
+    """The values for the page: the whole run."""
     return {
         "answer": answer(record), "regions": region_grid(record), "alarms": alarm_grid(record),
         "audits": audit_grid(record), "remarks": [f"Not seen: {what}" for what in record["unseen"]],

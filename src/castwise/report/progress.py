@@ -42,7 +42,7 @@ class Lines:
 
 
 class Bars:
-    """A progress bar per stage and subject of a job's events."""
+    """Progress bars for a job: one for each stage and subject among its events."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

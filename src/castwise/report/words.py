@@ -86,7 +86,7 @@ def damage(value: float | None) -> str:
 
 
 def share(value: float, reference: float) -> str:
-    """How much less or more than a reference, as ``29 % less``."""
+    """The difference from a reference in per cent, as ``29 % less``."""
     change = value / reference - 1.0
     if abs(change) < 0.005:
         return "as much"

@@ -158,7 +158,7 @@ def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
 
 
 def takes_hooks(module: torch.nn.Module) -> bool:
-    """Whether a scripted or traced module calls hooks: one that ``torch.jit.trace`` returned does."""
+    """Whether a scripted or traced module calls hooks: it does if ``torch.jit.trace`` returned it."""
     return type(module).__name__ == "TopLevelTracedModule"
 
 

@@ -90,7 +90,7 @@ class WeakMemory:
 
     @property
     def version(self) -> int:
-        """As :func:`version`."""
+        """Like :func:`version`."""
         return int(self._writes._version)
 
     def tensor(self) -> torch.Tensor | None:
@@ -243,7 +243,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def to_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor with the values of a tensor of any layout: zeros filled in; of a nested one only the values."""
+    """A dense tensor with the values of a tensor of any layout, zeros filled in; of a nested tensor only the values."""
     if is_dense(tensor):
         return tensor
     return tensor.values() if tensor.is_nested else tensor.to_dense()

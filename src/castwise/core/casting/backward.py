@@ -80,7 +80,7 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
 
 
 def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """As :func:`mark_boundary`, without an extra node: ``tensor`` is not replaced.
+    """Like :func:`mark_boundary`, without an extra node: ``tensor`` is not replaced.
 
     Everything that backward runs between the node of ``tensor`` and the next one that is marked or noted counts as run
     in ``frame``, even if it was not. The first record of a node is kept, since it was made where the node was created.

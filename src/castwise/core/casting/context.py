@@ -99,7 +99,7 @@ def _resolve(
 def _resolve_for_trace(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> _Resolved:
-    """As :func:`_resolve`, for Dynamo, which keeps the result as a constant of the graph.
+    """Like :func:`_resolve`, for Dynamo, which keeps the result as a constant of the graph.
 
     Its arguments are constants too. A plan is passed as the result of :func:`_for_trace`: Dynamo of torch 2.11 accepts
     no plan, and Dynamo of 2.13 passes a plan created while tracing before its fields are set.

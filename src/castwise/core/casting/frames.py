@@ -57,7 +57,7 @@ class Frame:
 
 @dataclass(eq=False)
 class BackwardFrame:
-    """The frame in which a running backward recomputes forwards, for its graph task, unless another frame was pushed later."""
+    """The frame for forwards that a backward recomputes, in one graph task, unless another frame was pushed later."""
 
     task: int
     frame: Frame | None
@@ -255,12 +255,12 @@ def _runs(entered: object, running: FrameType | None) -> bool:
 
 
 def push_block(frame: Frame) -> None:
-    """:func:`push` for a block: one that the user opens with ``castwise.autocast``."""
+    """:func:`push` for a block that the user opens with ``castwise.autocast``."""
     push(frame, frame, False, _torch.autograd.sequence_number() if frame.overrides else 0)
 
 
 def pop_block(frame: Frame | None = None) -> None:
-    """:func:`pop` for a block: the one of ``frame``, or the one entered last.
+    """:func:`pop` for a block: the block of ``frame``, or else the block entered last.
 
     Raises:
         StateError: The block is not active on this thread.

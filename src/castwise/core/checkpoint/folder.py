@@ -74,7 +74,7 @@ def candidates(folder: Path) -> list[tuple[int, Path]]:
 
 
 def look(folder: Path) -> list[tuple[int, Path, tuple[int, int]]]:
-    """:func:`candidates` with a fingerprint of each: if it is equal later, the folder was not replaced or changed.
+    """:func:`candidates`, each with a fingerprint that changes if the folder is replaced or changed.
 
     The fingerprint of a folder that is still being written stays equal until it is renamed.
     """
@@ -299,7 +299,7 @@ class Draft:
             _remove(replaced)
 
     def prune(self, keep: int | None) -> None:
-        """Delete complete checkpoints of earlier steps, except the last ``keep`` including this one; None keeps all.
+        """Delete complete checkpoints of earlier steps: this one and the ``keep - 1`` before it stay. None keeps all.
 
         Damaged checkpoints, folders of other programs and checkpoints of later steps stay.
         """

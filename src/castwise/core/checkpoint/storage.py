@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A saved tensor; its pieces are not empty and together cover the tensor."""
+    """A saved tensor; none of its pieces is empty, and together they cover the tensor."""
 
     dtype: torch.dtype
     shape: Sizes

@@ -354,7 +354,7 @@ class Attachment:
         self._pairs.push_written()
 
     def settle(self) -> None:
-        """Synchronise parameters and masters, whichever was written. Compares versions, not values."""
+        """Copy writes to parameters into masters, and writes to masters into parameters. Compares versions, not values."""
         optimizer = self._optimizer()
         if optimizer is not None:
             self._scan_for_more(optimizer)

@@ -1,4 +1,4 @@
-"""Pairs of parameters and masters, synchronised whichever was written."""
+"""Pairs of parameters and masters: a write to either is copied to the other."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def sync(model: nn.Module) -> None:
 
 
 def settle(model: nn.Module) -> None:
-    """Synchronise a model's parameters and their masters, whichever was written."""
+    """Copy writes to a model's parameters into their masters, and writes to masters into the parameters."""
     for attachment in attachments(model):
         attachment.settle()
 

@@ -47,7 +47,7 @@ def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
 
 
 def in_fp32(value: Tensor) -> Tensor:
-    """The full values of a tensor of a model, detached.
+    """The fp32 values of a model's tensor, detached.
 
     Returns:
         Its master's memory, else that of its remembered original, else an fp32 copy of a low tensor, or any other

@@ -55,7 +55,7 @@ def is_sealed(tensor: Tensor) -> bool:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether a module's direct weights are quantised, so that its other tensors (scales, a bias) are left alone."""
+    """Whether a module's direct weights are quantised, so that its other tensors (scales, a bias) stay unchanged."""
     own = list(module.parameters(recurse=False))
     if any(is_sealed(p) or p.dtype in PACKED for p in own):
         return True
@@ -95,7 +95,7 @@ def widening(model: nn.Module, widen: Any) -> Callable[[str, Tensor], bool]:
 
 
 def widen_for(plan: Plan, model: nn.Module) -> Any:
-    """What to widen when a plan is compared with fp32 on a model that may arrive low.
+    """The ``widen`` argument for comparing a plan with fp32 on a model that may have low parameters.
 
     A plan that only computes in fp32 is fp32 for the whole model. Under other plans, trained parameters are widened,
     and so is a base in another low format than the plan's. A plan that computes in fp32 and returns outputs unchanged
@@ -110,7 +110,7 @@ def widen_for(plan: Plan, model: nn.Module) -> Any:
 
 
 def as_given(model: nn.Module) -> Plan | None:
-    """The plan that runs a model that arrives low as it runs without a plan.
+    """The plan under which a model with low parameters runs as it does without a plan.
 
     None if it arrives in fp32, or if its trained parameters are stored in several formats.
     """

@@ -125,7 +125,7 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
 
 
 def region_of(path: str, assigned: Mapping[str, Region]) -> Region | None:
-    """The region of a module, from the result of :func:`assign`: that of the nearest enclosing module with one."""
+    """The region of a module, from the result of :func:`assign`: the region of the nearest module around it that has one."""
     while path and path not in assigned:
         path = path.rpartition(".")[0]
     return assigned.get(path)

@@ -82,7 +82,7 @@ def _is_narrower(dtype: torch.dtype, stored: torch.dtype) -> bool:
 
 
 def stored_format(parameter: Tensor) -> Any:
-    """The dtype in which a parameter was stored when its model was prepared; its current one if it was not."""
+    """The dtype in which a parameter was stored when its model was prepared; else its current dtype."""
     return _stored.get(parameter, parameter.dtype)
 
 

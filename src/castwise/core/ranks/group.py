@@ -1,4 +1,4 @@
-"""Groups of processes that act together, and actions that either all of them complete or none."""
+"""Groups of processes that act together, and actions that all of them complete or none does."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Ranks:
         return heard
 
     def meet(self, value: _T) -> list[_T]:
-        """:meth:`gather` at a point that all ranks reach together: a rank that waits for seconds names the missing ones."""
+        """:meth:`gather` at a point that all ranks reach together; a rank that waits for seconds names the missing ranks."""
         if self.size == 1:
             return [value]
         with Waiting(self.group):

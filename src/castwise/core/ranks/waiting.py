@@ -1,4 +1,4 @@
-"""Reports of a waiting rank: it names the missing ranks within seconds, long before torch.distributed's timeout.
+"""Reports of a waiting rank, which name the missing ranks within seconds, long before torch.distributed's timeout.
 
 One thread per process watches its waits. Only a rank that has waited for a second writes to the store of the process group, so
 that others can distinguish it from a missing one. A step only records the start and the end of its wait.

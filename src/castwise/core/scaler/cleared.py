@@ -42,7 +42,7 @@ class Cleared:
             self._samples = [*self._samples[1 - _KEPT :], sampled]
 
     def were_used_for(self, params: Sequence[Tensor]) -> bool:
-        """Whether the current gradients were made from cleared ones, by size and direction. Waits for the device."""
+        """Whether norm and direction show that the gradients were computed from cleared ones. Waits for the device."""
         now = [(id(p), p.grad) for p in params if p.grad is not None]
         common = [(key, grad) for key, grad in now if all(key in sample for sample in self._samples)]
         if not self._samples or not common:

@@ -336,7 +336,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return value
 
     def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        """Record a step outside :meth:`step`; return None if a fused kernel decides.
+        """Record a step outside :meth:`step`. Returns None if a fused kernel decides on the device whether it was skipped.
 
         Raises:
             LossScaleError: As for :meth:`step`.
@@ -522,7 +522,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             self.update()
 
     def note_left(self, returned: dict[str, torch.Tensor]) -> None:
-        """Update the scales of losses whose gradients were returned, were not finite, and were never set on parameters."""
+        """Update the scales of losses whose gradients were returned and not finite, and were never set on parameters."""
         if self._limits.dynamic:
             self._losses.hold_back(returned)
             self._losses.move(returned, self.policy)

@@ -70,7 +70,7 @@ def lie_on(optimizer: Optimizer) -> bool:
 
 
 def move(optimizer: Optimizer) -> bool:
-    """Whether any gradient of an optimizer is not zero; libraries step on zero gradients to create state to load into."""
+    """Whether any gradient of an optimizer is not zero; libraries step on zero gradients to create optimizer state."""
     return any(bool(values(grad).any()) for grad in on_each(optimizer) if grad is not None)
 
 

@@ -119,7 +119,7 @@ def update_on_device(
     found_inf: torch.Tensor,
     policy: ScalePolicy,
 ) -> None:
-    """As :func:`next_state`, in place on the device's tensors and without waiting for it.
+    """Like :func:`next_state`, but in place on the device's tensors and without waiting for it.
 
     Args:
         scale: 0-dim fp32.

@@ -37,7 +37,7 @@ def take_back(optimizer: Any) -> None:
 def _look_at_others(
     optimizer: Optimizer, one: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
 ) -> dict[torch.device, torch.Tensor]:
-    """As :func:`unscale_others` by one, without writing if possible."""
+    """Like :func:`unscale_others` by one, without writing if possible."""
     grads = gradients.held(optimizer)
     if any(hasattr(grad, "placements") for grad in grads):  # partial sums, which torch's operator reduces
         return unscale_others(optimizer, one, flag, allow_fp16)

@@ -406,7 +406,7 @@ class Window:
             self.scaler._flags.note_norm(optimizers, norm)
 
     def were_cleared(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's gradients are made from some that were cleared with the scale in them. Waits for the device."""
+        """Whether an optimizer's gradients were computed from scaled gradients that were then cleared. Waits for the device."""
         cleared = self._cleared.get(id(optimizer))
         return cleared is not None and cleared.were_used_for(gradients.stored(optimizer))
 

@@ -589,7 +589,7 @@ class Amp(masters.OfThisProcess):
     # --- steps --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by their scale, in place; :meth:`step` does it if it was not done before.
+        """Divide an optimizer's gradients by their scale, in place. Optional: :meth:`step` unscales if you have not.
 
         Call it before anything changes gradients; the step checks again whether they are finite.
 

@@ -149,7 +149,7 @@ _entries = [_torch.hooks.Replacement(kind, "__enter__", _note_block) for kind in
 
 
 def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], None]], object]) -> None:
-    """Check the first backward passes that reach a model whose borders have just been put on.
+    """Check the first backward passes of a model that was just prepared.
 
     ``log`` gets the undo entry first.
     """

@@ -191,7 +191,7 @@ def check_masters(found: Inventory, members: Members) -> None:
 
 
 def check_apart(found: Inventory, others: Iterable[Optimizer]) -> None:
-    """Check that each parameter is in one optimizer: under a loss scale each of two would unscale its gradient.
+    """Check that each parameter is in one optimizer: under a loss scale, two optimizers would unscale its gradient twice.
 
     ``others``: the optimizers that are prepared already.
 
@@ -213,7 +213,7 @@ def check_apart(found: Inventory, others: Iterable[Optimizer]) -> None:
 def check_arrival(
     low: Mapping[str, Tensor], resolution: Resolution, widen: bool | str, *, again: bool = False
 ) -> None:
-    """Refuse trained parameters that arrive low under a plan that stores them in fp32, unless ``widen`` allows it.
+    """Refuse trained parameters that are given low under a plan that stores them in fp32, unless ``widen`` is given.
 
     Args:
         low: The model's tensors that are stored low, by path.

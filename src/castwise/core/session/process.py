@@ -206,7 +206,7 @@ class Claim:
                 self._take(place, value, what)
 
     def close_collected(self) -> None:
-        """As :meth:`close`, for a finalizer, whose exceptions Python swallows."""
+        """Like :meth:`close`, for a finalizer, whose exceptions Python swallows."""
         try:
             self.close()
         except BaseException:

@@ -43,7 +43,7 @@ def dtypes_now(tensors: Iterable[Tensor]) -> Any:
 def as_arrived(
     weights: Mapping[str, Any], model: nn.Module, arrived: Iterable[Mapping[Tensor, torch.dtype]]
 ) -> dict[str, Any]:
-    """fp32 weights, with those that arrived low in their former format again; shared tensors stay shared."""
+    """fp32 weights, except that weights given low return to their former format; shared tensors stay shared."""
     known = list(arrived)
     done: dict[int, Tensor] = {}
     out = dict(weights)
@@ -272,7 +272,7 @@ class Kept(NamedTuple):
         return found
 
     def trains(self, model: nn.Module) -> bool:
-        """Whether a parameter of a model is among them."""
+        """Whether these values include a parameter of a model."""
         own = {id(parameter) for parameter in model.parameters()}
         return any(id(tensor) in own for tensor, _ in self.values)
 

@@ -210,7 +210,7 @@ _SEVERITY: tuple[Effect, ...] = ("unseen", "exact", "passes", "rounding", "ampli
 
 
 def worst_calls(by_rank: Sequence[Sequence[CallComparison]]) -> tuple[CallComparison, ...]:
-    """Each call with the worst rank's result per direction; calls that some ranks did not make are last."""
+    """Merge the ranks' calls: in each direction the worst rank counts. Calls that some ranks did not make come last."""
     found: dict[tuple[str, int], dict[int, CallComparison]] = {}
     for rank, calls in enumerate(by_rank):
         for call in calls:

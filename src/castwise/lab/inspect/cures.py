@@ -50,7 +50,7 @@ def try_cures(
     reached: Callable[[Plan], Collection[str]],
     scaled: bool,
 ) -> list[TriedCure]:
-    """Run plans, from the smallest change on, until one makes the pass finite and the kind of cure is known.
+    """Run plans, the smallest change first, until one makes the pass finite and the kind of cure is known.
 
     Args:
         plan: The plan under which the pass is not finite.

@@ -114,7 +114,7 @@ class Seen:
         return self.ledgers.setdefault((path, kind, kept), Ledger())
 
     def add_pole(self, path: str, format: str, function: str, found: Tally) -> None:
-        """Add the cast of a function's inputs that must be nonzero."""
+        """Add the cast of those inputs of a function that must not be zero."""
         poles = self.poles.setdefault(path, {}).setdefault(format, {})
         poles[function] = poles.get(function, Tally()) + found
 

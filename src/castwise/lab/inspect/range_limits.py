@@ -30,7 +30,7 @@ def troubles(region: RegionForecast, formats: Sequence[str], scaled: bool = True
 
 
 def stored_troubles(region: RegionForecast, formats: Sequence[str]) -> dict[str, str]:
-    """The same if everything is stored in the format: tensors kept in fp32 count too, and updates dropped by rounding."""
+    """Like :func:`troubles`, if everything is stored in the format: tensors kept in fp32 and dropped updates count too."""
     return _first_reasons(region, region.tensors, [name for name in formats if name in LOW], scaled=False)
 
 

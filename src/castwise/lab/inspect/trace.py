@@ -58,7 +58,7 @@ class OperatorRun:
 
 
 def base_name(op: _torch.operators.OpOverload) -> str:
-    """An operator's name in plans: ``exp`` for ``aten::exp.out``, ``mylib::op`` for others than ATen's."""
+    """An operator's name in plans: ``exp`` for ``aten::exp.out``, ``mylib::op`` for operators of other libraries."""
     space, _, name = op.name().partition("::")
     name = name.partition(".")[0]
     return name if space == "aten" else f"{space}::{name}"

@@ -171,7 +171,7 @@ class GradientRange(Observer):
             self._seen.setdefault(path, Magnitudes()).add(gradient)
 
     def histogram(self, pattern: str, paths: Iterable[str]) -> Histogram | None:
-        """Combined magnitudes of the modules at some paths, without empty bins at both ends.
+        """The magnitudes of the modules at some paths, added, without empty bins at both ends.
 
         None if no gradient passed through any of them.
         """

@@ -42,7 +42,7 @@ class Looking(Ranks):
         self._failed = failed
 
     def every(self, task: Callable[[], _T]) -> list[_T]:
-        """As :meth:`castwise.ranks.Ranks.every`; an error from a user's function is raised as one sentence."""
+        """Like :meth:`castwise.ranks.Ranks.every`; an error from a user's function is raised as one sentence."""
 
         def said() -> _T:
             with users_code(self._failed):

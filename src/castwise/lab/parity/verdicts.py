@@ -43,7 +43,7 @@ def lasts(damage: Estimate, adam: Estimate | None) -> bool:
 
 
 def fails(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether a damage is above the failing line, and its interval above the passing line, or a known bias is in a long training."""
+    """Whether damage is above the failing line and its interval above the passing line, or a known bias is in a long run."""
     return any(
         (e.value > above and e.low > below) or e.lasting > above
         for e, below, above, _ in _lines(damage, adam)

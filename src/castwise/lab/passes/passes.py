@@ -25,7 +25,7 @@ from castwise.lab.workloads.workload import check_loss, check_no_backward
 
 
 class Original:
-    """The model that is copied for each pass: itself a copy, in fp32 if the given one is stored in bf16 or fp16.
+    """The model that each pass copies: a copy of the user's model, in fp32 if that is stored in bf16 or fp16.
 
     Args:
         model: The user's model.

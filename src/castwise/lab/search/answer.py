@@ -52,7 +52,7 @@ def why(search: Search) -> tuple[str, ...]:
 
 
 def speed(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
-    """How many times as fast as another a plan is, by the final; None if either did not finish it."""
+    """The speed of a plan relative to another plan in the final; None if either did not finish it."""
     return search.final.ratio(plan, over) if search.final is not None else None
 
 

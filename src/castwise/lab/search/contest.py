@@ -386,7 +386,7 @@ class Contest:
         return [before / after for before, after in zip(*both, strict=True)]
 
     def ratio(self, plan: Plan, over: Plan = BASELINE) -> stats.Ratio | None:
-        """How many times as fast as another a plan is, over the rounds that both ran; None without any."""
+        """The speed of a plan relative to another plan, over the rounds that both ran; None if there are none."""
         if plan not in self.entries or over not in self.entries:
             return None
         return speedup(self.entries[over].lap, self.entries[plan].lap)

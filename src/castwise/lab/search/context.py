@@ -141,7 +141,7 @@ class Journal:
                 del self.fates[plan]
 
     def fate(self, plan: Plan) -> Fate | None:
-        """The fate of a plan; first that it cannot run, next that its numerics are unsound, then anything else."""
+        """The fate of a plan. If several apply, "cannot run" comes first, then unsound numerics, then any other."""
         own = self.fates.get(plan)
         return own if own is not None and own.kind == "failed" else self.unsound.get(numerics_of(plan), own)
 

@@ -25,7 +25,7 @@ LINES = {"pass": PASS, "fail": FAIL, "adam_pass": ADAM_PASS, "adam_fail": ADAM_F
 
 @dataclass(frozen=True)
 class Damage:
-    """The error that a plan adds to one update, relative to the expected square of the update itself.
+    """The squared error that a plan adds to one update, divided by the expected squared norm of the update.
 
     Attributes:
         verdict: By the thresholds of the parity test; ``decided by training`` if the chosen plan's gradients did not pass and

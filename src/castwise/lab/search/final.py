@@ -71,7 +71,7 @@ class Final:
         return [time for start in self._times(plan) for time in start]
 
     def ratio(self, plan: Plan, over: Plan) -> stats.Ratio | None:
-        """How many times as fast as another a plan is; None if either did not take part."""
+        """The speed of a plan relative to another plan; None if either did not take part."""
         if plan == over or not self.seconds(plan) or not self.seconds(over):
             return None
         if self._known != (self.starts, self.decision):
@@ -200,7 +200,7 @@ _TOLD = 20.0
 
 
 def ran_as(plan: Plan) -> Fate:
-    """Why a plan was not chosen or not timed, if the final ran it with other settings."""
+    """The fate of a plan that the final ran with other settings."""
     return Fate("spared", f"timed in the final with other settings, as {in_words(plan)}", "final")
 
 

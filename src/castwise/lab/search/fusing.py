@@ -1,4 +1,4 @@
-"""Decide whether finalists use the fused optimizer: it changes no gradients, and its own time shows what it saves.
+"""Decide whether finalists use the fused optimizer. It changes no gradients, so timing the optimizer alone is enough.
 
 The optimizer's part of a step does not depend on the compute format. Timed separately, within steps of the plan most likely to
 win the final, a gain of 1 % of a step shows in a few rounds. As a separate candidate it would make every plan race twice, and

@@ -1,4 +1,4 @@
-"""Find the sound plans: their gradients pass, as given or repaired, or training runs decide if the gradients leave doubt.
+"""Find the sound plans: their gradients pass, perhaps after repair, or training runs decide if the test is undecided.
 
 Training runs take at most a third of the budget and come before the final, which then compares only sound plans and has the
 remaining time. Only plans that were faster in the race than every sound plan are trained.
@@ -146,7 +146,7 @@ def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> 
 
 
 def against_updates(search: Search, plan: Plan) -> str:
-    """Why the updates of a plan that stores parameters low speak against it, as a clause; empty if nothing does.
+    """Why a plan that stores parameters low fails the test of updates, as a clause; empty if it passes.
 
     A plan without masters must also train like fp32, since steps that were compared say nothing of later ones.
     """

@@ -99,7 +99,7 @@ class Search:
 
     @property
     def as_given(self) -> Plan | None:
-        """The plan of a model that arrives low, where there is one."""
+        """The plan of a model with low parameters; None for other models."""
         return None if self.begun is None else self.begun.as_given
 
     def known(self) -> str:
@@ -146,7 +146,7 @@ class Search:
         return found.reason
 
     def repaired(self, plan: Plan, found: ParityResult | None) -> Repair:
-        """Keep as few parts in fp32 as possible so that a failed plan passes; ``parity`` says whether it does."""
+        """Repair a failed plan by keeping as few parts in fp32 as possible; ``parity`` then has its new result."""
         if found is not None and found.owners:
             return self._with_owners(plan, found)
         repair = self.reference.numerics.repair(plan, found, reserve=VERIFYING)

@@ -1,4 +1,4 @@
-"""Time training or inference of several plans, each in its own process, of which one runs while the others wait.
+"""Time training or inference of several plans, each in its own process; one process runs while the others wait.
 
 Plans timed in one process share its allocator, caches and threads, and a process can be consistently fast or
 slow: the location of its memory can change the step time by more than many rounds can resolve. So decisive

@@ -168,7 +168,7 @@ class Process:
             self._pipe.send(message)
 
     def answer(self, timeout_s: float | None = None) -> Any:
-        """Wait for its result, at most ``timeout_s`` seconds after the request, by default its home's patience.
+        """Wait for the process's result, at most ``timeout_s`` seconds after the request, by default the home's patience.
 
         Raises:
             Exception: Raised in the process, or described in words if it cannot be pickled; :func:`castwise.errors.place` gives

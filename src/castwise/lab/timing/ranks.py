@@ -56,7 +56,7 @@ class Lockstep(Ranks):
         self._exchange = ""
 
     def at(self, name: str) -> Self:
-        """The same ranks for one exchange, whose name must be equal on all."""
+        """The same ranks for one exchange; all ranks must give it the same name."""
         other = copy.copy(self)
         other._exchange = name
         return other

@@ -217,7 +217,7 @@ def grade_of(speedup: stats.Ratio) -> Grade:
 
 
 def grade_format(name: str, rates: Sequence[Rate]) -> FormatGrade:
-    """The grade of a variant, from its rates among those of all variants.
+    """The grade of a variant, from the rates of all variants.
 
     Depthwise convolutions are reported but do not count: memory bandwidth limits them, not matrix multiplication.
     """

@@ -67,7 +67,7 @@ def page_faults() -> int:
 
 
 def libraries(names: Iterable[str]) -> list[str]:
-    """Those names of imported modules that belong to installed libraries.
+    """The names of imported modules that belong to installed libraries.
 
     Without torch, which would not start faster, and without the user's own, which may hold state that each process must create.
     """

@@ -59,7 +59,7 @@ class SeparateRunner(Protocol):
     """A candidate in its own process, which times its blocks itself."""
 
     def wait(self) -> None:
-        """Wait until it can run steps: no candidate starts before all can."""
+        """Wait until this candidate can run steps: none starts before all are ready."""
 
     def steps(self, count: int) -> float:
         """Run a block of steps; return seconds per step."""

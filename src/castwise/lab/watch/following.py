@@ -19,7 +19,7 @@ def follow(
     steps: Callable[[Sequence[Optimizer], StepResult], object],
     begin: Callable[[], object] | None = None,
 ) -> Callable[[], None]:
-    """As :meth:`castwise.Amp.listen`, but also for steps that do not go through :meth:`castwise.Amp.step`.
+    """Like :meth:`castwise.Amp.listen`, but also for steps that do not go through :meth:`castwise.Amp.step`.
 
     For such a step the host waits to learn whether it was skipped. Holds only weak references.
 

@@ -161,7 +161,7 @@ class Monitor(OfThisProcess):
         return tuple(self._crossed.open.values())
 
     def report(self) -> MonitorReport:
-        """The results so far. Waits for the device if a fused optimizer on it decides about skipping."""
+        """The results so far. Waits for the device if a fused optimizer decides there whether to skip."""
         return MonitorReport(
             str(self._amp.plan), self._amp.device_type, self.step, self.skipped_steps, self._every,
             tuple(self.samples), tuple(self.alarms), tuple(self.audits), tuple(self._sampler.unseen), self.open_alarms,

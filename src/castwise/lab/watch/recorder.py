@@ -257,7 +257,7 @@ class Recorder(OfThisProcess):
     # --- records ----------------------------------------------------------------------------------------------
 
     def write(self, alarm: object = "asked for") -> None:
-        """Record a step: with ``copies`` the current or latest one, else the next one. All ranks must call it.
+        """Record a step: with ``copies`` the current or latest step, else the next step. All ranks must call it.
 
         Args:
             alarm: The reason, as text or any object; so it can be passed as ``on_alarm``.

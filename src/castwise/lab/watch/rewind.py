@@ -41,7 +41,7 @@ class Rewind:
         return self._kept[at].step if at < len(self._kept) else self._next_step
 
     def again(self) -> Moment | None:
-        """The next batch, if it is a kept one; None if a new one is needed."""
+        """The next batch if it was kept; None if a new batch is needed."""
         at = self.cursor - self.base
         return self._kept[at].moment if at < len(self._kept) else None
 

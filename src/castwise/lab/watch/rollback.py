@@ -77,7 +77,7 @@ class Rollback:
 
 
 def gave_up(step: int, symptom: str, returns: tuple[Rollback, ...], folder: Path) -> str:
-    """The error message when going back did not help: the returns that were tried."""
+    """The error message when training diverged again after each return to a good state; it lists the returns."""
     told = "; ".join(f"step {one.step}: {one.symptom}: {one.action}" for one in returns)
     return (
         f"Recovery: step {step} diverged ({symptom}), and going back {len(returns)} time{'s' * (len(returns) != 1)} did not "

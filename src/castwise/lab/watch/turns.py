@@ -78,7 +78,7 @@ class Turn:
         )
 
     def suspect(self, suspicious: bool) -> None:
-        """After a sample: if it is suspicious, the next ones follow after 1, 2, 4, ... steps."""
+        """After a sample: if it is suspicious, the next samples follow after 1, 2, 4, ... steps."""
         self.gap = (2 * self.gap or 1) if suspicious else 0
         self.extra = self.steps + self.gap if suspicious else -1
         self._plan()

@@ -16,7 +16,7 @@ _CONCERNS = re.compile(rb"autocast|GradScaler|\bhalf\b|b?float16")
 
 
 def lint_files(path: str | os.PathLike[str]) -> Lint:
-    """As :func:`castwise.bridges.scripts.lint.lint`, once LibCST is imported.
+    """Do the work of :func:`castwise.bridges.scripts.lint.lint`, after LibCST was imported.
 
     Raises:
         LintError: There is no such path.

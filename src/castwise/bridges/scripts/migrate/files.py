@@ -23,7 +23,7 @@ _CONCERNS = re.compile(rb"\bapex\b|colossalai|autocast|GradScaler|custom_fwd|cus
 
 
 def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
-    """As :func:`castwise.bridges.scripts.migrate.migrate`, once LibCST is imported.
+    """Do the work of :func:`castwise.bridges.scripts.migrate.migrate`, after LibCST was imported.
 
     Raises:
         MigrateError: There is no such path.

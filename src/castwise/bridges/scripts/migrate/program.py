@@ -79,7 +79,7 @@ class Stay:
 
 
 def look(source: bytes) -> Script:
-    """The names in a script; none for one that cannot be parsed."""
+    """The names in a script; empty if it cannot be parsed."""
     try:
         with warnings.catch_warnings(action="ignore"):
             nodes = list(ast.walk(ast.parse(source)))
@@ -169,7 +169,7 @@ def _asked(calls: Iterable[tuple[str, ast.Call]]) -> Iterator[str]:
 
 
 def named_in_text(text: str) -> list[str]:
-    """Modules of libraries with a drop-in that a string names: as a dotted name, or in code inside it."""
+    """The modules of Apex or Colossal-AI that a string names, as a dotted name or in code."""
     if _DOTTED.fullmatch(text):
         module = ".".join(text.split(".")[:2])
         return [module] if is_module(here(module)) else []

@@ -74,7 +74,7 @@ class View:
 
     @functools.cached_property
     def calls(self) -> list[tuple[cst.Call, str]]:
-        """All calls, each with the dotted name of what it calls, by the script's imports; the empty string if it is not certain."""
+        """All calls, each with the dotted name of the called function, by the script's imports; empty if it is not certain."""
         calls = [node for node in self.nodes if isinstance(node, cst.Call)]
         return [(call, self.origin(call.func) or "") for call in calls]
 
@@ -113,7 +113,7 @@ class View:
         return next(outer for outer in (node, *self.around(node)) if isinstance(outer, cst.BaseStatement))
 
     def suite(self, node: cst.CSTNode) -> Suite | None:
-        """The block that contains the statement of a node; None for one on the line of its ``if`` or ``with``."""
+        """The block that contains the statement of a node; None if the block is on the line of its ``if`` or ``with``."""
         parent = self.parent(self.statement(node))
         return parent if isinstance(parent, (cst.IndentedBlock, cst.Module)) else None
 
@@ -132,7 +132,7 @@ class View:
         return self.module
 
     def small(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The statement that contains a node, one of several between semicolons."""
+        """The statement that contains a node; of several on one line, only that one."""
         kinds = (cst.BaseSmallStatement, cst.BaseStatement)
         return next(outer for outer in (node, *self.around(node)) if isinstance(outer, kinds))
 

@@ -36,7 +36,7 @@ def explain_dtype_error(
 
 
 def explain_backward(error: BaseException, model: nn.Module, site: Site, loss: Tensor) -> None:
-    """As :func:`explain_dtype_error`, for an error from the backward of a loss."""
+    """Like :func:`explain_dtype_error`, for an error from the backward of a loss."""
     if _is_new(error) and met_in(str(error)):
         _add(error, lambda: Complaint(error, model, site, True).said_of_backward(loss))
 

@@ -149,7 +149,7 @@ class Complaint:
         return self._untried(spot)
 
     def said_of_backward(self, loss: Tensor) -> str:
-        """As :attr:`said`, for an error from the backward of a loss."""
+        """Like :attr:`said`, for an error from the backward of a loss."""
         self._outside = False
         with _in_force(self._off):
             calls, _ = failed_calls(self._error.__traceback__)

@@ -63,7 +63,7 @@ def named(dtype: torch.dtype) -> str:
 
 
 def writing(call: Call, casts: Mapping[int, torch.dtype]) -> str:
-    """``write x.to(torch.float32)``."""
+    """The code to write for these casts, such as ``write x.to(torch.float32)``."""
     written, unknown = [], set()
     for tensor in call.tensors:
         if id(tensor) in casts:

@@ -49,7 +49,7 @@ class OptimWrapper:
         self._loss_idx += 1
 
     def step(self, closure: Any = None) -> Any:
-        """Step, unless a loss has overflowed since the last one.
+        """Step, unless a loss has overflowed since the last step.
 
         Raises:
             NotImplementedError: With a closure.

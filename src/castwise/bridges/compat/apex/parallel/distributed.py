@@ -94,7 +94,7 @@ def _reduction(average: bool, in_fp32: bool) -> Any:
 
 
 class Reducer:
-    """Averages gradients over all ranks on request: those of a list, or of a module, which starts with the first rank's weights."""
+    """Averages gradients over all ranks on request, for a list or a module. A module gets the first rank's weights."""
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[torch.Tensor]) -> None:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None

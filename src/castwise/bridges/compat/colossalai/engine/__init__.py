@@ -103,7 +103,7 @@ class Engine:
         return self.optimizer.step()
 
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> tuple[Any, Any, Any]:
-        """Run a batch, forward and, unless ``forward_only``, backward; ``data_iter`` yields ``(inputs, targets)``.
+        """Run forward, and backward unless ``forward_only``, on a batch ``(inputs, targets)`` that ``data_iter`` yields.
 
         Returns:
             ``(output, label, loss)``; values that ``return_loss`` and ``return_output_label`` do not request, or that

@@ -112,7 +112,7 @@ class HybridAdam(torch.optim.Adam):
 
 
 class FusedAdam(torch.optim.Adam):
-    """torch's fused Adam, as :class:`HybridAdam`, with the arguments of ``FusedAdam``.
+    """torch's fused Adam, like :class:`HybridAdam`, but with the arguments of Colossal-AI's ``FusedAdam``.
 
     ``set_grad_none`` is accepted and ignored, as in the original: ``zero_grad`` has that argument.
 

@@ -35,7 +35,7 @@ def empty_cache() -> None:
 
 
 def set_to_cuda(models: nn.Module | list[nn.Module]) -> Any:
-    """Move a model, or each of a list, to the device of this process; for a list of one, return that model."""
+    """Move a model, or each model of a list, to this process's device. For a list of one model, return that model."""
     if not isinstance(models, list):
         return models.to(get_current_device())
     moved = [model.to(get_current_device()) for model in models]
