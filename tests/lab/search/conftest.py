@@ -23,7 +23,7 @@ BEGUN: Any = SimpleNamespace(
     optimizer="AdamW", arrived=False, as_given=None, parts=(), used=frozenset(), numerics=SimpleNamespace(left=lambda: 1000), images=False,
     test=SimpleNamespace(
         floor=None, repeat=None, range=SimpleNamespace(scales=lambda: None),
-        prober=SimpleNamespace(passes=0, model=torch.nn.Identity()),
+        prober=SimpleNamespace(passes=0, model=torch.nn.Identity(), positions=SimpleNamespace(length=0), micros=()),
     ),
 )  # fmt: skip
 """A reference whose gradients nobody asks for: there are passes left, and what tests with them has no other method."""
