@@ -54,7 +54,7 @@ def test_a_page_can_be_drawn_of_a_speed_without_an_interval() -> None:
 
 def test_a_plan_that_was_not_timed_has_no_row_among_the_speeds() -> None:
     untimed = [make_candidate(f"fp32+ops.exp{i}=fp32", None, parity=make_damage(0.0)) for i in range(2)]
-    why = "timed module by module it is no faster than fp32"
+    why = "timed module by module, it is no faster than fp32"
     passed = make_candidate("fp16-mixed", None, "rejected", reason=why)
     record = make_record(make_evidence(candidates=(*make_evidence().candidates, *untimed, passed)))
     speeds, *others = (part for part in tune.lines(record) if isinstance(part, Grid))
@@ -65,7 +65,7 @@ def test_a_plan_that_was_not_timed_has_no_row_among_the_speeds() -> None:
     (grid,) = (grid for grid in others if grid.title.endswith(" other plans"))
     outcomes = {row.cells[1]: row for row in grid.rows}
     assert "and 1 other" in outcomes["sound but not timed"].cells[0]
-    assert "timed module by module it is no faster than fp32" in [row.cells[-1] for row in grid.rows]
+    assert "timed module by module, it is no faster than fp32" in [row.cells[-1] for row in grid.rows]
     assert "sound but not timed" in read(show.page(record))
 
 

@@ -70,7 +70,7 @@ def brief(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """The same for the page."""
+    """The values for the page."""
     return {
         "answer": headline(record), "grids": grids(record), "notes": notes(record), "interval_note": interval_note(record)
     }  # fmt: skip

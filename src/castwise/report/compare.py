@@ -197,7 +197,7 @@ def _worst(record: Record, direction: str, shows: Callable[[str], bool]) -> Grid
     chosen = sorted(by[:SHOWN], key=lambda call: order[id(call)])
     grid = _calls(record, direction, chosen)
     left = len(record["calls"]) - len(chosen)
-    title = f"{direction.capitalize()}{f', the {len(chosen)} furthest above rounding' if left else ''}"
+    title = f"{direction.capitalize()}{f', the {len(chosen)} calls furthest above the error of rounding' if left else ''}"
     return Grid(title, grid.header, grid.rows)
 
 

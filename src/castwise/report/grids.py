@@ -112,7 +112,7 @@ class Grid:
         return replace(self, rows=tuple(row for row in self.rows if (row.status == status) is has))
 
     def only(self, title: str, *columns: str) -> Grid:
-        """A table of some of the columns, or of ``why``, whose numbers do not wrap."""
+        """A table of only these columns, one of which may be ``why``; its numbers do not wrap."""
         places = [(*self.header, "why").index(name) for name in columns]
         rows = (replace(row, cells=tuple((*row.cells, row.why)[at] for at in places)) for row in self.rows)
         return Grid(title, columns, tuple(rows), wraps=False)

@@ -25,7 +25,7 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """The same for the page."""
+    """The values for the page."""
     return {
         "answer": headline(record),
         "grids": grids(record),

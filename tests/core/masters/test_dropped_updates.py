@@ -95,7 +95,7 @@ def test_the_share_is_that_of_a_step_made_in_fp32(kind: str) -> None:
             lost += int((changes & (model.weight == before)).sum())
     assert 0 < lost <= moved
     assert amp.dropped_updates == lost / moved
-    assert f"{lost / moved:.1%} of the updates ({moved:,} seen at 3 of 5 steps)" in amp.summary()
+    assert f"{lost / moved:.1%} of the updates ({moved:,} measured at 3 of 5 steps)" in amp.summary()
     assert "'bf16-master'" in amp.summary()
 
 

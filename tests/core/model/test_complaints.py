@@ -463,7 +463,7 @@ def test_the_error_survives_whatever_goes_wrong_in_explaining_it(monkeypatch: py
 def test_it_says_so_where_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cures, "MOST_S", -1.0)
     said = complaint("bf16-mixed", lambda self, x: torch.mv(self.layer(x), torch.ones(8)))
-    assert "There was no time to try cures: cast what the operator is given in line" in said
+    assert "There was no time to try cures: cast the operator's inputs in line" in said
 
 
 def test_large_calls_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,7 +486,7 @@ def unreadable() -> Callable[[Net, Tensor], Any]:
 def test_code_that_cannot_be_read_is_told_by_its_line(unreadable: Callable[[Net, Tensor], Any]) -> None:
     said = complaint("bf16-mixed", unreadable)
     assert "dtypes fp32 and bf16 met in Net itself, <gone>, line 2, in call." in said
-    assert "cast what the operator is given in line 2, by .to(torch.float32)" in said
+    assert "cast the operator's inputs in line 2, by .to(torch.float32)" in said
 
 
 def into_out(self: Net, x: Tensor) -> Tensor:

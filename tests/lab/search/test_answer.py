@@ -130,7 +130,7 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     )
     assert evidence(slow).answer == "Stay in fp32 as it is: every other plan that was tried is slower."
     del slow.contest.entries[AUTOCAST]
-    dropped = "timed module by module it is no faster than fp32"
+    dropped = "timed module by module, it is no faster than fp32"
     slow.journal.decide(AUTOCAST, Fate("worse", dropped))  # before the race
     assert evidence(slow).answer == "Stay in fp32 as it is: every other plan that was tried is slower."
     slow.contest.entries[AUTOCAST] = Entry(AUTOCAST, left=LATE)

@@ -607,15 +607,15 @@ def test_a_format_that_gains_nothing_where_another_gains_is_dropped_before_the_r
         "norm": Cost({"fp32": 1.0, "bf16": 1.0, "fp16": 0.9}, {"bf16": 1.2, "fp16": 1.2}),
     }
     assert not_faster("fp16", ("bf16", "fp16"), costs).startswith(
-        "timed module by module bf16 is faster: in fp16 conv takes 9.0 "
+        "timed module by module, bf16 is faster: in fp16 conv takes 9.0 "
     )
     assert not_faster("fp16", ("fp16",), costs) == (
-        "timed module by module it is no faster than fp32: conv takes 9.0 times as long as fp32"
+        "timed module by module, it is no faster than fp32: conv takes 9.0 times as long as fp32"
     )
     assert not not_faster("bf16", ("bf16", "fp16"), costs)
     costs["conv"].bordered_s["bf16"] = costs["conv"].times_s["bf16"] = 9.9  # nor does the other gain
     assert not_faster("fp16", ("bf16", "fp16"), costs).startswith(
-        "timed module by module it is no faster than fp32"
+        "timed module by module, it is no faster than fp32"
     )
     costs["conv"].times_s.update(bf16=6.0, fp16=8.0)
     assert not not_faster("fp16", ("bf16", "fp16"), costs)
@@ -632,7 +632,7 @@ def test_a_format_without_units_has_to_gain_by_regions_to_be_raced() -> None:
 
     assert lacks_units("bf16", costs(24.0, 1.6))
     assert not_faster("bf16", ("bf16",), costs(24.0, 1.6)) == (
-        "timed module by module it saves at most 2% of fp32's time: linear takes 3.0 times as long as fp32"
+        "timed module by module, it saves at most 2% of fp32's time: linear takes 3.0 times as long as fp32"
     )
     assert not not_faster("bf16", ("bf16",), costs(24.0, 0.9))
     assert not lacks_units("bf16", costs(23.0, 1.6))
@@ -705,7 +705,7 @@ def test_a_format_that_is_dropped_names_the_part_that_loses_most() -> None:
         "small": Cost({"fp32": 1.0, "bf16": 3.0}, {"bf16": 3.0}),
     }
     assert not_faster("bf16", ("bf16",), costs) == (
-        "timed module by module it is no faster than fp32: small takes 3.0 times as long as fp32"
+        "timed module by module, it is no faster than fp32: small takes 3.0 times as long as fp32"
     )
 
 

@@ -22,7 +22,7 @@ def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator
         yield f"{type(model).__name__}: {', '.join(_kinds(model, members))}"
     for kind, why in dropped.unmeasured.items():
         yield f"dropped updates are not measured for {kind}: {why}"
-    seen = f"({dropped.moved:,} seen at {dropped.looks} of {dropped.steps} steps)"
+    seen = f"({dropped.moved:,} measured at {dropped.looks} of {dropped.steps} steps)"
     if dropped.share == 0:
         yield f"no update is lost to rounding to {plan.compute} {seen}"
     elif dropped.share is not None:

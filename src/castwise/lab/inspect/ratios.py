@@ -107,7 +107,7 @@ class Sums:
         self.count = self.sequences = 0
 
     def take(self, at: int, train: Tensor, serve: Tensor, tokens: Tensor, mask: Tensor | None) -> None:
-        """Record the tokens of a batch, by its number among the batches of all processes."""
+        """Record the tokens of a batch; ``at`` is its number among the batches of all processes."""
         for row in range(len(tokens)):  # one row at a time, since fp64 needs memory
             keep = torch.ones_like(tokens[row], dtype=torch.bool) if mask is None else mask[row]
             positions = keep.nonzero()[:, 0]

@@ -405,7 +405,7 @@ def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str
         other for other in formats if other != name and total(other) < min(0.9 * total(name), GAIN * fp32)
     ]
     if better and (total(name) > GAIN * fp32 or any(name in cost.reasons for cost in timed.values())):
-        return f"timed module by module {better[0]} is faster: in {name} {pattern} {slow}"
+        return f"timed module by module, {better[0]} is faster: in {name} {pattern} {slow}"
     if total(name) > (GAIN if lacks_units(name, timed) else SLOWER) * fp32:
         gain = 1.0 - total(name) / fp32
         said = (
@@ -413,5 +413,5 @@ def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str
             if round(gain, 2) > 0.0
             else "it is no faster than fp32"
         )
-        return f"timed module by module {said}: {pattern} {slow}"
+        return f"timed module by module, {said}: {pattern} {slow}"
     return ""

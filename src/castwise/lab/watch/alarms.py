@@ -153,7 +153,7 @@ _SAYS = {
 
 
 def lines_of(given: Mapping[str, Line | None] | None) -> dict[str, Line]:
-    """The default lines, with the given ones replaced.
+    """The default lines, except those that ``given`` replaces.
 
     Raises:
         UnknownNameError: A kind that does not exist.

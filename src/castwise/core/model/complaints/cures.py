@@ -416,6 +416,6 @@ class Complaint:
             else ".to(torch.float32)"
         )
         return (
-            f"{self._head(None, spot)} {'There was no time to try cures' if self._late else _NOT_AGAIN}: cast what the operator "
-            f"is given {there}, by {write}."
+            f"{self._head(None, spot)} {'There was no time to try cures' if self._late else _NOT_AGAIN}: cast the operator's "
+            f"inputs {there}, by {write}."
         )

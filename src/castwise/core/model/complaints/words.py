@@ -88,7 +88,7 @@ def _receiver(text: str) -> str:
 
 
 def factory(receiver: Tensor, dtype: torch.dtype, floating: list[Tensor], spot: Spot) -> str:
-    """Suggested code for creating a tensor that is written to: its factory with a dtype; empty if unknown."""
+    """Suggested code for creating a tensor that an operator writes to, with a dtype added; empty if unknown."""
     node: ast.expr = ast.parse(spot.texts.get(id(receiver), "0"), mode="eval").body
     number, column = (spot.line.number if spot.line is not None else 0), 0
     if isinstance(node, ast.Name) and (made := spot.maker(node.id)) is not None:
