@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from torch.nn import functional
 
 import castwise
 from castwise import Plan, Workload
+from castwise.lab.parity.updates import AFTER, COMPARED, UpdateTest
 from castwise.lab.search import contest, final
 from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.peaks import measure_peaks
+from castwise.lab.search.sound import updates_of
 from castwise.lab.search.state import Search
 from castwise.lab.timing.processes import NotThereError
 from castwise.lab.timing.ranks import lockstep
@@ -204,6 +207,31 @@ def memory(rank: int, folder: Path) -> dict[str, Any]:
     return {"peak": search.peaks.get(plan), "notes": search.journal.notes}
 
 
+def updates(rank: int, folder: Path) -> dict[str, Any]:
+    """Compares updates under a loss with a collective, with a clock that runs out on rank 1 alone."""
+
+    def together(model: nn.Module, batch: Any) -> Tensor:
+        value = loss(model, batch)
+        dist.all_reduce(value.detach().clone())
+        return value
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=1e-2)
+
+    made = Workload("together", network, make, lambda seed: iter(data()), together)
+    with lockstep("updates") as ranks, pytest.MonkeyPatch.context() as patch:
+        search = Search(Context(made, torch.device("cpu"), Settings(), ranks=ranks))
+        search.begun = SimpleNamespace(
+            model=network(), test=SimpleNamespace(prober=SimpleNamespace(passes=0))
+        )
+        if rank == 1:
+            patch.setattr(UpdateTest, "next_s", property(lambda test: 1e9 if test._stages else None))
+        short = updates_of(search, Plan.preset("bf16-true"))
+        patch.undo()
+        whole = updates_of(search, Plan.preset("bf16-true"))
+    return {"short": short.steps, "whole": whole.steps}
+
+
 def cannot_leave(rank: int, folder: Path) -> dict[str, Any]:
     """A workload that can be sent to another process from rank 0 alone."""
 
@@ -276,6 +304,13 @@ def found(world: World, tmp_path: Path) -> Callable[[Case], Found]:
     return lambda case: world.run(work, case, tmp_path)
 
 
+def test_ranks_compare_as_many_updates(found: Callable[[Case], Found]) -> None:
+    ranks = found(updates)
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["short"] == AFTER[1] + COMPARED
+    assert ranks[0]["whole"] > ranks[0]["short"]
+
+
 def candidate(record: dict[str, Any], plan: str) -> dict[str, Any]:
     return next(c for c in record["candidates"] if c["plan"] == plan)
 
@@ -304,7 +339,7 @@ def test_ranks_agree(found: Callable[[Case], Found]) -> None:
         )
         assert one["parted"]["kind"] == "StateError"
         assert one["parted"]["text"].startswith(
-            "second: the ranks do not run the same steps:  rank 0 at a block, rank 1 at the clock; give every rank the same"
+            "second: the ranks do not run the same steps: rank 0 at a block, rank 1 at the clock; give every rank the same"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 import castwise
 from castwise import Plan
 from castwise.lab.parity import updates
-from castwise.lab.parity.updates import AFTER, COMPARED, LOST, UpdateLoss, update_loss
+from castwise.lab.parity.updates import AFTER, COMPARED, LOST, UpdateLoss, UpdateTest, update_loss
 from tests.core.masters.test_dropped_updates import Signs
 
 CPU = torch.device("cpu")
@@ -65,9 +64,9 @@ def data(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield x, (x @ truth).argmax(1)
 
 
-def job(make: Make, plan: Plan | str, until: float | None = None) -> UpdateLoss:
+def job(make: Make, plan: Plan | str) -> UpdateLoss:
     chosen = plan if isinstance(plan, Plan) else Plan.parse(plan)
-    found = update_loss(mlp(), loss, data(0), make, chosen, CPU, until=until)
+    found = update_loss(mlp(), loss, data(0), make, chosen, CPU)
     assert found is not None
     return found
 
@@ -235,9 +234,65 @@ def test_only_fp32_parameters_are_stored_low() -> None:
     assert _found(TRUE, torch.ones(4), small).lost == 1.0
 
 
-def test_after_the_time_only_the_first_steps_are_compared() -> None:
-    found = job(lambda p: torch.optim.Adam(p, lr=1e-2), TRUE, until=time.monotonic() - 1.0)
-    assert found.steps == AFTER[1] + COMPARED
+def test_stages_come_later_and_later_and_say_how_long_the_next_one_takes() -> None:
+    test = UpdateTest(mlp(), loss, data(0), lambda p: torch.optim.Adam(p, lr=1e-2), TRUE, CPU)
+    steps = []
+    while test.next_s is not None:
+        assert not steps or test.next_s > 0.0
+        steps.append(test.stage().steps)
+    assert steps == [after + COMPARED for after in AFTER]
+
+
+class _Hidden(torch.optim.Optimizer):
+    """SGD with momentum that its state dict does not hold."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.momenta: dict[Tensor, Tensor] = {}
+
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.momenta.setdefault(p, torch.zeros_like(p))
+                momentum.mul_(0.9).add_(p.grad)
+                p.data.sub_(group["lr"] * momentum)
+
+
+class _Noisy(torch.optim.SGD):
+    """Langevin dynamics: each step adds random numbers."""
+
+    def step(self, closure: object = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(torch.randn_like(p), alpha=0.1 * group["lr"])
+
+
+@pytest.mark.parametrize("optimizer", [_Hidden, _Noisy])
+@pytest.mark.parametrize("plan", ["bf16-master", "bf16-true"])
+def test_a_step_that_cannot_be_repeated_is_tested_by_rounding_the_update(
+    optimizer: type[torch.optim.Optimizer], plan: str
+) -> None:
+    def make(lr: float) -> Make:
+        return lambda params: optimizer(params, lr=lr)  # type: ignore[call-arg]
+
+    assert not job(make(0.1), plan).why
+    assert ("rounding loses" in job(make(1e-5), plan).why) == (plan == "bf16-true")
+
+
+@pytest.mark.parametrize("which", ["all", "one"])
+def test_without_an_update_in_fp32_nothing_is_known(which: str) -> None:
+    def rest(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        *most, last = params
+        return torch.optim.SGD([{"params": most, "lr": 0.1 * (which == "one")}, {"params": [last]}], lr=0.0)
+
+    found = job(rest, TRUE)
+    assert not found.why
+    assert found.still == ("4.bias" if which == "one" else "0.weight, 0.bias and 3 others")
+    result = castwise.parity(mlp(), loss, data, "bf16-true", optimizer=rest)
+    assert result.verdict == "undecided"
+    assert result.reason.endswith("give an optimizer whose learning rate is above 0")
+    assert castwise.parity(mlp(), loss, data, "bf16-master", optimizer=rest)
 
 
 def test_a_training_that_diverges_in_fp32_says_nothing_of_the_plan() -> None:

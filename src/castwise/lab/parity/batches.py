@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from castwise.core import _torch
 from castwise.core.casting.trees import tensors_in
 from castwise.errors import WorkloadError
+from castwise.lab.workloads.workload import Workload
 
 
 def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
@@ -39,6 +41,11 @@ def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
         )
     go_through = _aside if isinstance(batches, DataLoader) else iter
     return functools.partial(_again, lambda _seed: go_through(batches), call)
+
+
+def epochs_of(workload: Workload) -> Workload:
+    """The workload with batches that start again when they end, for stages of more steps than one epoch has."""
+    return dataclasses.replace(workload, batches=endless(workload.batches, f"workload {workload.name!r}"))
 
 
 def _aside(loader: Any) -> Iterator[Any]:

@@ -556,6 +556,9 @@ def _with_updates(result: ParityResult, updates: UpdateLoss | None, passes: int)
         )
     elif updates is not None and updates.why:
         verdict, reason = "fail", updates.why
+    elif updates is not None and updates.unknown and plan.lacks_masters and verdict == "pass":
+        verdict = "undecided"
+        reason += f"; but {updates.unknown}"
     lost = updates.lost if updates is not None and plan.lacks_masters else None
     return dataclasses.replace(result, verdict=verdict, reason=reason, lost_updates=lost, passes=passes)
 

@@ -22,7 +22,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
 from castwise.core.plans.formats import LOW_DTYPES
-from castwise.core.plans.plan import Plan
+from castwise.core.plans.plan import PRESETS, Plan
 from castwise.lab.passes.isolation import seed_all
 from castwise.lab.passes.passes import under
 
@@ -48,6 +48,9 @@ AFTER = (1, 4, 16, 64, 256)
 """Numbers of fp32 steps after which the plan's steps are compared with fp32's."""
 COMPARED = 3
 """Number of steps compared each time."""
+REPEATED = 0.01
+"""Maximum difference between fp32's step and one from copies of its weights, gradients and state dict, as a share of its norm."""
+_FP32 = PRESETS["fp32"]
 WARM_STEPS = 4
 """Steps before the one that :func:`one_update` observes: an optimizer's first step differs from later ones."""
 
@@ -65,6 +68,7 @@ class UpdateLoss:
         step: Number of the worst step.
         steps: Number of the last step that was compared.
         broken: A clause about the first tensor that the plan's optimizer made non-finite, or an empty string.
+        still: A group that has gradients and that fp32 changed in no compared step, so that nothing is known of its updates.
     """
 
     lost: float = 0.0
@@ -72,6 +76,7 @@ class UpdateLoss:
     step: int = 0
     steps: int = 0
     broken: str = ""
+    still: str = ""
 
     @property
     def why(self) -> str:
@@ -85,9 +90,117 @@ class UpdateLoss:
         return ""
 
     @property
+    def unknown(self) -> str:
+        """Why the updates of a plan without masters are not known, as a clause; empty if they are."""
+        if not self.still:
+            return ""
+        return (
+            f"in {self.steps} steps the optimizer does not change {self.still} in fp32 either, so what rounding loses is not "
+            "known; give an optimizer whose learning rate is above 0"
+        )
+
+    @property
     def severity(self) -> float:
         """The loss relative to the line above which a plan fails."""
         return math.inf if self.broken else max(self.lost / LOST, -self.lost / FAR)
+
+
+class UpdateTest:
+    """Compares steps of a plan's own optimizer with fp32's, in stages that come later and later in a training.
+
+    With masters there are only early stages, since nothing is rounded.
+
+    Attributes:
+        found: The result so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batches: Iterator[Any],
+        optimizer: MakeOptimizer,
+        plan: Plan,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        self._training = _Training(model, loss, batches, optimizer, device, seed)
+        self._plan = plan
+        self._stages = list(AFTER if plan.lacks_masters else AFTER[:2])
+        self._step_s = self._compared_s = 0.0
+        self._still = dict.fromkeys(range(len(self._training.groups)), False)
+        """Groups without an update so far, and whether they had a gradient."""
+        self.found = UpdateLoss()
+
+    @property
+    def next_s(self) -> float | None:
+        """About how many seconds the next stage takes; None after the last one."""
+        if not self._stages:
+            return None
+        return (self._stages[0] - self._training.steps) * self._step_s + self._compared_s
+
+    def stage(self) -> UpdateLoss:
+        """Train up to the next stage, compare its steps, and return the result so far.
+
+        A stage takes all of its steps whatever it finds: other ranks may wait for this one in a collective of the loss.
+        """
+        training, began = self._training, time.monotonic()
+        if count := self._stages.pop(0) - training.steps:
+            for _ in range(count):
+                training.step()
+            self._step_s = (time.monotonic() - began) / count
+        began, broken, broken_at = time.monotonic(), "", 0
+        kept, whole = [0.0] * len(training.groups), [0.0] * len(training.groups)
+        for _ in range(COMPARED):
+            training.backward()
+            before, own, again = training.values(), _step_of(training, self._plan), _step_of(training, _FP32)
+            training.update()
+            changes = _changes(training.values(), before)
+            if own.broken and not (broken or again.broken):
+                broken, broken_at = own.broken, training.steps
+            # else the state dict lacks state of the optimizer, or its steps draw random numbers
+            comparable = bool(own.changes) and again.repeats(changes)
+            for index, group in enumerate(changes):
+                whole[index] += sum(_dot(change, change) for change in group)
+                ours = (
+                    own.changes[index]
+                    if comparable
+                    else map(_stored, before[index], group, own.formats[index])
+                )
+                kept[index] += sum(map(_dot, group, ours))
+                pushed = any(p.grad is not None and p.grad.any() for p in training.params[index])
+                if index in self._still:
+                    self._still[index] |= pushed
+        self._compared_s = time.monotonic() - began
+        if not math.isfinite(sum(whole)):  # fp32 itself diverges
+            self._stages = []
+        elif broken:
+            self._stages = []
+            self.found = dataclasses.replace(
+                self.found,
+                broken=f"{broken} at step {broken_at}, where fp32 stays finite",
+                step=broken_at,
+                steps=broken_at,
+            )
+        else:
+            self._add(kept, whole)
+        return self.found
+
+    def _add(self, kept: Sequence[float], whole: Sequence[float]) -> None:
+        training, found = self._training, self.found
+        for index, (where, own_kept, square) in enumerate(zip(training.groups, kept, whole, strict=True)):
+            if not square:
+                continue
+            self._still.pop(index, None)
+            here = dataclasses.replace(found, lost=1.0 - own_kept / square, where=where, step=training.steps)
+            found = max(found, here, key=lambda one: one.severity)
+        still = next((training.groups[index] for index, pushed in self._still.items() if pushed), "")
+        self.found = dataclasses.replace(found, steps=training.steps, still=still)
+
+
+def is_needed(plan: Plan) -> bool:
+    """Whether a plan stores parameters low, so that its updates can differ from fp32's."""
+    return plan.lacks_masters or plan.keeps_masters
 
 
 def update_loss(
@@ -98,49 +211,14 @@ def update_loss(
     plan: Plan,
     device: torch.device,
     seed: int = 0,
-    until: float | None = None,
 ) -> UpdateLoss | None:
-    """Compare steps of the plan's own optimizer with fp32's, early and late in a training.
-
-    None for plans that do not store parameters low. With masters only early steps are compared, since nothing is rounded.
-    After ``until``, a time of ``time.monotonic``, no later steps are compared; the first ones always are.
-    """
-    if not (plan.lacks_masters or plan.keeps_masters):
+    """The result of all stages of an :class:`UpdateTest`; None for plans that do not store parameters low."""
+    if not is_needed(plan):
         return None
-    training = _Training(model, loss, batches, optimizer, device, seed)
-    found = UpdateLoss()
-    for after in AFTER if plan.lacks_masters else AFTER[:2]:
-        while training.steps < after:
-            if training.steps >= AFTER[1] and until is not None and time.monotonic() > until:
-                return found
-            training.step()
-        kept = [0.0] * len(training.groups)
-        whole = [0.0] * len(training.groups)
-        for _ in range(COMPARED):
-            training.backward()
-            before, own = training.values(), _own_step(training, plan)
-            training.update()
-            for index, group in enumerate(training.values()):
-                changes = [new - old for new, old in zip(group, before[index], strict=True)]
-                whole[index] += sum(_dot(change, change) for change in changes)
-                if not isinstance(own, str):
-                    kept[index] += sum(
-                        _dot(change, _changed(*change_of))
-                        for change, change_of in zip(
-                            changes, zip(before[index], changes, own[index], strict=True), strict=True
-                        )
-                    )
-            if not math.isfinite(sum(whole)):  # fp32 itself diverges
-                return found
-            if isinstance(own, str):
-                broken = f"{own} at step {training.steps}, where fp32 stays finite"
-                return dataclasses.replace(found, broken=broken, step=training.steps, steps=training.steps)
-        for where, own_kept, square in zip(training.groups, kept, whole, strict=True):
-            lost = 1.0 - own_kept / square if square else 0.0
-            here = dataclasses.replace(found, lost=lost, where=where, step=training.steps)
-            found = max(found, here, key=lambda one: one.severity)
-        found = dataclasses.replace(found, steps=training.steps)
-    return found
+    test = UpdateTest(model, loss, batches, optimizer, plan, device, seed)
+    while test.next_s is not None:
+        test.stage()
+    return test.found
 
 
 def one_update(
@@ -175,6 +253,7 @@ class _Training:
         model: The copy.
         optimizer: Its optimizer.
         groups: Of each group of the optimizer, the parameters in words.
+        params: The parameters of each group.
         steps: Number of steps so far.
     """
 
@@ -195,6 +274,7 @@ class _Training:
         self.groups = [
             _in_words([next(names) for _ in group["params"]]) for group in self.optimizer.param_groups
         ]
+        self.params = [list(group["params"]) for group in self.optimizer.param_groups]
         self._loss, self._batches, self._seed = loss, batches, seed
         self._batch: Any = None
 
@@ -206,7 +286,7 @@ class _Training:
 
     def values(self) -> list[list[Tensor]]:
         """Copies of the parameters, by group of the optimizer."""
-        return [[p.detach().clone() for p in group["params"]] for group in self.optimizer.param_groups]
+        return [[p.detach().clone() for p in group] for group in self.params]
 
     def backward(self) -> None:
         """Compute the gradients of the next batch."""
@@ -231,12 +311,30 @@ class _Training:
         return float(value.detach())
 
 
-def _own_step(training: _Training, plan: Plan) -> list[list[Tensor | torch.dtype]] | str:
-    """The changes that the plan's optimizer makes from the training's weights, gradients and state, by group.
+@dataclass(frozen=True)
+class _Step:
+    """A step that a plan's optimizer takes from the training's weights, gradients and state, by group.
 
-    Instead of each change the format in which its parameter is stored, if the optimizer takes no step from given gradients or
-    state. A clause if a change is not finite.
+    Attributes:
+        formats: In which the parameters are stored; fp32 if the optimizer keeps what rounding drops.
+        changes: Of the parameters; empty if the optimizer takes no step from given gradients or state.
+        broken: A clause if a change is not finite.
     """
+
+    formats: list[list[torch.dtype]]
+    changes: list[list[Tensor]] = field(default_factory=list)
+    broken: str = ""
+
+    def repeats(self, changes: list[list[Tensor]]) -> bool:
+        """Whether this step makes the given changes."""
+        return bool(self.changes) and all(
+            _dot(off, off) <= REPEATED**2 * _dot(change, change)
+            for mine, group in zip(self.changes, changes, strict=True)
+            for off, change in ((one - other, other) for one, other in zip(mine, group, strict=True))
+        )
+
+
+def _step_of(training: _Training, plan: Plan) -> _Step:
     model = copy.deepcopy(training.model)
     optimizer = training.make(model.parameters())
     names = _names(model, optimizer)
@@ -246,11 +344,9 @@ def _own_step(training: _Training, plan: Plan) -> list[list[Tensor | torch.dtype
             "ignore", UserWarning
         )  # what prepare warns of, such as eps in fp16, is tested here
         amp = stack.enter_context(under(bare, model, training.device, optimizer))
-        stored: list[list[Tensor | torch.dtype]] = [
-            [p.dtype for p in group["params"]] for group in optimizer.param_groups
-        ]
+        formats = [[p.dtype for p in group["params"]] for group in optimizer.param_groups]
         if training.needs_closure:
-            return stored
+            return _Step(formats)
         for p, trained in zip(model.parameters(), training.model.parameters(), strict=True):
             if trained.grad is not None:
                 p.grad = trained.grad.to(p.grad_dtype or p.dtype, copy=True)
@@ -258,21 +354,18 @@ def _own_step(training: _Training, plan: Plan) -> list[list[Tensor | torch.dtype
         try:
             _continue_from(optimizer, training.optimizer, before)
         except Exception:  # of the optimizer's own class
-            return stored
+            return _Step(formats)
         optimizer.step()
         dropped = (
             amp.dropped_updates
         )  # none, if the optimizer keeps what rounding drops, or rounds stochastically
-        changes: list[list[Tensor | torch.dtype]] = [
-            [_wide(new) - _wide(old) for new, old in zip(group["params"], olds, strict=True)]
-            for group, olds in zip(optimizer.param_groups, before, strict=True)
-        ]
+        changes = _changes([group["params"] for group in optimizer.param_groups], before)
     for name, change in zip(names, itertools.chain.from_iterable(changes), strict=True):
-        if isinstance(change, Tensor) and not bool(torch.isfinite(change).all()):
-            return f"a step of the optimizer in {plan.compute} makes {name} non-finite"
-    return (
-        changes if dropped is None or dropped > KEPT else [[torch.float32] * len(group) for group in changes]
-    )
+        if not bool(torch.isfinite(change).all()):
+            return _Step(formats, broken=f"a step of the optimizer in {plan.compute} makes {name} non-finite")
+    if dropped is not None and dropped <= KEPT:
+        return _Step([[torch.float32] * len(group) for group in changes])
+    return _Step(formats, changes)
 
 
 def _continue_from(
@@ -301,6 +394,14 @@ def _continue_from(
                 optimizer.state[p][key] = value.to(format)
 
 
+def _changes(new: Sequence[Sequence[Tensor]], old: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Changes of tensors, by group."""
+    return [
+        [_wide(one) - _wide(other) for one, other in zip(news, olds, strict=True)]
+        for news, olds in zip(new, old, strict=True)
+    ]
+
+
 def _wide(tensor: Tensor) -> Tensor:
     """A tensor in fp32 or, if it is wider, as it is."""
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
@@ -320,11 +421,9 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return [names.get(id(p), "a tensor outside the model") for group in groups for p in group["params"]]
 
 
-def _changed(old: Tensor, change: Tensor, own: Tensor | torch.dtype) -> Tensor:
-    """The change that a plan's step makes, given itself or the format in which the parameter is stored."""
-    if isinstance(own, Tensor):
-        return own
-    return stored_change(old, change, own) if own in LOW_DTYPES else change
+def _stored(old: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
+    """The change of a parameter that is stored in a format."""
+    return stored_change(old, change, dtype) if dtype in LOW_DTYPES else change
 
 
 def _dot(one: Tensor, other: Tensor) -> float:

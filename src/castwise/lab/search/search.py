@@ -27,6 +27,7 @@ from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
 from castwise.core.plans.words import in_words
 from castwise.errors import StateError
+from castwise.lab.parity.batches import epochs_of
 from castwise.lab.parity.parity import ParityTest
 from castwise.lab.parity.probes import Prober
 from castwise.lab.passes.isolation import seed_all, undisturbed
@@ -113,7 +114,7 @@ def run(search: Search) -> None:
 def _second_look(search: Search) -> None:
     """Test the chosen plan again after some fp32 steps: trained weights differ from fresh ones."""
     context, journal, reference = search.context, search.journal, search.reference
-    settings, workload = context.settings, context.workload
+    settings, workload = context.settings, epochs_of(context.workload)
     seed_all(settings.seed)
     model = build_model(workload, context.device, settings.seed, reference.model.state_dict())
     arrived = widen_(model)

@@ -7,7 +7,6 @@ remaining time. Only plans that were faster in the race than every sound plan ar
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +14,9 @@ from castwise.core.model.resolve import assign, region_of
 from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
+from castwise.lab.parity.batches import epochs_of
 from castwise.lab.parity.parity import FLOOR, ParityResult
-from castwise.lab.parity.updates import UpdateLoss, update_loss
+from castwise.lab.parity.updates import AFTER, UpdateLoss, UpdateTest, is_needed
 from castwise.lab.search.axes import FP32, as_raced, numerics_of
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.decision import MARGIN
@@ -153,6 +153,8 @@ def against_updates(search: Search, plan: Plan) -> str:
     updates = updates_of(search, plan)
     if updates is None or updates.why or not plan.lacks_masters:
         return "" if updates is None else updates.why
+    if updates.unknown:
+        return updates.unknown
     trained = training_runs(search, plan)
     if trained is None:
         return "it has no masters, and no training runs could be made to test it"
@@ -160,21 +162,31 @@ def against_updates(search: Search, plan: Plan) -> str:
 
 
 def updates_of(search: Search, plan: Plan) -> UpdateLoss | None:
-    """The comparison of a plan's updates with fp32's, the worst of all ranks; None for plans that store nothing low."""
-    context, model = search.context, search.reference.model
-    workload, seed = context.workload, context.settings.seed
-    until = time.monotonic() + UPDATES_SHARE * context.left_s()
+    """The comparison of a plan's updates with fp32's, the worst of all ranks; None for plans that store nothing low.
 
-    def work() -> UpdateLoss | None:
-        batches = iter(workload.batches(seed))
-        return update_loss(
-            model, workload.loss, batches, workload.optimizer, plan, context.device, seed, until
-        )
+    All ranks compare as many stages: without time for the next one on any of them, or once one has found a fault, all stop.
+    """
+    if not is_needed(plan):
+        return None
+    context, ranks = search.context, search.context.ranks
+    workload, seed = epochs_of(context.workload), context.settings.seed
+    until = ranks.now() + UPDATES_SHARE * context.left_s()
 
-    worst: UpdateLoss | None = context.ranks.at("updates").worst(
-        work, lambda found: 0.0 if found is None else found.severity
-    )
-    return worst
+    def begin() -> UpdateTest:
+        model, batches = search.reference.model, iter(workload.batches(seed))
+        return UpdateTest(model, workload.loss, batches, workload.optimizer, plan, context.device, seed)
+
+    test = ranks.at("updates").each(begin)
+    while True:
+        heard = ranks.at("a stage of updates").every(lambda: (test.stage(), test.next_s))
+        found = max((found for found, _ in heard), key=lambda found: (found.severity, found.still))
+        left = [next_s for _, next_s in heard if next_s is not None]
+        if (
+            found.why
+            or len(left) < len(heard)
+            or (found.steps > AFTER[1] and ranks.now() + max(left) > until)
+        ):
+            return found
 
 
 def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verification | None:
@@ -206,7 +218,7 @@ def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verificat
     try:
         with journal.stage(_TRAINING):
             search.training[numerics] = train_pairs(
-                context.workload, plan, context.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
+                epochs_of(context.workload), plan, context.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
                 ranks=ranks, until_hopeless=True,
                 on_progress=lambda done, total: journal.tell("pairs of training runs", done, total),
             )  # fmt: skip
