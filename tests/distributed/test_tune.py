@@ -385,7 +385,7 @@ def test_an_error_on_one_rank_ends_both_in_words(found: Callable[[Case], Found])
     assert second["kind"] == "WorkloadError"
     assert " failed: ArithmeticError: the data cannot be read (test_tune.py, line " in second["text"]
     assert first["kind"] == "StateError"
-    assert first["text"] == f"tune: rank 1 ended it: WorkloadError: {second['text']}"
+    assert first["text"] == f"tune: rank 1 failed: WorkloadError: {second['text']}"
 
 
 def test_an_interrupt_on_one_rank_ends_both_and_rank_0_writes(found: Callable[[Case], Found]) -> None:
@@ -406,7 +406,7 @@ def test_ranks_that_ask_for_different_things(found: Callable[[Case], Found]) -> 
         )
     first, second = found(a_refused_argument)
     assert second["text"] == "tune(accumulate=0): needs a whole number >= 1"
-    assert first["text"] == f"tune: rank 1 ended it: PlanError: {second['text']}"
+    assert first["text"] == f"tune: rank 1 failed: PlanError: {second['text']}"
 
 
 def test_the_larger_peak_counts(found: Callable[[Case], Found]) -> None:

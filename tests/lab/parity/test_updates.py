@@ -200,6 +200,11 @@ def test_an_optimizer_that_keeps_what_rounding_drops_loses_nothing(way: str, eve
     assert found.steps == AFTER[-1] + COMPARED
 
 
+def test_steps_that_are_too_large_are_not_excused_because_no_element_is_dropped() -> None:
+    found = job(lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-6), "fp16-true")
+    assert "times as far as in fp32" in found.why
+
+
 def test_one_that_keeps_nothing_loses_all() -> None:
     assert job(lambda p: Signs(p, "dropped", 1e-5), TRUE).lost > 0.9
 

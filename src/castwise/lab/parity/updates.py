@@ -162,11 +162,7 @@ class UpdateTest:
             comparable = bool(own.changes) and again.repeats(changes)
             for index, group in enumerate(changes):
                 whole[index] += sum(_dot(change, change) for change in group)
-                ours = (
-                    own.changes[index]
-                    if comparable
-                    else map(_stored, before[index], group, own.formats[index])
-                )
+                ours = own.counted(index, before[index], group, comparable)
                 kept[index] += sum(map(_dot, group, ours))
                 pushed = any(p.grad is not None and p.grad.any() for p in training.params[index])
                 if index in self._still:
@@ -316,14 +312,26 @@ class _Step:
     """A step that a plan's optimizer takes from the training's weights, gradients and state, by group.
 
     Attributes:
-        formats: In which the parameters are stored; fp32 if the optimizer keeps what rounding drops.
+        formats: In which the parameters are stored.
         changes: Of the parameters; empty if the optimizer takes no step from given gradients or state.
         broken: A clause if a change is not finite.
+        keeps: Whether the optimizer keeps what rounding drops for later steps, or rounds at random.
     """
 
     formats: list[list[torch.dtype]]
     changes: list[list[Tensor]] = field(default_factory=list)
     broken: str = ""
+    keeps: bool = False
+
+    def counted(
+        self, index: int, olds: Sequence[Tensor], updates: Sequence[Tensor], comparable: bool
+    ) -> Iterable[Tensor]:
+        """The changes of a group that count as the plan's, given its parameters and fp32's updates."""
+        formats = self.formats[index]
+        if not comparable:
+            return updates if self.keeps else map(_stored, olds, updates, formats)
+        own = self.changes[index]
+        return map(_beyond_rounding, olds, updates, own, formats) if self.keeps else own
 
     def repeats(self, changes: list[list[Tensor]]) -> bool:
         """Whether this step makes the given changes."""
@@ -363,9 +371,7 @@ def _step_of(training: _Training, plan: Plan) -> _Step:
     for name, change in zip(names, itertools.chain.from_iterable(changes), strict=True):
         if not bool(torch.isfinite(change).all()):
             return _Step(formats, broken=f"a step of the optimizer in {plan.compute} makes {name} non-finite")
-    if dropped is not None and dropped <= KEPT:
-        return _Step([[torch.float32] * len(group) for group in changes])
-    return _Step(formats, changes)
+    return _Step(formats, changes, keeps=dropped is not None and dropped <= KEPT)
 
 
 def _continue_from(
@@ -424,6 +430,16 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 def _stored(old: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
     """The change of a parameter that is stored in a format."""
     return stored_change(old, change, dtype) if dtype in LOW_DTYPES else change
+
+
+def _beyond_rounding(old: Tensor, update: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
+    """The own change of a parameter, or fp32's update as far as rounding up or down explains the difference."""
+    if dtype not in LOW_DTYPES:
+        return own
+    limits = torch.finfo(dtype)
+    place = limits.eps * torch.maximum(old.abs(), (old + own).abs()).clamp_min(limits.smallest_normal)
+    off = own - update
+    return update + off.sign() * (off.abs() - place).clamp_min(0.0)
 
 
 def _dot(one: Tensor, other: Tensor) -> float:
