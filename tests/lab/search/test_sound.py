@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -64,6 +65,16 @@ def test_a_plan_in_doubt_that_trains_worse_is_not(search: Search) -> None:
     assert search.journal.refusal(LOSING).startswith(
         "damage 0.11, and in training over 2 pairs of 40 steps its loss differs"
     )
+
+
+def test_batches_that_end_start_again_in_long_stages(search: Search) -> None:
+    job = search.context.workload
+    short = dataclasses.replace(job, batches=lambda seed: itertools.islice(job.batches(seed), 12))
+    search.context = dataclasses.replace(search.context, workload=short)
+    raced(search, {FP32: 0.002, LIKE_FP32: 0.001})
+    trained = training_runs(search, LIKE_FP32)
+    assert trained is not None
+    assert trained.steps == 40
 
 
 def test_what_is_sure_to_lose_by_training_is_trained_half_as_long(search: Search) -> None:
