@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
@@ -13,6 +14,7 @@ import castwise
 from castwise import Plan
 from castwise.lab.parity import updates
 from castwise.lab.parity.updates import AFTER, COMPARED, LOST, UpdateLoss, UpdateTest, update_loss
+from castwise.lab.timing.runners import TrainingRun
 from tests.core.masters.test_dropped_updates import Signs
 
 CPU = torch.device("cpu")
@@ -227,6 +229,25 @@ def test_the_model_is_not_trained() -> None:
     update_loss(model, _push, _batches(torch.ones(3)), _sgd, TRUE, CPU)
     assert torch.equal(model.w, torch.ones(3))
     assert model.w.grad is None
+
+
+@pytest.mark.parametrize("plan", ["bf16-true", "bf16-master"])
+def test_parameters_outside_the_model_are_restored(plan: str) -> None:
+    scale = nn.Parameter(torch.ones(()))
+
+    def scaled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]) * scale, batch[1])
+
+    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*params, scale], lr=0.1)
+
+    assert castwise.parity(mlp(), scaled, data, plan, optimizer=make)
+    assert (scale.item(), scale.grad) == (1.0, None)
+    job = castwise.Workload("scaled", mlp, make, data, scaled)
+    with contextlib.closing(TrainingRun(job, Plan.parse(plan), CPU)) as run:
+        run.block(3)
+        assert scale.item() != 1.0
+    assert (scale.item(), scale.grad) == (1.0, None)
 
 
 def test_only_fp32_parameters_are_stored_low() -> None:

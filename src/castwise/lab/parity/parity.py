@@ -12,6 +12,7 @@ too.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -46,7 +47,7 @@ from castwise.lab.parity.states import Optimizer, StateTest
 from castwise.lab.parity.updates import UpdateLoss, update_loss
 from castwise.lab.parity.verdicts import LEAST, Verdict, compare, goes_on, lasts, needed, passes
 from castwise.lab.passes.choices import Choice
-from castwise.lab.passes.isolation import undisturbed, unspoilt
+from castwise.lab.passes.isolation import undisturbed, unmoved, unspoilt
 from castwise.lab.workloads.workload import users_code
 
 if TYPE_CHECKING:
@@ -531,11 +532,15 @@ def parity(
     where = find_device("parity", device, str(device_of(model)))
     make = endless(batches, "parity")
     failed = "parity: the model, its loss or its optimizer failed"
-    with users_code(failed), undisturbed(), unspoilt(model, "parity"):
+    with users_code(failed), undisturbed(), unspoilt(model, "parity"), contextlib.ExitStack() as stack:
         prober = Prober(
             model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest(chosen.formats)
         )
-        adam = optimizer is not None and is_adam(made(optimizer, prober.model))
+        adam = False
+        if optimizer is not None:
+            own = made(optimizer, prober.model)
+            stack.enter_context(unmoved(own, prober.model))
+            adam = is_adam(own)
         test = ParityTest(prober, accumulate * world_size, adam, optimizer)
         test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
         chosen = with_measured_scale(chosen, test.range)

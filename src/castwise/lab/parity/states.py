@@ -27,6 +27,7 @@ from castwise.core.plans.formats import FORMATS, LOW
 from castwise.core.plans.plan import Plan
 from castwise.lab.parity.probes import REFERENCE, Prober, as_real, dithered, state_of
 from castwise.lab.passes.draws import Draws
+from castwise.lab.passes.isolation import unmoved
 from castwise.lab.passes.passes import observed_under, run_backward, still, under
 
 STEPS = 8
@@ -166,7 +167,7 @@ class StateTest:
             optimizer = still(model)
         micros = prober.micros[:STEPS]
         seen = []
-        with under(plan, model, prober.device, optimizer) as amp:
+        with unmoved(optimizer, model), under(plan, model, prober.device, optimizer) as amp:
             if jitter:
                 generator = torch.Generator(prober.device).manual_seed(1)
                 for parameter in model.parameters():

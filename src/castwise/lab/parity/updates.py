@@ -32,7 +32,7 @@ from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import PRESETS, Plan
-from castwise.lab.passes.isolation import seed_all
+from castwise.lab.passes.isolation import seed_all, unmoved
 from castwise.lab.passes.passes import under
 
 LOST = 0.05
@@ -132,6 +132,10 @@ class UpdateTest:
         """Groups without an update so far, and whether they had a gradient."""
         self.found = UpdateLoss()
 
+    def close(self) -> None:
+        """Restore tensors outside the model that the optimizer has changed."""
+        self._training.close()
+
     @property
     def next_s(self) -> float | None:
         """About how many seconds the next stage takes; None after the last one."""
@@ -212,8 +216,9 @@ def update_loss(
     if not is_needed(plan):
         return None
     test = UpdateTest(model, loss, batches, optimizer, plan, device, seed)
-    while test.next_s is not None:
-        test.stage()
+    with contextlib.closing(test):
+        while test.next_s is not None:
+            test.stage()
     return test.found
 
 
@@ -226,13 +231,13 @@ def one_update(
     seed: int = 0,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Train a copy of the model in fp32 for a few steps; return name, weights and last update of each parameter."""
-    training = _Training(model, loss, batches, optimizer, device, seed)
-    for _ in range(WARM_STEPS):
+    with contextlib.closing(_Training(model, loss, batches, optimizer, device, seed)) as training:
+        for _ in range(WARM_STEPS):
+            training.step()
+        before = [p.detach().clone() for p in training.model.parameters()]
         training.step()
-    before = [p.detach().clone() for p in training.model.parameters()]
-    training.step()
-    for (name, new), old in zip(training.model.named_parameters(), before, strict=True):
-        yield name, old, new.detach() - old
+        for (name, new), old in zip(training.model.named_parameters(), before, strict=True):
+            yield name, old, new.detach() - old
 
 
 def stored_change(weights: Tensor, update: Tensor, dtype: torch.dtype) -> Tensor:
@@ -270,9 +275,15 @@ class _Training:
         self.groups = [
             _in_words([next(names) for _ in group["params"]]) for group in self.optimizer.param_groups
         ]
+        self._restored = contextlib.ExitStack()
+        self._restored.enter_context(unmoved(self.optimizer, self.model))
         self.params = [list(group["params"]) for group in self.optimizer.param_groups]
         self._loss, self._batches, self._seed = loss, batches, seed
         self._batch: Any = None
+
+    def close(self) -> None:
+        """Restore tensors outside the model."""
+        self._restored.close()
 
     @property
     def needs_closure(self) -> bool:
@@ -351,6 +362,7 @@ def _step_of(training: _Training, plan: Plan) -> _Step:
         warnings.simplefilter(
             "ignore", UserWarning
         )  # what prepare warns of, such as eps in fp16, is tested here
+        stack.enter_context(unmoved(optimizer, model))
         amp = stack.enter_context(under(bare, model, training.device, optimizer))
         formats = [[p.dtype for p in group["params"]] for group in optimizer.param_groups]
         if training.needs_closure:

@@ -140,6 +140,22 @@ def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
                     buffer.copy_(values)
 
 
+@contextlib.contextmanager
+def unmoved(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Iterator[None]:
+    """Restore the tensors of an optimizer that are not in its model, which a copy of the model still shares with the user's code."""
+    inside = {id(p) for p in model.parameters()}
+    outside = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in inside]
+    before = [(p, p.detach().clone(), p.grad, None if p.grad is None else p.grad.clone()) for p in outside]
+    try:
+        yield
+    finally:
+        for p, values, gradient, its_values in before:
+            p.detach().copy_(values)
+            p.grad = gradient
+            if gradient is not None and its_values is not None:
+                gradient.copy_(its_values)
+
+
 def not_given(model: torch.nn.Module, call: str, what: str) -> WorkloadError:
     """The error for a loss that uses the original model instead of the given copy."""
     return WorkloadError(

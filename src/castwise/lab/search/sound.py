@@ -6,6 +6,7 @@ remaining time. Only plans that were faster in the race than every sound plan ar
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -177,16 +178,17 @@ def updates_of(search: Search, plan: Plan) -> UpdateLoss | None:
         return UpdateTest(model, workload.loss, batches, workload.optimizer, plan, context.device, seed)
 
     test = ranks.at("updates").each(begin)
-    while True:
-        heard = ranks.at("a stage of updates").every(lambda: (test.stage(), test.next_s))
-        found = max((found for found, _ in heard), key=lambda found: (found.severity, found.still))
-        left = [next_s for _, next_s in heard if next_s is not None]
-        if (
-            found.why
-            or len(left) < len(heard)
-            or (found.steps > AFTER[1] and ranks.now() + max(left) > until)
-        ):
-            return found
+    with contextlib.closing(test):
+        while True:
+            heard = ranks.at("a stage of updates").every(lambda: (test.stage(), test.next_s))
+            found = max((found for found, _ in heard), key=lambda found: (found.severity, found.still))
+            left = [next_s for _, next_s in heard if next_s is not None]
+            if (
+                found.why
+                or len(left) < len(heard)
+                or (found.steps > AFTER[1] and ranks.now() + max(left) > until)
+            ):
+                return found
 
 
 def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verification | None:

@@ -20,6 +20,7 @@ from castwise.core.scaler import StepResult
 from castwise.core.session import Amp
 from castwise.core.session.process import Claim, check_device
 from castwise.errors import WorkloadError
+from castwise.lab.passes.isolation import unmoved
 from castwise.lab.workloads.workload import (
     Workload,
     check_loss,
@@ -199,6 +200,8 @@ class TrainingRun(_Run):
         with self._random.in_force():
             self.model = build_model(workload, device, seed, state)
             self.optimizer = make_optimizer(workload, self.model.parameters())
+            self._restored = contextlib.ExitStack()
+            self._restored.enter_context(unmoved(self.optimizer, self.model))
             self.amp = Amp(self._without_settings, device=device, group=ALONE)
             self.amp.prepare(self.model, self.optimizer, widen=widen_for(plan, self.model))
             self._batches = iter(workload.batches(seed))
@@ -256,8 +259,9 @@ class TrainingRun(_Run):
             self.after()
 
     def close(self) -> None:
-        """Remove the plan from the model, and release model and optimizer."""
+        """Remove the plan from the model, and release model and optimizer; restore tensors of the optimizer outside the model."""
         super().close()
+        self._restored.close()
         del self.optimizer
 
 
