@@ -125,11 +125,11 @@ def model(depth: int, *places: nn.Module) -> nn.Sequential:
     )
 
 
-def search(made: nn.Module) -> NumericsSearch:
+def search(made: nn.Module, left_s: float = 0.0) -> NumericsSearch:
     test = ParityTest(Prober(made, loss, batches(), torch.device("cpu")), 1, True)
     test.reference(8)
     parts = find_parts(made, lambda: loss(made, test.prober.micros[0].batch))
-    return NumericsSearch(test, parts)
+    return NumericsSearch(test, parts, left_s=lambda: left_s)
 
 
 @pytest.mark.parametrize("depth", [24, 2] if SOAKING else [12])
@@ -257,3 +257,25 @@ def test_more_is_drawn_where_the_verdict_hangs_on_the_interval(monkeypatch: pyte
     found = search(model(2))
     assert found.find(plan).microbatches > 8
     assert found.left() >= VERIFYING
+
+
+def test_microbatches_that_time_allows_leave_the_passes_to_other_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = Plan.preset("bf16-mixed")
+    first = search(model(2))
+    seen = first.find(plan)
+    assert seen.adam is not None
+    monkeypatch.setattr("castwise.lab.parity.verdicts.PASS", 1.0)
+    monkeypatch.setattr(
+        "castwise.lab.parity.verdicts.ADAM_PASS", seen.adam.value + 0.35 * (seen.adam.high - seen.adam.value)
+    )
+    monkeypatch.setattr("castwise.lab.search.repair.MOST", 1)
+    few, many = search(model(2)), search(model(2), left_s=1e6)
+    passes = {}
+    for one in (few, many):
+        began = one._test.prober.passes
+        one.find(plan)
+        passes[one] = one._test.prober.passes - began
+    assert passes[many] > passes[few]
+    assert many.left() == few.left()

@@ -118,11 +118,14 @@ class NumericsSearch:
         ] = {}  # by numerics: number of microbatches on which the plan was shown to pass
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
         self._joints: dict[Plan, ParityResult | None] = {}
+        self._extra = (
+            0  # passes of microbatches beyond the usual number, which time limits and not their count
+        )
         self.alone: dict[str, Blame] = {}
 
     def left(self) -> int:
         """Forward/backward passes that are left."""
-        return MOST_PASSES - self._test.prober.passes
+        return MOST_PASSES - (self._test.prober.passes - self._extra)
 
     def find(self, plan: Plan) -> ParityResult:
         """Test a plan on the search's microbatches, and on fresh ones while only the interval exceeds the threshold.
@@ -165,7 +168,7 @@ class NumericsSearch:
     ) -> ParityResult:
         """Judge a plan on microbatches from ``start`` on; add more while its verdict is open and more may settle it."""
         test, prober, probe, end = self._test, self._test.prober, Probe(plan), start
-        began, most, extended = time.monotonic(), MOST * count, False
+        began, most, extended, usual = time.monotonic(), MOST * count, False, 0
         while True:
             short = least - before - (end - start)
             new = range(end, end + (min(count, short) if short > 0 else count))
@@ -185,8 +188,9 @@ class NumericsSearch:
             if hangs(found) and goes_on(found.verdict, found.more, drawn, count, most):
                 continue
             if extended or not self._affords(found.needed, drawn, time.monotonic() - began):
+                self._extra += prober.passes - usual if extended else 0
                 return found
-            extended, most = True, found.needed or most
+            extended, most, usual = True, found.needed or most, prober.passes
 
     def _affords(self, needed: int | None, drawn: int, took_s: float) -> bool:
         """Whether time and memory suffice for as many microbatches as would probably decide; collective."""
