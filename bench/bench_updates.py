@@ -141,7 +141,7 @@ def main() -> None:
                     results.add({
                         "job": name, "optimizer": words, "plan": preset, "lost": None if updates.broken else updates.lost,
                         "at_step": updates.step, "refused": updates.why, "elements": dropped(job, plan),
-                        "loss": mean if finite else None, "error": error if finite else None,
+                        "loss": mean if finite else None, "standard_error": error if finite else None,
                         "effect": "harmful" if harmful else "harmless" if mean + T95 * error <= MARGIN else "not shown",
                     })  # fmt: skip
 

@@ -81,7 +81,7 @@ FURTHER = (
     ("castwise.numerics.casts", casts, ("Cast",)),
     ("castwise.numerics.damage", damage, ("Estimate",)),
     ("castwise.numerics.gradient_range", gradient_range, ("Histogram", "ScaleRange")),
-    ("castwise.numerics.parity", parity, ("RegionParity",)),
+    ("castwise.numerics.parity", parity, ("RegionParity", "Choice")),
     ("castwise.parallel", parallel, ("init_process_group", "compress_to_bf16", "compress_to_fp16")),
     ("castwise.plans.plan", plan, ("as_plan",)),
     ("castwise.plans.rules", rules, ("base_table", "describe", "overrides")),

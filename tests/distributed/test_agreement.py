@@ -182,7 +182,7 @@ def all_or_none(rank: int, size: int) -> None:
     assert groups[0] is not groups[2]
     assert Ranks.among([rank], "test").gather(rank) == [rank]
     for error, kind in ((None, StateError), (CheckpointError, CheckpointError)):
-        with pytest.raises(kind, match=rf"this rank is not in it \(global rank {rank}\)"):
+        with pytest.raises(kind, match=rf"this rank \(global rank {rank}\) is not in it"):
             Ranks(other, error)
 
 

@@ -114,7 +114,7 @@ def test_parts_of_apex_parallel_on_two_ranks(two: World) -> None:
         assert torch.equal(weights[1], torch.zeros(1, 2))
         assert torch.equal(grads[0], torch.full((2,), 0.5))
         assert members == 2
-        assert said == "create_syncbn_process_group(3): must divide the 2 ranks"
+        assert said == "create_syncbn_process_group(3): group_size must divide the number of ranks, 2"
 
 
 def refusals(rank: int, size: int) -> list[str]:

@@ -273,7 +273,10 @@ def subgroup(rank: int, size: int, folder: Path) -> None:
     here = folder / f"alone{rank}"
     run.save(here, 1, process_group=mine)
     assert checkpoint.newest(here, process_group=mine).step == 1
-    raises("this rank is not in it", lambda: run.save(here, 2, process_group=groups[1 - rank]))
+    raises(
+        r"this rank \(global rank \d\) is not in it",
+        lambda: run.save(here, 2, process_group=groups[1 - rank]),
+    )
 
 
 SAVED = {

@@ -457,7 +457,10 @@ def test_a_handle_is_deactivated_where_it_began() -> None:
     import castwise
 
     handle = start()
-    with castwise.autocast("bf16", device_type="cpu"), pytest.raises(StateError, match="leave those first"):
+    with (
+        castwise.autocast("bf16", device_type="cpu"),
+        pytest.raises(StateError, match="leave those blocks first"),
+    ):
         handle._deactivate()
     assert handle.is_active()
 

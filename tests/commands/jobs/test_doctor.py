@@ -110,7 +110,7 @@ def test_a_doctor_with_a_workload_prints_it():
     console.print(result.table())
     text = console.export_text()
     assert "What limits" in text
-    assert "Profiled alone, a" in text
+    assert "Measured alone, a training step" in text
     assert "Matrix units:" in text
     for finding in result.workload.bottlenecks:
         assert finding.sentence[:30] in text

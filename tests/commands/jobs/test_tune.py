@@ -225,7 +225,7 @@ def test_the_lightest_plan_is_chosen_among_the_sound_and_looked_at_again(
     assert chosen.peak_bytes is not None
     assert chosen.peak_bytes <= 1.02 * min(c.peak_bytes or 0 for c in sound)
     assert chosen.peak_bytes < peaks["fp32"]
-    assert any(note.startswith("A second look after 5 fp32 steps: ") for note in result.evidence.notes)
+    assert any(note.startswith("The gradient test after 5 fp32 steps: ") for note in result.evidence.notes)
 
 
 def wide() -> nn.Sequential:

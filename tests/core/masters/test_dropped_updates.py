@@ -74,7 +74,7 @@ def test_the_share_is_that_of_a_step_made_in_fp32(kind: str) -> None:
     optimizer = OPTIMIZERS[kind](model.parameters())
     amp = castwise.Amp("bf16-true", device="cpu")
     amp.prepare(model, optimizer)
-    moved = lost = 0
+    moved, square, lost = 0, 0.0, 0.0
     generator = torch.Generator().manual_seed(1)
     for step in (1, 2, 3, 4, 5):
         amp.backward((model(torch.randn(4, 48, generator=generator)) - 1).square().mean())
@@ -90,12 +90,13 @@ def test_the_share_is_that_of_a_step_made_in_fp32(kind: str) -> None:
         amp.step(optimizer)
         optimizer.zero_grad()
         if step in (1, 2, 4):
-            changes = wide.detach() != before.float()
-            moved += int(changes.sum())
-            lost += int((changes & (model.weight == before)).sum())
-    assert 0 < lost <= moved
-    assert amp.dropped_updates == lost / moved
-    assert f"{lost / moved:.1%} of the updates ({moved:,} measured at 3 of 5 steps)" in amp.summary()
+            squares = (wide.detach() - before.float()).double().square()
+            moved += int((squares != 0).sum())
+            square += float(squares.sum())
+            lost += float(squares[model.weight == before].sum())
+    assert 0.0 < lost <= square
+    assert amp.dropped_updates == pytest.approx(lost / square)
+    assert f"{lost / square:.1%} of the updates ({moved:,} measured at 3 of 5 steps)" in amp.summary()
     assert "'bf16-master'" in amp.summary()
 
 

@@ -75,7 +75,7 @@ def test_updates_inside_of_a_backward_are_right_or_refused(plan: str, given: boo
     if amp.plan.loss_scale is not None or amp.plan.keeps_masters:
         with pytest.raises(
             StateError,
-            match=r"prepare\(Sequential\): Lomo updates weights inside the backward, and the plan .*'bf16-mixed'",
+            match=r"prepare\(Sequential\): Lomo updates weights inside the backward, where the plan .*'bf16-mixed'",
         ):
             amp.prepare(*args)
         assert castwise.Amp.of(model) is None

@@ -332,7 +332,7 @@ def test_updates_that_bf16_drops_are_counted() -> None:
     updates = [t for region in found.regions for t in region.tensors if t.kind == "updates"]
     assert len(updates) == 3
     assert all(t.cast("bf16").flush >= t.cast("fp16").flush for t in updates)
-    assert "rounding drops" in found.region("0").stored["bf16"]
+    assert "rounding loses" in found.region("0").stored["bf16"]
     assert "bf16" not in found.region("0").troubles
     kept = forecast(
         sound(),

@@ -246,7 +246,7 @@ def test_updates_that_rounding_drops_come_by_region() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4))
     made = torch.optim.SGD([
-        {"params": net[0].parameters(), "lr": 1e-5}, {"params": net[1].parameters(), "lr": 1.0}
+        {"params": net[0].parameters(), "lr": 1e-5}, {"params": net[1].parameters(), "lr": 1e-2}
     ], lr=1.0)  # fmt: skip
     amp = castwise.Amp("bf16-true")
     amp.prepare(net, made)

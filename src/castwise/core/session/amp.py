@@ -782,9 +782,9 @@ class Amp(masters.OfThisProcess):
 
     @property
     def dropped_updates(self) -> float | None:
-        """The fraction of updates that rounding dropped so far, if parameters are stored low without masters.
+        """The share of the updates that rounding dropped so far, by their squares, if parameters are stored low without masters.
 
-        It counts updates that are not zero in fp32, and is measured at a few steps (the first, second, fourth, ... and
+        It is measured at a few steps (the first, second, fourth, ... and
         every 64th) on slices of this process's parameters; those steps wait for the device. An update that the
         optimizer keeps in its state (Kahan summation) does not count as dropped, nor does any update of an optimizer
         that rounds stochastically. The value is None under other plans, before the first step, and for an optimizer whose steps

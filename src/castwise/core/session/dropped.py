@@ -63,17 +63,18 @@ class DroppedUpdates:
     Attributes:
         steps: Number of steps of all optimizers so far.
         looks: Number of those steps that were measured.
-        moved: Measured updates that are not zero in fp32.
-        lost: Those of them that left the stored value unchanged and are not kept in the optimizer's state either.
-        by_parameter: For each parameter, its ``moved`` and ``lost``.
+        moved: Number of measured elements that fp32 updates.
+        by_parameter: For each parameter, the sum of squares of these updates, and the part of it that is lost: it left the
+            stored value unchanged and is not kept in the optimizer's state either.
+        keeps: Whether the optimizer of the last measured step keeps in its state what rounding drops, or rounds stochastically.
         unmeasured: Optimizers whose updates cannot be repeated on a copy, by class name, and why.
     """
 
     steps: int = 0
     looks: int = 0
     moved: int = 0
-    lost: int = 0
     by_parameter: Any = field(default_factory=WeakIdKeyDictionary)
+    keeps: bool = False
     unmeasured: dict[str, str] = field(default_factory=dict)
     _made: Any = field(default_factory=WeakIdKeyDictionary)
     _by_chance: Any = field(default_factory=WeakIdKeyDictionary)
@@ -90,8 +91,12 @@ class DroppedUpdates:
 
     @property
     def share(self) -> float | None:
-        """The fraction of the updates that are not zero in fp32 which rounding dropped; None before any was measured."""
-        return self.lost / self.moved if self.moved else None
+        """The share of the updates that rounding dropped, by their squares; None before any was measured.
+
+        Large updates do the work: a third of the elements may be dropped with hardly anything of the update lost.
+        """
+        seen, lost = (sum(each) for each in zip((0.0, 0.0), *self.by_parameter.values(), strict=True))
+        return lost / seen if seen else None
 
     def follow(self, optimizer: Optimizer, log: Callable[[Callable[[], object]], object]) -> None:
         """Measure the steps of an optimizer from now on; ``log`` gets the undo entry first."""
@@ -122,14 +127,14 @@ class DroppedUpdates:
         self.looks += 1
         keepers = _keepers(optimizer, pieces)
         by_chance = self._rounds_at_random(optimizer, pieces)
+        self.keeps = by_chance or bool(keepers)
         for piece in pieces:
-            moved = piece.wide.detach() != piece.before.float()
-            dropped = moved & _stays(piece) & ~_kept(optimizer, piece, keepers)
-            count, lost = int(moved.sum()), 0 if by_chance else int(dropped.sum())
-            before = self.by_parameter.get(piece.parameter, (0, 0))
-            self.by_parameter[piece.parameter] = before[0] + count, before[1] + lost
-            self.moved += count
-            self.lost += lost
+            squares = (piece.wide.detach() - piece.before.float()).double().square()
+            dropped = squares[_stays(piece) & ~_kept(optimizer, piece, keepers)]
+            lost = 0.0 if by_chance else float(dropped.sum())
+            before = self.by_parameter.get(piece.parameter, (0.0, 0.0))
+            self.by_parameter[piece.parameter] = before[0] + float(squares.sum()), before[1] + lost
+            self.moved += int((squares != 0).sum())
 
     def _rounds_at_random(self, optimizer: Optimizer, pieces: list[_Piece]) -> bool:
         """Whether the optimizer moves elements that rounding to nearest would not, as often as stochastic rounding would.
@@ -147,10 +152,8 @@ class DroppedUpdates:
         if moved == 0 or moved < expected / 4:
             return False
         for parameter in {id(p): p for group in optimizer.param_groups for p in group["params"]}.values():
-            seen, lost = self.by_parameter.get(parameter, (0, 0))
-            if lost:
-                self.by_parameter[parameter] = seen, 0
-                self.lost -= lost
+            if parameter in self.by_parameter:
+                self.by_parameter[parameter] = self.by_parameter[parameter][0], 0.0
         return True
 
 

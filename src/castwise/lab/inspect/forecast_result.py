@@ -32,7 +32,7 @@ class TensorForecast:
         largest: Largest magnitude.
         histogram: Magnitudes by powers of two; of large tensors, of a sample.
         casts: Per format the unscaled cast, and the scaled cast if training would scale. For ``updates``, in formats that weights
-            can be stored in: ``flush`` is the share that rounding drops.
+            can be stored in: ``flush`` is the share of the update that rounding loses.
     """
 
     kind: Kind

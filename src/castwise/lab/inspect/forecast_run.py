@@ -241,10 +241,10 @@ class Run:
             for format in self.formats:
                 if format.name in LOW:
                     left = stored_change(weights, changes, format.dtype)
-                    held = torch.isfinite(left)
-                    ledger.put(site_of(name), format.name, None, Tally(
-                        float(changes.numel()), float((~held).sum()), 0.0, float((left == 0).sum()),
-                        float((left - changes)[held].double().square().sum()), float(changes[held].double().square().sum()),
+                    held, squares = torch.isfinite(left), changes.double().square()
+                    ledger.put(site_of(name), format.name, None, Tally(  # shares of the update, not of its elements
+                        float(squares.sum()), float(squares[~held].sum()), 0.0, float(squares[left == 0].sum()),
+                        float((left - changes)[held].double().square().sum()), float(squares[held].sum()),
                     ))  # fmt: skip
 
     def forecast(self, where: Environment) -> Forecast:

@@ -97,7 +97,7 @@ def _first_reasons(
 def _reason(tensor: TensorForecast, cast: Cast) -> str:
     scale = f" at a loss scale of {amounts.number(cast.scale)}" if isinstance(cast.scale, float) else ""
     if tensor.kind == "updates":
-        return f"rounding drops {amounts.percent(cast.flush)} of the updates" if cast.flush > DROPPED else ""
+        return f"rounding loses {amounts.percent(cast.flush)} of the update" if cast.flush > DROPPED else ""
     if cast.overflow:
         share = amounts.percent(cast.overflow)
         return f"{share} of the {tensor.kind} overflow{scale}; the largest is {tensor.largest:.2g}"

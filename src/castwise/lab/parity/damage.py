@@ -88,9 +88,9 @@ class Estimate:
         signal: max(G2, 0), absolute.
         data_noise: S/m, absolute.
         denominator: signal + data_noise: the expected square of one update.
-        averaged: The same for the mean of at least :data:`HORIZON` microbatches.
+        averaged: The same for the mean of at least ``HORIZON`` microbatches.
         lasting: Least bias that the interval allows, over the least signal that it allows and the noise left after
-            :data:`LASTING` microbatches.
+            ``LASTING`` microbatches.
     """
 
     value: float

@@ -32,6 +32,7 @@ from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import PRESETS, Plan
+from castwise.core.session.amp import SessionView
 from castwise.lab.passes.isolation import seed_all, unmoved
 from castwise.lab.passes.passes import under
 
@@ -42,8 +43,6 @@ Source: bench/results/updates-cpu.json, by bench/bench_updates.py.
 """
 FAR = 0.5
 """Maximum share by which a plan may move a group further than fp32 does."""
-KEPT = 0.01
-"""An optimizer that drops at most this share of elements keeps what rounding would drop: nothing is lost."""
 AFTER = (1, 4, 16, 64, 256)
 """Numbers of fp32 steps after which the plan's steps are compared with fp32's."""
 COMPARED = 3
@@ -359,9 +358,7 @@ def _step_of(training: _Training, plan: Plan) -> _Step:
     names = _names(model, optimizer)
     bare = dataclasses.replace(plan, loss_scale=None, compile="as_given")
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # what prepare warns of, such as eps in fp16, is tested here
+        warnings.simplefilter("ignore", UserWarning)  # prepare warns of eps in fp16, which is tested here
         stack.enter_context(unmoved(optimizer, model))
         amp = stack.enter_context(under(bare, model, training.device, optimizer))
         formats = [[p.dtype for p in group["params"]] for group in optimizer.param_groups]
@@ -376,14 +373,12 @@ def _step_of(training: _Training, plan: Plan) -> _Step:
         except Exception:  # of the optimizer's own class
             return _Step(formats)
         optimizer.step()
-        dropped = (
-            amp.dropped_updates
-        )  # none, if the optimizer keeps what rounding drops, or rounds stochastically
+        keeps = SessionView(amp).dropped.keeps
         changes = _changes([group["params"] for group in optimizer.param_groups], before)
     for name, change in zip(names, itertools.chain.from_iterable(changes), strict=True):
         if not bool(torch.isfinite(change).all()):
             return _Step(formats, broken=f"a step of the optimizer in {plan.compute} makes {name} non-finite")
-    return _Step(formats, changes, keeps=dropped is not None and dropped <= KEPT)
+    return _Step(formats, changes, keeps=keeps)
 
 
 def _continue_from(

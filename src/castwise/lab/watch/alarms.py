@@ -67,7 +67,7 @@ LINES: Mapping[str, Line] = MappingProxyType({
     "underflow": Line(0.01, 0.003, patience=2),
     "update_ratio": Line(0.2, 0.05, patience=3),
     "grad_norm": Line(100.0, 10.0),
-    "lost_updates": Line(0.5, 0.4),
+    "lost_updates": Line(0.1, 0.05),
     "loss": Line(12.0, 6.0),
     "moved": Line(3.0, 1.0),
     "no_gradient": Line(0.5, 0.25, patience=4),
@@ -84,7 +84,7 @@ LINES: Mapping[str, Line] = MappingProxyType({
 - ``underflow``: a region's value, as in :class:`RegionSample`; damage below 0.01 does not show in training.
 - ``update_ratio``: a region's value.
 - ``grad_norm``: divided by the median of the last 32 samples, from the ninth sample on.
-- ``lost_updates``: over all regions; above one half a run stalls.
+- ``lost_updates``: over all regions; training without masters is worse if more than about 5 % are lost (docs/numerics.md).
 - ``loss``: robust standard deviations above the median of earlier losses, if four in a row are far above it and above half of
   the first losses.
 - ``moved``: a region's movement since the previous sample, over the most that its steps explain.
@@ -127,7 +127,7 @@ _SAYS = {
         "max_norm=...)"
     ),
     "lost_updates": (
-        "rounding drops {value:.0%} of the updates: parameters are stored low without masters. Use a plan with masters, such as "
+        "rounding drops {value:.0%} of the update: parameters are stored low without masters. Use a plan with masters, such as "
         "'bf16-master'"
     ),
     "loss": (

@@ -29,7 +29,7 @@ class RegionSample:
         zero: Share of exact zeros in the gradients of its fp16 outputs.
         subnormal: Share of nonzero elements in them below fp16's smallest normal number.
         underflow: Upper bound of the rounding error that this adds to them: squared error over squared gradient.
-        lost_updates: Share of its updates dropped by rounding since the previous sample, if parameters are stored
+        lost_updates: Share of its updates, by their squares, dropped by rounding since the previous sample, if parameters are stored
             low without masters.
     """
 

@@ -185,11 +185,11 @@ class Sampler:
         counts = list(self._session.dropped.by_parameter.items())
         regions = region_of(self._session.members.models) if counts else {}
         for parameter, (moved, lost) in counts:
-            before = self._dropped.get(parameter, (0, 0))
+            before = self._dropped.get(parameter, (0.0, 0.0))
             path = regions.get(id(parameter), "")
-            for name, count in (("moved", moved - before[0]), ("lost", max(0, lost - before[1]))):
+            for name, square in (("moved", moved - before[0]), ("lost", max(0.0, lost - before[1]))):
                 if moved > before[0]:
-                    numbers[path, name] = numbers.get((path, name), 0.0) + count
+                    numbers[path, name] = numbers.get((path, name), 0.0) + square
             self._dropped[parameter] = moved, lost
 
     def attempt(self, what: str, call: Callable[..., _T], *args: Any) -> _T | None:

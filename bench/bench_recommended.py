@@ -1,0 +1,98 @@
+"""Every recommendation trained to its end beside fp32: is any of them worse?
+
+Each built-in workload and each architecture of transformers is searched under each goal (``time``, ``memory``, and ``numerics`` in
+bf16), and the plan that is recommended is trained once beside fp32 from the same weights on the same batches. ``worse_by`` is how
+much higher its mean loss of the last fifth is, as a share of what fp32's loss falls; ``standard_error`` is that of that over
+the steps. A recommendation is ``worse`` if that is above the margin of training runs (``castwise.lab.search.pairs.MARGIN``) by more
+than two standard errors. Runs have ``--steps`` steps, fewer where these would take more than ``--longest`` seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from typing import Any
+
+import torch
+
+import castwise
+from architectures import ARCHITECTURES
+from bench_tune import BUILT_IN
+from castwise import Plan, Workload
+from castwise.lab.search.pairs import MARGIN
+from castwise.lab.timing.runners import TrainingRun
+from castwise.lab.workloads.workload import find_workload
+from common import RESULTS, arguments, store
+
+GOALS = ("time", "memory", "numerics")
+
+
+def losses(workload: Workload, plan: Plan, device: torch.device, steps: int, longest_s: float) -> list[float]:
+    """The losses of a training run; shorter if it would take too long."""
+    run = TrainingRun(workload, plan, device)
+    try:
+        run.block(2)
+        start = time.perf_counter()
+        run.block(3)
+        a_step_s = (time.perf_counter() - start) / 3
+        run.block(max(0, min(steps, int(longest_s / a_step_s)) - 5))
+    except castwise.CastwiseError:
+        return [*run.losses, math.nan]
+    finally:
+        run.close()
+    return list(run.losses)
+
+
+def judged(mine: list[float], fp32: list[float]) -> dict[str, Any]:
+    """How a plan trained beside fp32."""
+    steps = min(len(mine), len(fp32))
+    if not all(map(math.isfinite, mine[:steps])):
+        return {"steps": steps, "worse_by": None, "standard_error": None, "worse": True}
+    last = max(2, steps // 5)
+    pairs = list(zip(mine[steps - last : steps], fp32[steps - last : steps], strict=True))
+    fall = max(fp32[0] - statistics.fmean(b for _, b in pairs), 1e-12)
+    shares = [(a - b) / fall for a, b in pairs]
+    mean, error = statistics.fmean(shares), statistics.stdev(shares) / math.sqrt(last)
+    return {"steps": steps, "worse_by": mean, "standard_error": error, "worse": mean - 2.0 * error > MARGIN}
+
+
+def main() -> None:
+    """Search and train; rows of other goals in the result file stay."""
+    parser = arguments(__doc__)
+    parser.add_argument("--goal", choices=GOALS, action="append", help="by default all")
+    parser.add_argument("--only", default="", help="names of jobs, between commas; then nothing is written")
+    parser.add_argument("--search", type=float, default=60.0, help="seconds of each search")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--longest", type=float, default=30.0, help="seconds of a training run")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    jobs: dict[str, Workload] = {name: find_workload(name) for name in BUILT_IN[device.type]}
+    jobs |= {name: make() for name, make in ARCHITECTURES.items()}
+    only = [name for name in options.only.split(",") if name]
+    rows: list[dict[str, Any]] = []
+    for name, job in jobs.items():
+        if only and name not in only:
+            continue
+        base: list[float] = []
+        for goal in options.goal or GOALS:
+            formats = {"formats": ("bf16",)} if goal == "numerics" else {}
+            found = castwise.tune(
+                job, device=device, goal=goal, budget_s=options.search, memory=False, fresh=True, **formats
+            )
+            row = {"job": name, "goal": goal, "plan": str(found.plan), "answer": found.answer}
+            if found.plan != Plan.preset("fp32"):
+                base = base or losses(job, Plan.preset("fp32"), device, options.steps, options.longest)
+                row |= judged(losses(job, found.plan, device, options.steps, options.longest), base)
+            rows.append(row)
+            print(row, flush=True)
+    if not only:
+        path = RESULTS / f"recommended-{device.type}.json"
+        old = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+        goals = options.goal or GOALS
+        store("recommended", device, __doc__, [*(one for one in old if one["goal"] not in goals), *rows])
+
+
+if __name__ == "__main__":
+    main()
