@@ -191,7 +191,7 @@ def judged(training: Training) -> dict[str, Any]:
     """What training says of the plan."""
     pairs = [(run(training, "fp32", seed), run(training, training.plan, seed)) for seed in range(SEEDS)]
     worse = [
-        (mine - end) / (end if training.clean is not None else first - end)
+        math.log(mine / end) if training.clean is not None else (mine - end) / (first - end)
         for (first, end), (_, mine) in pairs
     ]
     if not all(map(math.isfinite, worse)):
