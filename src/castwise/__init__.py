@@ -128,8 +128,8 @@ _MOVED = {
     "workload": "lab.workloads.workload",
     "workloads": "lab.workloads",
 }
-"""Paths that the docs give or gave, and where what they name is: ``castwise.ranks.ALONE`` is there after ``import castwise``, and
-``import castwise.checkpoint`` gives the module itself."""
+"""Module paths that the docs give or gave, and the modules to which they lead: ``castwise.ranks.ALONE`` works after ``import castwise``,
+and ``import castwise.checkpoint`` imports the module itself."""
 
 
 class _Moved:

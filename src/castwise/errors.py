@@ -63,7 +63,8 @@ class RankError(CastwiseError, RuntimeError):
 
     Attributes:
         reason: What failed where, as a clause.
-        cannot_run: Whether every failure says that a plan cannot run there; else one at least is a fault of the code.
+        cannot_run: Whether every failure means that the plan cannot run on that rank; if False, some failure is a fault
+            of the code.
     """
 
     def __init__(self, message: str, *, reason: str = "", cannot_run: bool = False) -> None:
@@ -97,7 +98,7 @@ class MigrateError(CastwiseError, ValueError):
 
 
 class MissingLibraryError(CastwiseError, ImportError):
-    """A library of one of the package's extras is not installed; says what installs it."""
+    """A library of one of the package's extras is not installed; the message says how to install it."""
 
 
 class CheckpointError(CastwiseError, ValueError):
@@ -120,7 +121,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def is_users(file: str) -> bool:
-    """Whether a file of Python's is a user's own, and neither castwise's nor an installed library's."""
+    """Whether a Python file is the user's own, and not part of castwise or of an installed library."""
     return not file.startswith((_OWN, *_LIBRARIES, "<frozen"))
 
 
@@ -128,7 +129,7 @@ class Elsewhere(Exception):
     """The cause of an error that another process raised: its traceback there.
 
     Attributes:
-        place: What :func:`place` said there.
+        place: The result of :func:`place` in that process.
     """
 
     def __init__(self, trace: str, place: str) -> None:
@@ -150,7 +151,7 @@ def place(error: BaseException) -> str:
 
 
 def told(error: BaseException, whole: bool = True) -> str:
-    """:func:`sentence`, with the :func:`place` in parentheses where there is one and castwise did not raise it."""
+    """:func:`sentence`, followed by :func:`place` in parentheses if there is a place and castwise did not raise the exception."""
     where = "" if isinstance(error, CastwiseError) else place(error)
     return sentence(error, whole) + (f" ({where})" if where else "")
 
@@ -159,7 +160,7 @@ def check_count(call: str, name: str, value: object, least: int) -> None:
     """Refuse an argument that is not a whole number of at least ``least``.
 
     Raises:
-        PlanError: It names the call, the argument and the value.
+        PlanError: The argument is no such number; the error names the call, the argument and the value.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise PlanError(f"{call}({name}={value!r}): needs a whole number >= {least}")

@@ -348,7 +348,7 @@ def test_the_plans_own_format_counts_even_where_most_regions_differ() -> None:
 
 def test_an_empty_range_of_loss_scales_is_said() -> None:
     scales = ScaleRange(4e4, 1e-12, 6e4, 1.6, 0.125)
-    assert "fp16 holds both with no loss scale" in " ".join(
+    assert "No loss scale lets fp16 hold both" in " ".join(
         tune.scale_sentences(make_record(make_evidence(scale=scales)))
     )
 

@@ -15,7 +15,7 @@ def write_whole(path: Path, content: str | bytes, errors: str = "strict") -> Non
         errors: How to handle characters that UTF-8 lacks, as for ``str.encode``.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:

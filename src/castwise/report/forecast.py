@@ -141,9 +141,9 @@ class Cell:
     """The effect of a format on a row's tensors.
 
     Attributes:
-        said: The text, the largest loss first.
-        order: Sort key: how much is lost.
-        bad: Whether the format cannot represent them.
+        said: The effects in words: infinities that arrive, shares of values that are lost, and the error.
+        order: Sort key: size of the effect.
+        bad: Whether the format cannot represent the tensors.
     """
 
     format: str

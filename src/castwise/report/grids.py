@@ -159,7 +159,7 @@ class _Fitted:
 
 
 _NAME, _WRAPPED = 32, 10
-"""Up to this length of a name, columns are left out to keep it whole; width added to the longest word of a text
+"""Length up to which columns are left out to keep a name on one line; width added to the longest word of a text
 column."""
 
 
@@ -195,7 +195,7 @@ def _folded(name: str, width: int) -> str:
 
 
 _STACKED = (None, re.compile(r" (?=\(|to )"), re.compile(r" (?=\(|to |±)"))
-"""Positions at which numbers wrap, used in turn the less room there is."""
+"""Positions at which numbers wrap, from a wide to a narrow terminal."""
 
 
 def _cell(text: str, level: int, head: bool = False) -> str:

@@ -22,7 +22,7 @@ _COLUMNS = {
     "lost": "lost_updates",
 }  # fmt: skip
 COLUMNS = {
-    "gradient, weights": "norms, that of the gradients before the step and without the loss scale",
+    "gradient, weights": "norms; the gradients are measured before the step and without the loss scale",
     "update": "the norm of the change of the weights in the step, divided by the norm of the weights",
     "output": "the largest magnitude that the module returned",
     "near overflow": "share of its fp16 outputs above an eighth of 65504",

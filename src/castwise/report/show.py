@@ -46,7 +46,7 @@ def table(record: Mapping[str, Any], verbose: bool = True) -> RenderableType:
 
     Args:
         record: Of any kind.
-        verbose: All of it; otherwise what fits on a screen: the answer and what supports it.
+        verbose: Show the whole record; otherwise the answer and its evidence, which fit on a screen.
     """
     kind = _KINDS[record["kind"]]
     lines = kind.lines if verbose else getattr(kind, "brief", kind.lines)

@@ -24,7 +24,7 @@ _MOST = 12
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """A search's answer, why, how to use it, the plans that it compared and the outcome of others, for the terminal."""
+    """A search's answer and reasons, how to use the plan, the plans compared and the outcomes of others, for the terminal."""
     plans, exempt = plan_grid(record), region_grid(record).where("exempt")
     compiling = [name for name in plans.header if name == "compiling"]
     grids = (
@@ -91,7 +91,7 @@ def _others(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """All of it, for the page."""
+    """The values for the page: the whole record."""
     return {
         "answer": record["answer"], "why": record["why"], "facts": facts(record),
         "paste": words.pasted(record["plan"]), "plans": plan_grid(record),
@@ -388,7 +388,7 @@ def scale_sentences(record: Record) -> list[str]:
     ]
     if low > high:
         out.append(
-            f"fp16 holds both with no loss scale: below {words.number(low)} small gradients underflow, above {words.number(high)} large "
+            f"No loss scale lets fp16 hold both: below {words.number(low)} small gradients underflow, above {words.number(high)} large "
             "gradients overflow."
         )
     else:

@@ -84,8 +84,8 @@ def test_the_words(cast: str) -> None:
     CASTS[cast](model)
     now = model.head.weight.dtype
     words = (
-        f"body.weight was stored in torch.float32 when the model was prepared and is {now} now, as model.half(), model.double() or "
-        "model.to(dtype) makes it. Leave casting to the plan: cast the model back, or prepare it again after changing its dtype: "
+        f"body.weight was stored in torch.float32 when the model was prepared and is {now} now, as after model.half(), model.double() or "
+        "model.to(dtype). Leave casting to the plan: cast the model back, or prepare it again after changing its dtype: "
         "amp.close(), then amp.prepare(model, optimizer)."
     )
     with pytest.raises(StateError) as error:

@@ -146,7 +146,7 @@ def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> d
 def step_rates(
     workload: Workload, device: torch.device, out: Mapping[str, str], seed: int, starts: int, tell: Progress
 ) -> tuple[StepRate, ...]:
-    """Time a workload's steps under each of ``PLANS`` as in a bench; ``out`` maps plans not to run to reasons."""
+    """Time a workload's steps under each of ``PLANS``, as in a bench; ``out`` maps plans to leave out to the reasons."""
     rounds = starts * ROUNDS
     result = bench(
         workload, [plan for plan in PLANS if plan not in out], device=device, steps=WARMUP + rounds, rounds=rounds, starts=starts,

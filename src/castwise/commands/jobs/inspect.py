@@ -112,7 +112,7 @@ def inspect(
         only: Tools to run, from :data:`TOOLS`.
         plan: Plan to inspect. ``forecast`` assumes the casts of this plan, or its own default if the plan computes only
             in fp32.
-        against: Plan that ``compare`` compares it with.
+        against: Plan with which ``compare`` compares ``plan``.
         formats: Formats for ``forecast``; by default all.
         device: By default the available accelerator, else the CPU.
         seed: Seed of weights, data and random draws.

@@ -167,7 +167,7 @@ def check_microbatches(microbatches: int, schedule: str, layout: Layout) -> None
     """Raise if a schedule cannot run this number of microbatches per step.
 
     Raises:
-        PlanError: It cannot; the message gives the numbers that it can run.
+        PlanError: The schedule cannot run this number; the message gives the allowed numbers.
     """
     said = f"microbatches={microbatches} with schedule {schedule!r} and layout {layout}"
     if microbatches < 1:
@@ -184,7 +184,7 @@ def check_splits(value: Any, microbatches: int, layout: Layout) -> None:
     """Raise if microbatches do not divide a pipeline's inputs and targets evenly, which would weight losses unequally.
 
     Raises:
-        WorkloadError: They do not; the message names the shape.
+        WorkloadError: A tensor cannot be divided evenly; the message names its shape.
     """
     for tensor in tensors_in(value):
         if tensor.dim() and tensor.shape[0] % microbatches:

@@ -75,7 +75,7 @@ def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]
         This process's rank and device.
 
     Raises:
-        DeviceError: A device that cannot be had by all processes.
+        DeviceError: The device is not available to all processes.
         StateError: The other processes cannot be reached.
     """
     rank, world = started()
@@ -107,7 +107,7 @@ def join(layout: Layout | str | None, device: torch.device) -> Iterator[Training
 
     Raises:
         PlanError: The layout is invalid, or its size is not the number of processes.
-        DeviceError: A device that cannot be had by all processes.
+        DeviceError: The device is not available to all processes.
         StateError: The other processes cannot be reached.
     """
     _, world = started()

@@ -160,7 +160,7 @@ def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
     The stages contain the model's own parameters, not copies.
 
     Raises:
-        WorkloadError: The stages do not.
+        WorkloadError: The keys of the stages differ from the model's.
     """
     assert workload.pipeline is not None
     with calls(workload, "pipeline.split(model, stages)"):

@@ -40,7 +40,7 @@ __all__ = ["TrainEvent", "TrainResult", "train"]
 _PENDING = 16
 """Largest number of steps whose figures and batches stay unread, so that reading them does not stall the device."""
 _PATIENCE_S = 0.1
-"""Approximate time in seconds that they may stay unread."""
+"""Approximate time in seconds for which figures and batches may stay unread."""
 
 
 def train(
@@ -92,8 +92,8 @@ def train(
         DeviceError: The device does not exist or lacks a format of the plan.
         WorkloadError: The workload cannot be found or fails, its loss is not a scalar, or it does not define how the
             layout divides it.
-        NonFiniteError: The data has NaN or infinite values, or the loss does under a plan without a loss scale to cure
-            it.
+        NonFiniteError: The data has NaN or infinite values; or the loss is NaN or infinite under a plan without a loss
+            scale.
         LossScaleError: The loss scale is at its floor and gradients are still non-finite.
     """
     check_count("train", "steps", steps, 1)
@@ -139,7 +139,7 @@ class _Step:
     result: StepResult
     elapsed_s: float
     batch: Any
-    """The whole batch, on the CPU, kept to report what is wrong with it."""
+    """The whole batch, on the CPU, kept so that an error can describe bad data in it."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ class _Run:
     steps_before: int = 0
     """Number of steps before the checkpoint that this training continues; their batches are skipped."""
     earlier: list[dict[str, Any]] = field(default_factory=list)
-    """The records of these steps."""
+    """The records of the steps before that checkpoint."""
     pending: list[_Step] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: int = 0

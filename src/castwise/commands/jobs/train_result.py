@@ -38,7 +38,7 @@ class TrainResult(Result):
         status: ``ok``, ``failed`` or ``interrupted``.
         reason: Why the status is not ``ok``, in a sentence; else empty.
         steps_done: Number of steps, including skipped steps and steps before the resumed checkpoint.
-        steps_before: Number of steps before that checkpoint.
+        steps_before: Number of steps before the resumed checkpoint.
         skipped_steps: Number of steps skipped because of non-finite gradients.
         restored_buffers: How often each buffer was restored to its last finite values after a skipped step, since the
             start or the checkpoint.

@@ -47,7 +47,7 @@ def failed_node(loss: torch.Tensor, error: BaseException, seconds: float) -> Any
     the engine, the search takes the newest node first.
 
     Returns:
-        The node; None if none reached within the time limit (this thread's seconds) raises the error.
+        The node; None if no node that ran within the time limit (seconds of this thread) raises the error.
     """
     from torch.autograd.function import BackwardCFunction
 
@@ -172,9 +172,9 @@ def uses_of_leaves(
     """The leaves that a backward from some outputs reaches.
 
     Returns:
-        Each with the autograd nodes that take it as input, and those products among them of it, or of a view of it,
-        with another tensor (a penalty multiplies a weight by itself). And whether the graph contains user code in
-        Python, which may run operators that the graph does not show.
+        For each leaf, the autograd nodes that take it as input, and those of the nodes that multiply the leaf, or a
+        view of the leaf, by another tensor (a penalty multiplies a weight by itself). Also whether the graph contains
+        user code in Python, which may run operators that the graph does not show.
     """
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     above: dict[Any, list[Any]] = {node: [] for node in waiting}
@@ -242,7 +242,7 @@ def around_backward(run: Callable[..., Any]) -> Callable[[], None]:
         run: Called with the engine's function and its arguments: outputs, gradients of outputs and so on.
 
     Returns:
-        A function that undoes it.
+        A function that removes the wrapper.
     """
     global _around_backward
     home: Any = torch.autograd.Variable
@@ -269,13 +269,13 @@ class _Engine(type(_ENGINE)):  # type: ignore[misc]
 
 
 def around_python_backward(enter: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Call ``enter`` before the backward of each autograd Function written in Python, and its return value afterwards.
+    """Call ``enter`` before each backward of an autograd Function written in Python, and the function that it returns afterwards.
 
     Functions of torch and of castwise are left out: they set their precision themselves. The engine looks
     ``apply`` up on the class of the node each time.
 
     Returns:
-        A function that undoes it.
+        A function that removes the wrapper.
     """
     base: Any = torch.autograd.function.BackwardCFunction
     original = base.apply

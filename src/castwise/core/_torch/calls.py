@@ -34,8 +34,8 @@ def guard_calls(
         module: The module whose calls to guard.
         owner: Owner of the guard; :func:`unguard_calls` removes it, and another call with the same owner replaces it.
         depth: Returns the state before a call.
-        unwind: Restores that state.
-        mode: Of ``torch.compile``; None does not compile.
+        unwind: Restores the state that ``depth`` returned.
+        mode: Mode of ``torch.compile``; None does not compile.
     """
     alive = weakref.ref(module)
     compiled = None if mode is None else torch.compile(_own_frame(module), mode=mode)
@@ -76,7 +76,7 @@ def _own_frame(module: torch.nn.Module) -> FunctionType:
 
 
 _numbers = itertools.count()
-"""Equal code objects are one key to a dictionary."""
+"""A dictionary treats equal code objects as one key."""
 _own_frames: weakref.WeakKeyDictionary[CodeType, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
@@ -105,7 +105,7 @@ def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def autocast_within(function: Any) -> str | None:
-    """The device type of an enabled ``torch.autocast`` that decorates a function or one that it wraps.
+    """The device type of an enabled ``torch.autocast`` that decorates a function, or a function that it wraps.
 
     Relies on the decorator of ``torch.autocast``: a function defined in its module, with the autocast in its closure.
     """

@@ -118,7 +118,7 @@ def _tensors(op: torch._ops.OpOverload) -> Sequence[int]:
 
 
 def number_places(op: torch._ops.OpOverload) -> Sequence[int]:
-    """Positions at which ``op`` accepts a number instead of a tensor, so that the call cannot be repeated with it.
+    """Positions at which ``op`` accepts a number instead of a tensor, but cannot be called again with that number.
 
     For a number among several tensors (``x % 2``, ``2 ** x``) the dispatcher passes the number to Python.
     Arithmetic can be called with it, except as first argument (``1 - x``); other operators cannot.

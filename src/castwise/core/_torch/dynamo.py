@@ -55,7 +55,7 @@ def compiled_code_sees(change: Callable[[], None]) -> bool:
 
 _skipped: set[str] = set()
 _newest: dict[tuple[str, ...], tuple[int, str]] = {}
-"""By prefixes how many modules there were, and the one loaded last, when all of them were looked through."""
+"""By prefixes, the number of loaded modules at the last search, and the name of the module loaded last."""
 
 
 def skip_modules(prefixes: tuple[str, ...]) -> None:
@@ -141,7 +141,7 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     from torch._dynamo.variables.builder import VariableBuilder
 
     class Reentrant(ctx_manager.AutocastModeVariable):
-        """Makes a torch context manager reentrant: torch's keeps its state in itself, so each entry gets a new one."""
+        """Makes a torch context manager reentrant: a torch context manager holds its state, so each entry creates a new one."""
 
         initial_values: Any
 

@@ -18,7 +18,7 @@ def _kind(grads: list[torch.Tensor]) -> tuple[str, torch.dtype]:
 
 
 def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply gradients in place by a factor, and set a flag to one if any gradient is not finite.
+    """Multiply gradients in place by a factor, and set a flag to 1 if any gradient is not finite.
 
     Uses torch's kernel if there is one; CUDA has none for bf16 (seen in torch 2.11). There the largest magnitude of
     each gradient, which is NaN if one of its elements is, shows whether all are finite.
@@ -26,7 +26,7 @@ def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: tor
     Args:
         grads: At least one, on one device; all of one dtype, except on a CPU.
         flag: 0-dim fp32 on that device.
-        factor: The same.
+        factor: 0-dim fp32 on that device.
     """
     if not _unscaled_by_hand or _kind(grads) not in _unscaled_by_hand:
         try:

@@ -18,7 +18,7 @@ def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None
     called.
 
     Returns:
-        A function that undoes it.
+        A function that undoes the change.
     """
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def around_calls(run: Callable[..., Any]) -> Callable[[], None]:
     """Call ``run(call, module, *args, **kwargs)`` instead of each call of a module; not in compiled code.
 
     Returns:
-        A function that undoes it.
+        A function that undoes the change.
     """
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def around_function(
     """Replace a torch function, in a class or a module, by ``around(function)``.
 
     Returns:
-        A function that undoes it.
+        A function that undoes the change.
     """
     original, is_own = getattr(home, name), name in vars(home)
     called = functools.wraps(original)(around(original))
@@ -188,7 +188,7 @@ def around_scripting(
     It looks up the names that a class uses in its caller's frame, so it is told of the one additional frame.
 
     Returns:
-        A function that undoes it.
+        A function that undoes the change.
     """
 
     def outside(compile_: Callable[..., Any]) -> Callable[..., Any]:

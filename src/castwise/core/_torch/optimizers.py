@@ -15,7 +15,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from castwise.core._torch.hooks import around_function
 
 _MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
-"""torch sets the latter at a step."""
+"""torch sets the second attribute at a step."""
 
 
 def treat_as(made: type, kind: type) -> None:
@@ -82,7 +82,7 @@ def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callabl
     """Call ``look`` with each optimizer that is created, for which torch has no hook.
 
     Returns:
-        A function that undoes it.
+        A function that undoes the change.
     """
     home: Any = torch.optim.Optimizer
     original = home.__init__

@@ -33,12 +33,12 @@ def unfused_attention(
         value: ``[..., S, Ev]``.
         attn_mask: Broadcast to ``[..., L, S]``: added to the scores, or boolean with True where attention is allowed.
         dropout_p: Probability that a weight is dropped.
-        is_causal: Row i sees columns up to i.
+        is_causal: Row i attends to columns up to i.
         scale: By default ``1 / sqrt(E)``.
         enable_gqa: Whether ``key`` and ``value`` may have fewer heads, each shared by several of ``query``.
 
     Returns:
-        ``[..., L, Ev]``; rows that see nothing are 0.
+        ``[..., L, Ev]``; rows without an allowed column are 0.
 
     Source: torch.nn.functional.scaled_dot_product_attention, whose arguments and meaning these are.
     """

@@ -68,10 +68,10 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     """Record for backward, with an extra node, that the operator of ``tensor`` ran in ``frame``.
 
     Returns:
-        A view of the tensor, which may be written in place if the tensor may: the tensor's node is recorded too, since
-        after a write autograd bypasses the view. Tensor hooks on such a view are lost then, so outputs that users see
-        are noted, not marked. The tensor itself if no gradient will flow, and inside a transform of torch.func, where
-        nothing is recomputed.
+        A view of the tensor. It may be written in place if the tensor may: the tensor's node is recorded too, since
+        autograd bypasses the view after a write. Tensor hooks on the view are then lost, so outputs that users receive
+        go to :func:`note_backward` instead. The tensor itself is returned if no gradient will flow, and inside a
+        transform of torch.func, where nothing is recomputed.
     """
     if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.dispatcher.in_transform():
         return tensor

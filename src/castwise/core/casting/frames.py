@@ -201,9 +201,9 @@ def leave(owner: object) -> bool:
     """Restore the frame from before ``owner`` last entered, and drop interrupted forwards above it.
 
     Returns:
-        Whether it was on this thread's stack, put there by the call that ends now: if a model calls itself, another
-        hook may raise before this one enters. A frame that was entered after it and is still active stays so, as when a
-        generator ends that entered a block.
+        Whether the call that ends now had put ``owner`` on this thread's stack: if a model calls itself, another hook
+        may raise before this hook enters. A frame that was entered after ``owner`` and is still active stays active, as
+        when a generator that entered a block ends.
     """
     saved = thread.state.saved
     if saved and saved[-1][6] is not owner:
@@ -280,9 +280,9 @@ def pop_block(frame: Frame | None = None) -> None:
 
 
 ambient: dict[str, Frame] = {}
-"""Frames active in the whole process, by device type: those of a drop-in that casts until it is told to stop. The
-thread that entered one has it on its stack. Other threads find it here if torch has passed them only the autocast
-state: in replicas of DataParallel, and when a device's thread recomputes a checkpointed forward."""
+"""Frames active in the whole process, by device type, from :class:`AmbientAutocast`. The thread that entered a frame has
+it on its stack. Other threads find it here if torch has passed them only the autocast state: in replicas of
+DataParallel, and when a device's thread recomputes a checkpointed forward."""
 
 
 def depth() -> int:

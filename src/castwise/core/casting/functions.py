@@ -132,7 +132,7 @@ def custom_fwd(
 
     Args:
         fwd: The function; left out when used with arguments.
-        device_type: As in torch; by default that of the first tensor among the inputs.
+        device_type: As in torch; by default the device type of the first tensor among the inputs.
         cast_inputs: Under autocast, cast floating inputs to this dtype and run with autocast off. Without it the
             operators inside are autocast as usual.
 
@@ -180,7 +180,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
     Args:
         bwd: The function; left out when used with arguments.
-        device_type: Accepted as in torch; the forward's is used.
+        device_type: Accepted as in torch but ignored: the device type of the forward is used.
 
     Raises:
         StateError: At backward, when ``forward`` was not decorated with :func:`custom_fwd`.

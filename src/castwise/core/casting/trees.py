@@ -161,7 +161,7 @@ def _fill(container: Any, changed: dict[Any, Any]) -> None:
 
 
 def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:
-    """Cast the floating tensors in ``value`` to ``dtype``; with ``only``, just those of these dtypes.
+    """Cast the floating tensors in ``value`` to ``dtype``; with ``only``, just tensors of these dtypes.
 
     Returns:
         The same structure; the very same object if nothing had to be cast.

@@ -22,7 +22,7 @@ from castwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank saves: tensors by name, and JSON in two parts: one common to ranks with the same weights, one per rank."""
+    """The data that one rank saves: tensors by name, JSON common to ranks with the same weights, and JSON of this rank alone."""
 
     tensors: dict[str, Tensor]
     common: dict[str, Any]
@@ -106,7 +106,7 @@ def random_states(amp: Amp) -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Undo :func:`random_states`."""
+    """Set the states that :func:`random_states` returned."""
     for device_type, state in states.items():
         where = torch if device_type == "cpu" else torch.get_device_module(device_type)
         where.set_rng_state(state)

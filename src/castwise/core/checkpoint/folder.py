@@ -47,7 +47,7 @@ _CHUNK = 1 << 20
 LOOKS = 100
 """How often at most a folder is read again because it changed meanwhile."""
 _writing: set[Path] = set()
-"""What this process is saving now."""
+"""Hidden folders that this process is writing now."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def read_values(path: Path, manifest: Mapping[str, Any]) -> Any:
     """Everything in a checkpoint except the bytes of its tensors, as JSON.
 
     Raises:
-        CheckpointError: It differs from the manifest, or is not JSON.
+        CheckpointError: The file differs from the manifest, or is not JSON.
     """
     wanted = manifest["files"][VALUES]
     try:
@@ -236,7 +236,7 @@ class Draft:
         """Remove leftovers of earlier crashes, and start the hidden folder with everything except tensors.
 
         Returns:
-            A checkpoint of a later step, which stays the newest.
+            The path of a checkpoint of a later step, which stays the newest; None if there is none.
 
         Raises:
             CheckpointError: Another process saves here, another program's folder has the name, or the disk is full.
@@ -299,7 +299,7 @@ class Draft:
             _remove(replaced)
 
     def prune(self, keep: int | None) -> None:
-        """Delete complete checkpoints of earlier steps: this one and the ``keep - 1`` before it stay. None keeps all.
+        """Delete complete checkpoints of earlier steps except the ``keep - 1`` latest of them; None keeps all.
 
         Damaged checkpoints, folders of other programs and checkpoints of later steps stay.
         """

@@ -28,7 +28,7 @@ class Found:
 
     Attributes:
         path: Path of the checkpoint; None if there is none.
-        step: Its number; -1 if there is none.
+        step: Step of the checkpoint; -1 if there is none.
         skipped: Later folders that are not complete, or not checkpoints, and why.
         manifest: The contents of its manifest: plan, world size, versions, files.
     """
@@ -48,7 +48,7 @@ class Loaded:
 
     Attributes:
         path: The checkpoint.
-        step: Its number.
+        step: Step of the checkpoint.
         extra: The ``extra`` given to :func:`save`; tensors are on the CPU.
         plan: The plan under which it was saved, as one line.
         world_size: How many ranks saved it.
@@ -74,7 +74,7 @@ def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_gr
     Args:
         folder: The ``folder`` given to :func:`save`; it need not exist.
         checksums: Compare the crc32 of every file, shared between ranks: reads the checkpoint once, at 1 to 4 GB/s per
-            rank if the disk is as fast. Otherwise only sizes are compared, in no time.
+            rank if the disk is as fast. Otherwise only sizes are compared, without reading the files.
         process_group: The ranks that search together; None for all.
 
     Returns:
@@ -157,7 +157,7 @@ def load(
         process_group: The ranks that load together; None for all.
 
     Returns:
-        What was loaded.
+        The checkpoint's path, step and plan, and its ``extra``.
 
     Raises:
         CheckpointError: The checkpoint is damaged, does not fit (all differences are named) or is not accepted.
@@ -168,7 +168,7 @@ def load(
     path = found.path
     if path is None:
         raise CheckpointError(
-            "load: newest(folder) found no complete checkpoint; call load only if its result is true, and otherwise train from the start"
+            "load: newest(folder) found no complete checkpoint; call load only if the result of newest is true, and otherwise train from the start"
         )
     # newest() has read all contents; sizes show here whether they changed since.
     manifest = _verified(path, ranks, checksums=not isinstance(checkpoint, Found))

@@ -35,8 +35,8 @@ class _Joined(nn.Module):
             twice = out.keys() & state.keys()
             if twice:
                 raise CheckpointError(
-                    f"checkpoint: two of the modules have a weight named {min(twice)!r}. Modules of different models go into one "
-                    "checkpoint as nn.ModuleDict({'name': module, ...})."
+                    f"checkpoint: two of the modules have a weight named {min(twice)!r}. To save several models in one "
+                    "checkpoint, pass nn.ModuleDict({'name': model, ...})."
                 )
             out |= state
         return out
@@ -85,7 +85,7 @@ class Names:
             self._of.setdefault(id(value), []).append(self.saved[key])
 
     def aliases(self) -> dict[str, str]:
-        """Tied weights: each further name with the first name of the same parameter."""
+        """Tied weights: each further name of a parameter, with its first name."""
         return {
             name: names[0]
             for value in self.state.values()
@@ -113,7 +113,7 @@ class Names:
         if names is None:
             raise CheckpointError(
                 f"checkpoint: optimizer {index} updates a parameter of shape {list(parameter.shape)} that is not in the model's "
-                "state dict. Several modules go into one checkpoint as nn.ModuleDict({'name': module, ...})."
+                "state dict. To save several models in one checkpoint, pass nn.ModuleDict({'name': model, ...})."
             )
         return names[0]
 

@@ -41,7 +41,7 @@ class Saving:
         """Wait until the checkpoint is complete on this rank; return its path. Runs no collective of the training.
 
         Raises:
-            CheckpointError: It could not be written; the one before is still the newest.
+            CheckpointError: The checkpoint could not be written; the previous checkpoint is still the newest.
         """
         self._seen = True
         self._future.result()
@@ -89,11 +89,11 @@ def save(
             rank holds several stages of a pipeline, a list of them.
         optimizers: The optimizers that update it, in the same order as for :func:`load`.
         amp: Its session.
-        extra: Anything else, of None, bool, int, float, str, tensors, and lists, tuples and dicts of these. The first
+        extra: Any other values: None, bool, int, float, str, tensors, and lists, tuples and dicts of these. The first
             rank's value is saved, but every rank passes the tensors in it.
         asynchronous: Copy the tensors to host memory, then return and write in the background. Call
-            :meth:`Saving.wait` for the last one before the process ends.
-        keep: How many complete checkpoints to keep, this one included; those of later steps are not counted and
+            :meth:`Saving.wait` for the last save before the process ends.
+        keep: How many complete checkpoints to keep, this one included; checkpoints of later steps are not counted and
             stay. None keeps all.
         process_group: The ranks that save together; None for all.
 
@@ -101,8 +101,8 @@ def save(
         The save; ``wait()`` returns the path. If not asynchronous, it has finished.
 
     Raises:
-        CheckpointError: Something cannot be saved or written, or another process saves into the folder; the checkpoint
-            before is still the newest.
+        CheckpointError: Something cannot be saved or written, or another process saves into the folder; the previous
+            checkpoint is still the newest.
     """
     global _last
     settle()
@@ -165,7 +165,7 @@ def finish(draft: Draft, stage: storage.Stage, about: dict[str, Any], keep: int 
     """Write the tensors on all ranks, then make the checkpoint the newest. A collective.
 
     Raises:
-        CheckpointError: It could not be written, and nothing is left of it; or it is complete, and a later action
+        CheckpointError: The checkpoint could not be written and was removed; or it is complete, but a later action
             failed.
     """
     try:

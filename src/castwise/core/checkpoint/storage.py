@@ -191,7 +191,7 @@ def read_index(value: Any, files: Mapping[str, int]) -> Index:
     """Read the index from untrusted JSON; tensors must be in files of the given sizes in bytes.
 
     Raises:
-        CheckpointError: It is not an index whose pieces are in these files and make up their tensors.
+        CheckpointError: The JSON is not an index whose pieces are in these files and make up their tensors.
     """
     if not isinstance(value, dict):
         raise CheckpointError("the index of tensors is not a mapping")

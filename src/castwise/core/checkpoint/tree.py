@@ -72,7 +72,7 @@ def check(value: Any, tensors: Mapping[str, Any]) -> None:
     """Check that untrusted JSON is a possible result of :func:`encode` for tensors of these names.
 
     Raises:
-        ValueError: It is something else; the message says what.
+        ValueError: The JSON cannot be such a result; the message says why.
     """
     try:
         decode(value, tensors.__getitem__)

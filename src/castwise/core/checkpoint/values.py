@@ -21,7 +21,7 @@ class Values:
     Attributes:
         tensors: Shapes and dtypes, and positions of the bytes.
         model: Trees, by name.
-        aliases: Further names of tied weights, each with the first.
+        aliases: Further names of tied weights, each with the first name.
         optimizers: For each: ``class``, ``options`` (trees, by group), ``group_of`` (by name of a weight) and ``state``
             (trees, by name of a weight).
         extra: A tree.
@@ -40,7 +40,7 @@ def read(path: Path, manifest: Mapping[str, Any]) -> Values:
     """Read and check the values of a checkpoint.
 
     Raises:
-        CheckpointError: They are not what :func:`castwise.checkpoint.save` writes.
+        CheckpointError: :func:`castwise.checkpoint.save` cannot have written these values.
     """
     found = read_values(path, manifest)
     files = {name: about["size"] for name, about in manifest["files"].items() if name != VALUES}

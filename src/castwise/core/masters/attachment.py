@@ -96,7 +96,7 @@ def attach(
 
 
 def attachment_of(optimizer: Optimizer) -> Attachment | None:
-    """What :func:`attach` returned for the optimizer, or None."""
+    """The object that :func:`attach` returned for the optimizer, or None."""
     return _attachments.get(optimizer)
 
 
@@ -118,7 +118,7 @@ class Attachment:
         self._low_gradients = False
         self._optimizer = weakref.ref(optimizer)
         self._models: list[tuple[weakref.ref[nn.Module], Callable[[], None]]] = []
-        """Each with the function that removes its hooks."""
+        """Each model with the function that removes its hooks."""
         self._pairs = Pairs(self._optimizer)
         self._steps = 0
         self._frozen: list[nn.Parameter] = []
@@ -401,7 +401,7 @@ class Attachment:
         """Write saved masters, and then the model's parameters.
 
         Raises:
-            CheckpointError: Not the masters of this model and optimizer; nothing was changed.
+            CheckpointError: The saved masters are not those of this model and optimizer; nothing was changed.
         """
         into = named_masters(self._pairs.masters, self._pairs.stored, self._alive())
         write_masters(into, state_dict)

@@ -33,9 +33,9 @@ _MANY = 1000
 """Dead clones are removed after this many clones: models that clone weights in their forward make some at every
 call."""
 _near: list[_Near] = []
-"""What the search before the last step found."""
+"""Tensors that the search before the last step found."""
 _made_anew: list[Tensor] = []
-"""Averages that replaced others since."""
+"""Averages that have replaced earlier averages since."""
 
 _SEARCHED = (3, 4, 30, 31, 300, 301)
 """Steps of an optimizer before which all tensors are searched, in pairs: averages often start after a warmup."""

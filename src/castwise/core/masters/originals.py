@@ -74,10 +74,11 @@ def merge_values(
     Args:
         full: fp32, written to.
         values: Same shape, on the same device.
-        through: The low format that they were rounded to, if that is not their dtype.
-        cast: They may have been cast through other formats, as by ``model.half().float()``, which autograd does not
-            count as a write; elements that nothing else has changed keep the full value. If the dtype is the former
-            one, this must hold for all elements: for some it happens by chance, as after ``parameter.data = average``.
+        through: The low format to which ``values`` were rounded; None if it is their dtype.
+        cast: Whether ``values`` may have been cast through other formats, as by ``model.half().float()``, which
+            autograd does not count as a write. Elements that only such a cast has changed keep the full value. If
+            ``values`` are back in the format to which they were rounded, one such cast must explain all elements, since
+            some match by chance, as after ``parameter.data = average``.
 
     Returns:
         Whether anything differed. Synchronises with the device.
@@ -155,7 +156,7 @@ def note_former(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def former_dtype(tensor: Tensor) -> torch.dtype:
-    """The format of a tensor without any plan."""
+    """The format that a tensor had before any plan stored it in another."""
     found: torch.dtype = _former.get(tensor, tensor.dtype)
     return found
 

@@ -48,7 +48,7 @@ class Master:
     stored: nn.Parameter
     """The model's parameter, in bf16 or fp16."""
     former_grad_dtype: torch.dtype | None
-    """Its ``grad_dtype`` before it had a master; None: any."""
+    """The parameter's ``grad_dtype`` before it had a master; None means any dtype."""
     former_dtype: torch.dtype
     """The parameter's dtype before it had a master."""
     data_writes: DataWrites

@@ -23,7 +23,7 @@ def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, 
 
     Args:
         optimizer: Written to.
-        targets: New keys by old ones, equal for parameters that were converted in place; those without state are
+        targets: New keys by old keys, which are equal for parameters converted in place; keys without state are
             ignored. State of a new key's shape takes its dtype, device and strides; low state of any other shape
             (Adafactor's rows and columns, LBFGS's flat history) takes its dtype. ``step`` stays unchanged.
         fit: False: the state is moved to the new key unchanged.

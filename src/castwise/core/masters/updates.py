@@ -113,7 +113,7 @@ def novograd_(
         eps: Added to the norm.
         weight_decay: Coefficient of the parameter in the direction.
         step: Number of this step, from 1.
-        order: Of the norm: 2 or infinity.
+        order: Order of the norm: 2 or infinity.
         bias_correction: Whether means and norms are divided by the sum of their weights, as if started at zero.
         grad_averaging: Whether a gradient has weight ``1 - betas[0]`` in its mean, else 1.
         inside: Whether gradients are divided, and decay is added, before the mean is taken, as in the paper.

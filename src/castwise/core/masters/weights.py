@@ -21,7 +21,7 @@ from castwise.errors import CheckpointError
 
 
 def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
-    """The model's state dict without low values.
+    """The model's state dict with fp32 values in place of bf16 and fp16 values.
 
     Args:
         model: Its ``state_dict`` determines the keys, hooks and extra state included; tied weights keep all their keys.
@@ -50,7 +50,7 @@ def in_fp32(value: Tensor) -> Tensor:
     """The fp32 values of a model's tensor, detached.
 
     Returns:
-        Its master's memory, else that of its remembered original, else an fp32 copy of a low tensor, or any other
+        The memory of its master, or else of its remembered original; else an fp32 copy of a low tensor, or any other
         tensor unchanged.
     """
     master = master_of(value)

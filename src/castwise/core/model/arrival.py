@@ -30,7 +30,7 @@ def check_widen(call: str, widen: object) -> None:
     """Raise if ``widen=`` has an invalid value.
 
     Raises:
-        PlanError: It names the call, the value and those allowed.
+        PlanError: The value is not allowed; the message names the call, the value and the allowed values.
     """
     if not (isinstance(widen, bool) or widen == "all"):
         raise PlanError(

@@ -58,8 +58,8 @@ class Entries:
     """The autograd nodes that were recently created inside a border.
 
     Attributes:
-        spans: For each call that created nodes, the number of the first one and the number after the last.
-        silent: Whether a call created none, as one without gradients does.
+        spans: For each call that created nodes, the number of the first node and the number after the last.
+        silent: Whether a call created no nodes, as a call without gradients does.
     """
 
     def __init__(self) -> None:
@@ -97,10 +97,10 @@ class Border:
         root: Whether this is the border of the whole model.
         follow_backward: Whether backward must know the frame of the forward, as with operator overrides. A
             border whose frame alone has overrides records it anyway.
-        entries: Records calls, while anything uses them.
+        entries: Records calls while a caller uses the records.
         rounding: Checks the inputs of the first calls, if inputs are rounded.
-        first: Only around a whole model: a trained parameter and its format, checked for all of them before a training
-            call.
+        first: Only around a whole model: a trained parameter and its format. If the format has changed at a training
+            call, all trained parameters are checked.
         begin: Around a whole model: called with whether it trains, when an uncompiled forward of it begins.
         loaded: Around a whole model: called when a state was loaded into it.
         read: Around a whole model: called before its state is read.
@@ -276,7 +276,7 @@ def refuse_scripting(module: nn.Module) -> None:
     """Raise before torch.jit.script compiles a module.
 
     Raises:
-        StateError: It has a border.
+        StateError: The module has a border.
     """
     if border_of(module) is None:
         return
@@ -369,7 +369,7 @@ def check_forward(module: nn.Module) -> None:
     """Check that ``torch.autocast`` does not wrap a module's ``forward``, where it would override the plan.
 
     Raises:
-        StateError: It does.
+        StateError: ``torch.autocast`` wraps the module's ``forward``.
     """
     device_type = _torch.calls.autocast_within(module.__dict__.get("forward"))
     if device_type is not None:
@@ -444,7 +444,7 @@ def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
     """Check that a model has the methods that are to run under the plan.
 
     Raises:
-        StateError: It does not, or these are not names.
+        StateError: The model lacks a method, or ``methods`` are not names.
     """
     if isinstance(methods, str) or not (
         isinstance(methods, Iterable) and all(isinstance(method, str) for method in methods)

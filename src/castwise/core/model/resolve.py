@@ -178,8 +178,8 @@ class Resolution:
         storage: Path of a parameter or buffer -> its new dtype, for those that must change.
         kept: Floating buffers that keep their dtype in a module whose parameters are stored low.
         mixes: Operators are cast and may get low weights for which their rules expect fp32.
-        left_low: Paths of trained parameters that arrived in bf16 or fp16 and stay so, although the plan does not ask
-            for it.
+        left_low: Paths of trained parameters that arrived in bf16 or fp16 and keep that format, although the plan does
+            not require it.
         sealed: Paths of parameters that are left alone, with all of their module, since they are quantised.
     """
 
@@ -263,9 +263,10 @@ def resolve(
         plan: The plan.
         model: In any state of training.
         device_type: Device of the model.
-        part: It is one stage of a pipeline: regions that match nothing belong to other stages.
+        part: Whether the model is one stage of a pipeline: regions that match nothing belong to other stages.
         inference: Store weights low in layers that the plan computes low anyway.
-        widen: Store in fp32 what arrived low and the plan does not store low: one of ``arrival.WIDEN``.
+        widen: Which tensors that arrived low and that the plan does not store low to store in fp32: one of
+            ``arrival.WIDEN``.
 
     Raises:
         PatternError: As :func:`assign`.

@@ -94,8 +94,8 @@ def is_cast(parameter: Tensor) -> bool:
 def say_cast(name: str, parameter: Tensor) -> str:
     """Describe the cast of a parameter for which :func:`is_cast` holds, and the remedy."""
     return (
-        f"{name} was stored in {stored_format(parameter)} when the model was prepared and is {parameter.dtype} now, as model.half(), "
-        "model.double() or model.to(dtype) makes it. Leave casting to the plan: cast the model back, or prepare it again after changing "
+        f"{name} was stored in {stored_format(parameter)} when the model was prepared and is {parameter.dtype} now, as after model.half(), "
+        "model.double() or model.to(dtype). Leave casting to the plan: cast the model back, or prepare it again after changing "
         "its dtype: amp.close(), then amp.prepare(model, optimizer)."
     )
 
@@ -104,7 +104,7 @@ def refuse_cast(model: nn.Module) -> None:
     """Before a training call of a model: raise if any of its trained parameters was cast.
 
     Raises:
-        StateError: One was.
+        StateError: A trained parameter was cast.
     """
     for name, parameter in model.named_parameters():
         if is_cast(parameter) and parameter.requires_grad:

@@ -99,7 +99,8 @@ def check_groups(resolution: Resolution, model: nn.Module) -> None:
     """Check that FSDP2 gathers every parameter in the format in which the plan stores it.
 
     Raises:
-        StateError: It does not; the error names the parameter, the group and what to do.
+        StateError: FSDP2 gathers a parameter in another format; the error names the parameter, the group and the
+            remedy.
     """
     for path, name, _, policy, want in _sharded(resolution, model):
         got = None if policy.param_dtype is torch.float32 else policy.param_dtype
@@ -117,7 +118,7 @@ def check_shards(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None
     """Check that shards still have the dtype of the model's first run, which FSDP2 assumes.
 
     Raises:
-        StateError: The plan stores one in another dtype.
+        StateError: The plan stores a shard in another dtype.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, known in _torch.distributed.fsdp_knows(model).items():

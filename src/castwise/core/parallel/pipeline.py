@@ -39,7 +39,7 @@ def stages_of(schedule: Any) -> list[Any]:
     """The stages that this rank runs.
 
     Raises:
-        StateError: It is not a schedule of ``torch.distributed.pipelining``.
+        StateError: The object is not a schedule of ``torch.distributed.pipelining``.
     """
     try:
         return _torch.distributed.schedule_stages(schedule)
@@ -54,7 +54,7 @@ def adapt(schedule: Any, scale: Callable[[], Tensor | None], open_window: Callab
     """Scale the losses of a schedule in backward, and open a step's window at its first forward.
 
     Args:
-        schedule: Made with a ``loss_fn``; one without only runs forward.
+        schedule: Made with a ``loss_fn``; a schedule without a ``loss_fn`` only runs forward.
         scale: The scale as a 0-dim fp32 tensor; None if the plan has none.
         open_window: Called before each forward of a stage on this rank, the first action of every rank.
     """

@@ -47,7 +47,7 @@ def refuse_fsdp1(call: str, module: nn.Module) -> None:
 
 
 def on_join_end(listener: Callable[[DistributedDataParallel, int], None]) -> None:
-    """Call ``listener(ddp, rank)`` on all ranks whenever torch's ``Join`` has given them the weights of one of them."""
+    """Call ``listener(ddp, rank)`` on all ranks whenever torch's ``Join`` has given them the weights of one rank."""
     if not _join_listeners:
         _torch.distributed.on_join_end(lambda ddp, rank: [told(ddp, rank) for told in _join_listeners])
     if listener not in _join_listeners:
@@ -75,7 +75,7 @@ def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.
     """The parameters whose gradients a DistributedDataParallel averages.
 
     Raises:
-        StateError: One of them is sharded by tensor parallelism, which DistributedDataParallel does not support.
+        StateError: A parameter is sharded by tensor parallelism, which DistributedDataParallel does not support.
     """
     params = [p for name, p in module.named_parameters() if name not in ddp.parameters_to_ignore]
     for name, parameter in module.named_parameters():

@@ -200,7 +200,7 @@ def from_mapping(cls: Any, values: object, what: str) -> Any:
 
     Raises:
         UnknownNameError: A key is not a field.
-        PlanError: It is not a mapping, a key is missing, or a value is not allowed for its field.
+        PlanError: ``values`` is not a mapping, a key is missing, or a value is not allowed for its field.
     """
     fields = dataclasses.fields(cls)
     names = [f.name for f in fields]
@@ -223,7 +223,7 @@ def one_of(call: str, value: object, allowed: tuple[str, ...]) -> str:
     """Return ``value`` if it is one of the allowed names.
 
     Raises:
-        PlanError: It is not. Every field with a fixed choice of values has this message.
+        PlanError: The value is not an allowed name. Every field with a fixed choice of values has this message.
     """
     if not isinstance(value, str) or value not in allowed:
         raise PlanError(
@@ -236,7 +236,7 @@ def format_name(call: str, value: object, allowed: tuple[str, ...]) -> str:
     """Return the name of a format given by name or by dtype, if it is one of the allowed ones.
 
     Raises:
-        PlanError: It is not.
+        PlanError: The format is not an allowed one.
     """
     if isinstance(value, (torch.dtype, Format, str)) and value not in allowed:
         # the error of one_of is better: it names the field and its allowed formats

@@ -44,7 +44,7 @@ RULES: Final[tuple[Rule, ...]] = get_args(Rule)
 """``lower``: floating inputs are cast to the compute format. ``fp32``: cast to fp32. ``widest``: cast to the widest
 floating format among them (fp16 with bf16 gives fp32). ``as_is``: no cast, neither here nor in the operators that
 this one calls. ``unfused``: cast to the compute format and run as separate operators instead of one kernel, for
-those in `UNFUSED`. ``banned``: calling it raises an error, except from another operator's kernel."""
+operators in `UNFUSED`. ``banned``: calling it raises an error, except from another operator's kernel."""
 
 UNFUSED: Final = ("scaled_dot_product_attention",)
 """Operators that the rule ``unfused`` can split into parts."""
@@ -177,7 +177,7 @@ def operator_overloads(name: str) -> tuple[_torch.operators.OpOverload, ...]:
 
     Returns:
         For a plain name, every overload on tensors that writes to none of its arguments; for an in-place name,
-        the overloads that write to their first.
+        the overloads that write to their first argument.
 
     Raises:
         UnknownNameError: The installed torch has no such operator.
@@ -197,8 +197,9 @@ def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Ma
         device_type: One of `DEVICE_TYPES`.
 
     Returns:
-        Operator name to row, empty if native autocast already does all of it. Also empty for ``none`` without ``ops``,
-        for which the caller does not enable autocast; with ``ops``, ``none`` disables every row of the native table.
+        Operator name to row, empty if native autocast already applies all rules. Also empty for ``none`` without
+        ``ops``, for which the caller does not enable autocast; with ``ops``, ``none`` disables every row of the native
+        table.
 
     Raises:
         UnknownNameError: No such base, device type, rule or operator.

@@ -177,8 +177,8 @@ _NORMS = "batch_norm group_norm instance_norm layer_norm native_layer_norm rms_n
 
 REFUSES: Final = """addmv bilinear cross dot embedding_bag group_norm index_add index_put inner instance_norm layer_norm
 lerp linalg_cross linalg_multi_dot masked_scatter mv native_layer_norm rms_norm scatter scatter_add tensordot vdot"""
-"""Operators that refuse a wide tensor with low ones. batch_norm is not one for tables that cast all of them low: its
-statistics stay."""
+"""Operators that refuse a wide tensor with low ones. batch_norm is left out for tables that cast all of them low: its
+statistics keep their format."""
 
 STORED_LOW: Final = (
     Group("widest", "its kernel refuses weights in a lower format than its input", _NORMS, only_low=True),

@@ -60,7 +60,7 @@ def read_json(text: str, deepest: int = DEEPEST) -> Any:
     """Read untrusted JSON; NaN and the infinities are accepted as by Python's ``json``.
 
     Raises:
-        ValueError: It is not JSON, a key is given twice, or numbers are too long or values nested deeper than
+        ValueError: The text is not JSON, a key is given twice, or numbers are too long or values nested deeper than
             ``deepest``; the message says which and where.
     """
     try:

@@ -133,7 +133,7 @@ class Agreement:
         """Check that all ranks take the same steps: in torch's Join, a rank that has ended no longer answers.
 
         Raises:
-            StateError: On every rank in its first step.
+            StateError: A DistributedDataParallel is in torch's Join; raised on every rank in its first step.
         """
         by: Callable[[], Any] = next(iter(self._averaged.values()), (_no_world,))[0]
         if _torch.distributed.is_in_join(by()):

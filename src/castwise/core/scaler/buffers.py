@@ -355,7 +355,7 @@ class KeptBuffers:
         if written:
             warnings.warn(
                 f"A step was skipped because something was not finite, and these parameters of {self.kind}, which have no gradient, hold "
-                f"a NaN: {some(written)}. Only buffers are restored. Keep what a forward writes in buffers, and load these "
+                f"a NaN: {some(written)}. Only buffers are restored. Register tensors that a forward writes as buffers, and load these "
                 f"parameters from a checkpoint, or set them again.",
                 RuntimeWarning,
                 stacklevel=2,

@@ -107,7 +107,7 @@ class Guard(Protocol):
         """A copy of the loss scale, 0-dim."""
 
     def put_back_scale(self, scale: torch.Tensor) -> None:
-        """Set the loss scale back to that value."""
+        """Set the loss scale back to a value that :meth:`scale` returned."""
 
     def evaluating(self) -> AbstractContextManager[object]:
         """Mark that a closure runs: gradients of other optimizers that it clears do not count as skipped steps."""

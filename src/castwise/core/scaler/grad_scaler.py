@@ -351,7 +351,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
                 self._refuse_to_go_on(optimizer)
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        """Do what :meth:`step` does, and also return the outcome."""
+        """Step or skip as :meth:`step` does, and also return the outcome."""
         self.step(optimizer, closure=closure)
         if not self.works or self._outcomes.skips.get(id(optimizer)) is False:
             return STEPPED
@@ -445,7 +445,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         """The outcome of the last steps of these optimizers, in this window or the one before.
 
         Raises:
-            StateError: An optimizer that was not stepped in either.
+            StateError: An optimizer was stepped in neither window.
         """
         if not self.works:
             return StepResult(None, grad_norm=grad_norm)

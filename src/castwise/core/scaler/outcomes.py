@@ -136,7 +136,7 @@ class Outcomes:
         ``states`` are torch's records of the open window.
 
         Raises:
-            StateError: An optimizer that was stepped neither in this window nor in the one before.
+            StateError: The optimizer was stepped neither in this window nor in the one before.
         """
         window = WindowOutcomes(states, self.skips, self.results) if key in states else self._last
         if key not in window.states:
@@ -150,7 +150,7 @@ class Outcomes:
 
 
 def damaged_words(names: list[str]) -> str:
-    """Whose weights are not finite, and what to do, in sentences."""
+    """Sentences that name the weights that are not finite, and the remedy."""
     return (
         f"{some(names)}. An earlier update wrote them. Resume from a checkpoint made before it, and lower the learning rate, clip "
         "(amp.step(optimizer, max_norm=...)), or use a plan with fp32 masters if parameters are stored low."

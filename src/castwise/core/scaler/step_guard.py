@@ -178,7 +178,7 @@ class StepGuard(GradScaler):
         """Record a step, and raise if too many in a row were skipped. ``None``: the outcome is not known yet.
 
         Raises:
-            NonFiniteError: Too many were, or one was and none is allowed.
+            NonFiniteError: Too many steps in a row were skipped, or a step was skipped and none may be.
         """
         if skipped is False:
             self._streaks.pop(optimizer, None)

@@ -73,7 +73,7 @@ class Watch:
         """Refuse an optimizer whose gradients another window scales.
 
         Raises:
-            StateError: Another window scales them.
+            StateError: Another window scales its gradients.
         """
         other = _scaling.get(optimizer)
         if self._window.scales and other is not None and other is not self._window:

@@ -259,7 +259,7 @@ class Window:
             self.fed(fed)
 
     def fed(self, optimizers: Iterable[Optimizer] | None = None) -> None:
-        """After a backward: the optimizers (by default all) that now hold gradients own them."""
+        """After a backward: make each optimizer (by default all) that holds gradients the owner of those gradients."""
         self._begun = False
         for optimizer in self._optimizers() if optimizers is None else optimizers:
             params = gradients.stored(optimizer)
@@ -370,12 +370,12 @@ class Window:
     # --- unscaling --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer, *, by_hand: bool = False) -> None:
-        """Unscale an optimizer's gradients and check them for infinities, unless both was done.
+        """Unscale an optimizer's gradients and check them for infinities, unless both were done before.
 
         ``by_hand``: they may be changed before the step, so the step checks them again.
 
         Raises:
-            StateError: They were changed while they were scaled.
+            StateError: The gradients were changed while they were scaled.
         """
         scaler = self.scaler
         if self.scales:
@@ -470,7 +470,7 @@ class Window:
                 needed.
 
         Raises:
-            StateError: There are none, or a step was made on them.
+            StateError: There are no gradients, or a step was already made on them.
         """
         found = False
         for optimizer in optimizers:

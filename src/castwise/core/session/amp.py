@@ -185,12 +185,12 @@ class Amp(masters.OfThisProcess):
             optimizers: The optimizers that update it. Prepare several models by several calls, each with the optimizers
                 that update it; pass an optimizer that updates several models with each of them. An optimizer created
                 later is passed later, with the model again, unless the plan stores parameters low.
-            methods: Other methods that your code calls, besides ``forward``, and that run under the plan too.
+            methods: Names of methods besides ``forward`` that your code calls and that run under the plan too.
             inference: Cast weights once instead of at every call, and keep no masters: for a model that is not
                 trained any more. Norm layers keep their weights.
             part: The model is one stage of a pipeline: regions of the plan that match no module in it belong to other
                 stages. :meth:`pipeline` checks that each region matches in some stage.
-            widen: For a model that arrives in bf16 or fp16: store in fp32 what the plan does not store low. True:
+            widen: For a model that arrives in bf16 or fp16: store in fp32 tensors that the plan does not store low. True:
                 trained parameters and buffers in their modules; ``"all"``: frozen parameters too. Exact and in place,
                 so that optimizers stay valid; their state is converted too. ``close`` restores the former format,
                 rounded.
@@ -337,7 +337,7 @@ class Amp(masters.OfThisProcess):
 
         Raises:
             PlanError: The plan does not exist or does not fit the model; see :meth:`prepare`.
-            DeviceError: The device cannot run it.
+            DeviceError: The device cannot run the plan.
             StateError: A model has run compiled; or, if one of the plans stores parameters low, a model is sharded
                 or in DistributedDataParallel.
         """
@@ -436,7 +436,7 @@ class Amp(masters.OfThisProcess):
         """A block in which operators are cast by the plan, for code outside a prepared module: a loss, a function.
 
         Args:
-            enabled: False for an fp32 block inside it.
+            enabled: False for an fp32 block inside such a block.
             cache_enabled: As in :class:`castwise.autocast`.
         """
         if enabled and cache_enabled is None:
@@ -550,14 +550,14 @@ class Amp(masters.OfThisProcess):
         name: str | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Unscaled gradients of a loss with respect to ``inputs``, for penalties; a scale keeps them from underflow.
+        """Unscaled gradients of a loss with respect to ``inputs``, for penalties; computed at the loss scale, which prevents underflow.
 
         Args:
             loss: Scalar.
             inputs: Tensors to differentiate with respect to.
             create_graph: Keep the graph of the gradients, for a penalty on them.
-            name: The loss whose scale is used: the one that the penalty is added to, so that an overflow here lowers
-                that scale. None: the smallest scale of all losses.
+            name: Name of the loss whose scale is used: the loss to which the penalty is added, so that an overflow here
+                lowers its scale. None: the smallest scale of all losses.
             kwargs: As in ``torch.autograd.grad``.
 
         Returns:
@@ -594,7 +594,7 @@ class Amp(masters.OfThisProcess):
         Call it before anything changes gradients; the step checks again whether they are finite.
 
         Raises:
-            StateError: They were changed before.
+            StateError: The gradients were changed while they were scaled.
         """
         self._window.unscale_(optimizer, by_hand=True)
 
@@ -863,7 +863,7 @@ class Amp(masters.OfThisProcess):
             The same schedule.
 
         Raises:
-            StateError: It is not a schedule, or the module of a stage was not prepared.
+            StateError: The object is not a schedule, or the module of a stage was not prepared.
             PatternError: A region of the plan matches nothing in any stage.
         """
         return self._wrapping.adapt(schedule, self.plan, self.scaler, self._window)
@@ -892,7 +892,7 @@ class Amp(masters.OfThisProcess):
         scale is used.
 
         Raises:
-            CheckpointError: It is not a state of :class:`Amp`.
+            CheckpointError: The state did not come from :meth:`state_dict`.
         """
         if not isinstance(state, Mapping) or state.get("version") != 1 or "scaler" not in state:
             keys = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
@@ -909,8 +909,8 @@ class Amp(masters.OfThisProcess):
 
         Args:
             model: A prepared model, or a part of one.
-            as_given: Store what arrived in bf16 or fp16 in that format again, rounded once: for a checkpoint like the
-                one that the model came from. Resuming training from it loses precision.
+            as_given: Return weights that arrived in bf16 or fp16 in that format, rounded once: for a checkpoint like
+                the one from which the model was loaded. Resuming training from such a checkpoint loses precision.
         """
         target = _torch.calls.without_compiler(model)
         weights = masters.fp32_state_dict(target)

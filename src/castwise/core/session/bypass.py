@@ -192,7 +192,7 @@ def watching(model: nn.Module) -> bool:
 
 
 def only_tell(model: nn.Module, say: Callable[[str], object]) -> None:
-    """Call ``say`` once with the message, where backward would raise an error."""
+    """Call ``say`` once with the message instead of raising an error in backward."""
     for watched in _watched:
         if watched.model() is model:
             watched.say = say

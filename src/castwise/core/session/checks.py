@@ -1,4 +1,4 @@
-"""What ``prepare`` refuses before it changes anything."""
+"""Checks that ``prepare`` makes before it changes anything."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_group(group: Any) -> None:
     """Check that the ``group`` of a session is a process group.
 
     Raises:
-        StateError: It is not.
+        StateError: ``group`` is not a process group.
     """
     kinds = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
     if group is not None and group is not ALONE and not isinstance(group, kinds):
@@ -76,7 +76,7 @@ def check_model(found: Inventory, plan: Plan, device_type: str, *, wrapped: bool
     ``wrapped``: it is inside a DistributedDataParallel already, in the right order.
 
     Raises:
-        StateError: It is wrapped, autocast or compiled too early, or on another device.
+        StateError: The model is wrapped, autocast or compiled too early, or is on another device.
     """
     if found.is_wrapped:
         raise StateError(
@@ -118,7 +118,7 @@ def check_optimizers(found: Inventory, plan: Plan) -> None:
 
     Raises:
         StateError: An optimizer holds nothing of the model, or does not call hooks that the plan needs.
-        DeviceError: The plan requires a fused kernel and there is none.
+        DeviceError: The plan requires a fused kernel, and the optimizer has none.
     """
     touched = plan.loss_scale or plan.stores_low or plan.memory_format != "as_is" or plan.optimizer == "fused"
     for holding in found.holdings:
@@ -174,7 +174,7 @@ def check_masters(found: Inventory, members: Members) -> None:
     """Check that no other session keeps masters of these parameters; the two would conflict.
 
     Raises:
-        StateError: Another session does.
+        StateError: Another session keeps masters of some of them.
     """
     cure = "prepare both models with one Amp, or close() the other first"
     for holding in found.holdings:
@@ -196,7 +196,7 @@ def check_apart(found: Inventory, others: Iterable[Optimizer]) -> None:
     ``others``: the optimizers that are prepared already.
 
     Raises:
-        StateError: One is in two.
+        StateError: A parameter is in two optimizers.
     """
     holders: dict[int, Holding] = {}
     for holding in (*map(Holding.of, others), *found.holdings):
@@ -219,7 +219,7 @@ def check_arrival(
         low: The model's tensors that are stored low, by path.
         resolution: The plan resolved for the model.
         widen: The argument of ``prepare``.
-        again: Whether ``widen`` was given under another plan that the session has changed since.
+        again: Whether ``widen`` was given under an earlier plan of the session.
 
     Raises:
         PlanError: There are such parameters: the error names them and the memory needed to widen them. Or ``widen`` was
@@ -252,7 +252,7 @@ def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
     """Refuse to change the plan of a model whose weights cannot be carried over, or to which the plan cannot be applied.
 
     Raises:
-        StateError: With the reason.
+        StateError: The plan cannot be changed; the message gives the reason.
     """
     low = before.stores_low or after.stores_low
     why = (
@@ -360,7 +360,7 @@ def check_norm(call: str, bound: object, name: str = "max_norm") -> None:
     """Refuse an invalid bound for clipping; a tensor's value is not read, since that would wait for its device.
 
     Raises:
-        PlanError: It is not a number, is NaN, or is below zero.
+        PlanError: The bound is not a number, is NaN, or is below zero.
     """
     if isinstance(bound, Tensor):
         return

@@ -58,14 +58,14 @@ class _Piece:
 
 @dataclass
 class DroppedUpdates:
-    """What was measured for the tracked optimizers.
+    """Measurements of the updates of the tracked optimizers.
 
     Attributes:
         steps: Number of steps of all optimizers so far.
         looks: Number of those steps that were measured.
         moved: Number of measured elements that fp32 updates.
-        by_parameter: For each parameter, the sum of squares of these updates, and the part of it that is lost: it left the
-            stored value unchanged and is not kept in the optimizer's state either.
+        by_parameter: For each parameter, the sum of squares of these updates, and the same sum of the lost updates, which
+            left the stored value unchanged and are not kept in the optimizer's state either.
         keeps: Whether the optimizer of the last measured step keeps in its state what rounding drops, or rounds stochastically.
         unmeasured: Optimizers whose updates cannot be repeated on a copy, by class name, and why.
     """
@@ -91,9 +91,9 @@ class DroppedUpdates:
 
     @property
     def share(self) -> float | None:
-        """The share of the updates that rounding dropped, by their squares; None before any was measured.
+        """The share of the squared updates that rounding dropped; None before any was measured.
 
-        Large updates do the work: a third of the elements may be dropped with hardly anything of the update lost.
+        Squares count large updates more: a third of the elements may be dropped although hardly any of the update is lost.
         """
         seen, lost = (sum(each) for each in zip((0.0, 0.0), *self.by_parameter.values(), strict=True))
         return lost / seen if seen else None

@@ -36,7 +36,7 @@ def can_fuse(optimizer: Optimizer) -> bool:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether it already steps by its fused kernel."""
+    """Whether an optimizer already steps by its fused kernel."""
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -51,7 +51,7 @@ def check_fused(optimizer: Optimizer) -> None:
     """Check that an optimizer has a fused kernel.
 
     Raises:
-        DeviceError: It has none.
+        DeviceError: The optimizer has no fused kernel.
     """
     if type(optimizer) in _FUSED and _unfit_dtensors(optimizer):
         raise DeviceError(
@@ -82,7 +82,7 @@ def check_updates(optimizer: Optimizer) -> None:
     Adam's usual ``eps`` of 1e-8 is zero in fp16, where an element without a gradient becomes 0 / 0; a warning says so.
 
     Raises:
-        DeviceError: It is fused SGD on parameters that :func:`fuses_low` excludes.
+        DeviceError: The optimizer is fused SGD on parameters that :func:`fuses_low` excludes.
     """
     _check_eps(optimizer)
     for group in optimizer.param_groups:
@@ -128,13 +128,13 @@ def fuse(optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> N
     State is brought into the strides of its parameter, which the fused kernels assume and do not check.
 
     Args:
-        optimizer: Of a class that has one.
+        optimizer: An optimizer whose class has a fused kernel.
         log: Called, before anything is changed, with the undo entry: it restores the flags of the groups, also of those
             added since, and converts state to the form of the former kernel. The optimizer may have stepped in between,
             and is not kept alive.
 
     Raises:
-        DeviceError: An optimizer without a fused kernel; nothing was changed.
+        DeviceError: The optimizer has no fused kernel; nothing was changed.
     """
     check_fused(optimizer)
     former = [_flags(group) for group in (optimizer.defaults, *optimizer.param_groups)]

@@ -53,11 +53,11 @@ def give_late_masters(plan: Plan, optimizer: Optimizer) -> bool:
     """Give masters to parameters that were added or unfrozen since the last step, before their gradients are unscaled.
 
     Returns:
-        Whether there were any.
+        Whether there were such parameters.
 
     Raises:
-        StateError: fp16 gradients of parameters that were cast since they were prepared, or under a plan that keeps
-            parameters in fp32.
+        StateError: A parameter has an fp16 gradient, and was cast since it was prepared or the plan keeps parameters in
+            fp32.
     """
     attachment = masters.attachment_of(optimizer)
     own = (p for group in optimizer.param_groups for p in group["params"] if masters.model_param_of(p) is p)

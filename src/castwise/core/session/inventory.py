@@ -1,4 +1,4 @@
-"""What ``prepare`` must know of a model and its optimizers, read once before anything is refused or changed."""
+"""Facts about a model and its optimizers, which ``prepare`` reads once before it refuses or changes anything."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def check_device(plan: Plan, device_type: str) -> None:
     """Refuse a plan that the device cannot run.
 
     Raises:
-        DeviceError: Names the field, what the device lacks and what to use instead.
+        DeviceError: The device lacks a feature; the error names the field, the feature and an alternative.
     """
     if device_type != "cpu" and not _available(device_type):
         raise DeviceError(

@@ -16,7 +16,7 @@ _any = False
 running = 0
 """Number of running backward passes of sessions, during which no scaled loss may appear."""
 _WORDS = (
-    "this loss has been scaled already, so gradients would be too large by that factor. Remove the GradScaler and its scale() "
+    "this loss has been scaled already, so gradients would be too large by the factor of that scale. Remove the GradScaler and its scale() "
     "from the loop: amp.backward(loss) does what the plan needs"
 )
 
@@ -45,8 +45,8 @@ def check_loss(call: str, loss: Any) -> None:
     """Refuse a loss that is complex, or scaled already.
 
     Raises:
-        PlanError: It is complex.
-        StateError: It is scaled.
+        PlanError: The loss is complex.
+        StateError: The loss is scaled already.
     """
     if not isinstance(loss, torch.Tensor):
         return

@@ -60,11 +60,11 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
     """Check that tensors can be converted, and that their values fit the formats.
 
     Raises:
-        StateError: Some are on the meta device, not strided, or expanded (several elements share memory).
-        PlanError: Some are beyond fp16's largest number, 65504, and would become infinite.
+        StateError: Some tensors are on the meta device, not strided, or expanded (several elements share memory).
+        PlanError: Some values are beyond fp16's largest number, 65504, and would become infinite.
 
     Warns:
-        UserWarning: Some are below its smallest numbers and would become zero.
+        UserWarning: Some values are below fp16's smallest number and would become zero.
     """
     names = {tensor: name for name, tensor in named_tensors(model)}
     for tensor in dtypes:
@@ -223,7 +223,7 @@ class Newcomers:
 def state_of(
     optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter]]
 ) -> list[tuple[Optimizer, nn.Parameter, Any]]:
-    """An optimizer's state of parameters, for :func:`put_back_state`."""
+    """The state that an optimizer holds for parameters, for :func:`put_back_state`."""
     alive = [parameter for ref in params if (parameter := ref()) is not None]
     return [(optimizer, p, optimizer.state[p]) for p in alive if p in optimizer.state]
 

@@ -1,4 +1,4 @@
-"""The undo log: what was changed, and how it is taken back."""
+"""The undo log: the changes that were made, each with a function that undoes it."""
 
 from __future__ import annotations
 

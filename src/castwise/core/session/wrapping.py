@@ -84,7 +84,7 @@ class Wrapping:
             return scaler.scale_tensor() if scaler.is_enabled() else None
 
         def enter() -> None:
-            """On each rank, also those whose stage computes no loss: close the window of the last step."""
+            """Close the window of the last step on each rank, even if its stage computes no loss."""
             window.open(lend=True)
             scale()
 
@@ -95,7 +95,7 @@ class Wrapping:
         """Handle DistributedDataParallel being built on a prepared model or a part of it, on all ranks: it shares rank 0's weights.
 
         Raises:
-            StateError: It was given ``delay_all_reduce_named_params`` and the model has masters; nothing was changed.
+            StateError: ``delay_all_reduce_named_params`` was given and the model has masters; nothing was changed.
         """
         averaged = wrappers.averaged_params(ddp, module)
         own = set(module.parameters())
