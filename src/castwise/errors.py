@@ -62,7 +62,7 @@ class RankError(CastwiseError, RuntimeError):
     """Something failed on some ranks of a process group; every rank raises it.
 
     Attributes:
-        reason: What failed where, as a clause.
+        reason: A clause that names the failure and the ranks.
         cannot_run: Whether every failure means that the plan cannot run on that rank; if False, some failure is a fault
             of the code.
     """

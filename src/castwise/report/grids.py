@@ -61,7 +61,7 @@ class Grid:
     Attributes:
         title: The title.
         header: Column names; the first column holds the names of the rows.
-        rows: From top to bottom.
+        rows: Rows from top to bottom.
         wraps: Whether numbers may wrap in a narrow terminal, or only text.
         spare: Columns that are left out, in this order, if the terminal is too narrow; they are named below the table.
     """
@@ -86,8 +86,9 @@ class Grid:
 
         Args:
             title: The title.
-            records: From top to bottom.
-            columns: By name, the value of a record that each shows: a key, or a function of the record; ``-`` for None.
+            records: Records from top to bottom.
+            columns: For each column name, the value of a record to show: a key, or a function of the record; ``-`` for
+                None.
             status: The row's status, given in the same way; empty for none.
             why: The reason for the status.
             spare: Columns that a narrow terminal leaves out first.

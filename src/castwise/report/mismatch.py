@@ -115,7 +115,7 @@ def _tokens(record: Record, count: int | None = None) -> Grid:
 
 
 def meaning(record: Record) -> str:
-    """What the numbers mean."""
+    """Explanation of the numbers."""
     drawn = (
         "drawn from the serving plan's probabilities at each position, so that k1 and k3 are unbiased"
         if record["tokens"] == "sampled"

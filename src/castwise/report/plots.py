@@ -134,8 +134,8 @@ def draw_curves(
 
     Args:
         figure: The figure to draw in.
-        curves: By name a loss per step; None leaves a gap.
-        colours: By name.
+        curves: For each name, a loss per step; None leaves a gap.
+        colours: For each name, the colour of its curve.
         steps: Step numbers of the losses; by default 1, 2, 3 ...
     """
     axes = figure.subplots()

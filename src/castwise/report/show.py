@@ -45,7 +45,7 @@ def table(record: Mapping[str, Any], verbose: bool = True) -> RenderableType:
     """A result's record as text for ``rich.print``; readable from 80 columns on.
 
     Args:
-        record: Of any kind.
+        record: A record of any kind.
         verbose: Show the whole record; otherwise the answer and its evidence, which fit on a screen.
     """
     kind = _KINDS[record["kind"]]

@@ -359,7 +359,7 @@ def _starts(record: Record) -> int:
 
 
 def interval_note(record: Record) -> str:
-    """What the numbers in the tables mean."""
+    """Explanation of the numbers in the tables."""
     lines, starts = record["lines"], _starts(record)
     how = (
         f"each was started up to {starts} times, each time in a separate process, and the plans trained in turns"

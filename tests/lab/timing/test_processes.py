@@ -193,7 +193,7 @@ def test_import_paths_that_are_no_strings_do_not_end_the_processes(
 def test_a_process_that_cannot_be_started_is_a_failure_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "FORKS", False)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with Home() as home, pytest.raises(CastwiseError, match="no process to measure in could be started"):
+    with Home() as home, pytest.raises(CastwiseError, match="no process for measurements could be started"):
         home.start(there)
 
 
@@ -299,7 +299,7 @@ def test_a_home_that_cannot_begin_says_so_when_it_is_asked(monkeypatch: pytest.M
         home.import_soon(["sklearn"])
         home.ready()
         with pytest.raises(
-            CastwiseError, match=r"no process to measure in could be started .*no processes left"
+            CastwiseError, match=r"no process for measurements could be started .*no processes left"
         ):
             home.start(has, "sklearn")
 

@@ -94,7 +94,7 @@ class Gate:
             self._pipe.send(what)
 
     def begin(self) -> None:
-        """From the end of the first step on, pause the script between blocks."""
+        """Pause the script between blocks, starting at the end of the first step."""
         _torch.autograd.around_backward(self._note)
         _torch.steps.subscribe(after=self._stepped)
 

@@ -26,7 +26,7 @@ class Parts(Protocol):
 
     Attributes:
         modules: The modules that this process holds.
-        optimizers: One per module.
+        optimizers: One optimizer per module.
         whole: The whole model, if this process can run it alone; else None.
     """
 

@@ -225,7 +225,7 @@ def look_again(unit: Any, widen: Callable[[torch.Tensor], bool]) -> None:
     Otherwise gradients of parameters that were frozen at the first run would have the dtype in which they are gathered.
 
     Args:
-        unit: From :func:`fsdp_units`.
+        unit: A group that :func:`fsdp_units` returned.
         widen: Stores a shard in another dtype if needed, and returns whether it did.
     """
     trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]

@@ -177,7 +177,7 @@ def _read(path: Path, largest: int) -> bytes:
     """Read a plain file, not a link, of known size.
 
     Raises:
-        OSError: It is anything else.
+        OSError: The path is not a plain file, or the file is too large.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError("it is not a plain file")

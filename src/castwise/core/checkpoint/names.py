@@ -61,7 +61,7 @@ class Names:
 
     Attributes:
         model: The given model, without wrappers.
-        state: Its state dict, with the parameters themselves.
+        state: State dict of the model, with the parameters themselves.
         saved: The name under which each key is saved: without the wrappers' parts. A parameter that was sharded by hand
             (``Amp.mark_sharded``) is saved in pieces, as ``weight#0of2``.
     """

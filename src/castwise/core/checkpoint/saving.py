@@ -88,7 +88,7 @@ def save(
         model: A prepared model; wrappers (DistributedDataParallel, ``torch.compile`` and FSDP2) are allowed. If this
             rank holds several stages of a pipeline, a list of them.
         optimizers: The optimizers that update it, in the same order as for :func:`load`.
-        amp: Its session.
+        amp: The session of the model.
         extra: Any other values: None, bool, int, float, str, tensors, and lists, tuples and dicts of these. The first
             rank's value is saved, but every rank passes the tensors in it.
         asynchronous: Copy the tensors to host memory, then return and write in the background. Call

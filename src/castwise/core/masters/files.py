@@ -83,7 +83,7 @@ def forget_loaded(optimizer: Optimizer) -> None:
 
 
 class Loads:
-    """What was loaded into an optimizer and into its model since the last step.
+    """The values that were loaded into an optimizer and into its model since the last step.
 
     Args:
         optimizer: An optimizer with masters.

@@ -35,7 +35,8 @@ class Pairs:
     Args:
         optimizer: The optimizer of the masters; its state is converted if a parameter changes its strides.
         masters: In the order of its groups.
-        marks: By ``id`` of parameters; a parameter without a mark is compared with its master before the next step.
+        marks: Version marks by ``id`` of parameters; a parameter without a mark is compared with its master before the
+            next step.
     """
 
     def __init__(

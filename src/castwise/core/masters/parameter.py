@@ -314,7 +314,7 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
     """Remove a parameter's master; gradient and ``grad_dtype`` become those of plain torch.
 
     Args:
-        master: From :func:`make_master`.
+        master: A master that :func:`make_master` returned.
         write_back: The parameter becomes fp32 and takes the master's values and memory. Otherwise it stays low, and
             the master's values are remembered as its original. None: values are left alone, the remembered ones too.
 

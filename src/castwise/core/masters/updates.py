@@ -38,8 +38,8 @@ def lamb_(
     """One step of LAMB: Adam's direction, scaled for each tensor in proportion to the tensor's norm.
 
     Args:
-        params: Of any shapes; written to.
-        grads: One for each parameter, not changed.
+        params: Parameters of any shapes; written to.
+        grads: One gradient for each parameter, not changed.
         means: Running means of the gradients, written to.
         squares: Running means of their squares, written to.
         lr: Learning rate.
@@ -103,8 +103,8 @@ def novograd_(
     """One step of NovoGrad: each tensor's gradient divided by the running norm of its gradients.
 
     Args:
-        params: Of any shapes; written to.
-        grads: One for each parameter, not changed.
+        params: Parameters of any shapes; written to.
+        grads: One gradient for each parameter, not changed.
         means: Running means of the gradients, written to.
         norms: Running norms of the gradients, 0-dim, written to: for ``order`` 2 the root of a mean square,
             else the mean. They start as the norm of the first gradient, or zero.

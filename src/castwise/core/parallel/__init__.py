@@ -1,4 +1,4 @@
-"""What each kind of parallelism needs so that many processes run by one plan.
+"""Support for each kind of parallelism, so that many processes run by one plan.
 
 ``wrappers``: detects DistributedDataParallel. ``fsdp``: FSDP2, and its shard groups. ``pipeline``: losses inside
 pipeline schedules. ``compression``: gradients sent in bf16 or fp16. ``rendezvous``: how processes meet, also restarted

@@ -33,7 +33,7 @@ def compress_to_bf16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
 
     Args:
         group: Process group, the first argument of ``ddp.register_comm_hook(group, hook)``; None for all ranks.
-        bucket: From DistributedDataParallel; its buffer ``[elements]`` keeps its dtype.
+        bucket: A bucket of DistributedDataParallel; its buffer ``[elements]`` keeps its dtype.
 
     Returns:
         Future of the buffer, averaged over ranks.

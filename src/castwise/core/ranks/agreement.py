@@ -254,7 +254,7 @@ class Agreement:
         """Check that gradients that should be a sum over ranks come from a rank that ran a backward. Collective.
 
         Raises:
-            StateError: On all ranks if the check fails.
+            StateError: The check failed; raised on all ranks.
         """
         window = self.window
         held = window.optimizers if window is not None else []

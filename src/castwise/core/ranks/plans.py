@@ -23,8 +23,8 @@ def check_same_plan(plan: Plan, ranks: Ranks, failure: Exception | None = None) 
         failure: The error because of which this rank cannot go on.
 
     Raises:
-        PlanError: On every rank, naming the ranks and the fields that differ.
-        RankError: On every rank, if some cannot go on; the failure itself if all have failed alike.
+        PlanError: The plans differ; raised on every rank, and names the ranks and the fields.
+        RankError: Some ranks cannot go on; raised on every rank, or the failure itself if all have failed alike.
     """
 
     def own() -> str:
@@ -56,7 +56,7 @@ def check_patterns(plan: Plan, matched: set[str], ranks: Ranks) -> None:
     ``matched`` contains the patterns that match a module of this rank.
 
     Raises:
-        PatternError: On every rank, naming the pattern.
+        PatternError: A region matches nothing; raised on every rank, and names the pattern.
     """
     everywhere = set().union(*ranks.meet(matched))
     for region in plan.regions:

@@ -119,7 +119,7 @@ def check_and_multiply(
     """Multiply gradients in place, each in its dtype, and return whether one was not finite: unscaling in one pass.
 
     Args:
-        grads: On any devices, of any floating dtypes, sparse ones coalesced or not.
+        grads: Gradients on any devices, of any floating dtypes; sparse gradients may be uncoalesced.
         factor: 0-dim fp32; None for one.
         device: Device of the flag.
 

@@ -36,7 +36,7 @@ class Unscaling:
 
     Args:
         reduce: As in :class:`castwise.GradScaler`, like the next two.
-        process_group: Instead of ``reduce``.
+        process_group: A process group, given instead of ``reduce``.
         allow_fp16: Unscale fp16 gradients too.
         others: Unscales gradients that are not all dense, real and on the scale's device.
     """

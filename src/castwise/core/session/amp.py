@@ -673,7 +673,8 @@ class Amp(masters.OfThisProcess):
             StateError: An optimizer was not prepared or has no gradients, or its gradients were changed while they were
                 scaled, or it has already stepped on them.
             NonFiniteError: Gradients are not finite under ``nonfinite="raise"``, or ``patience`` times in a row.
-            LossScaleError: The same under a loss scale that cannot shrink any more.
+            LossScaleError: Gradients are not finite ``patience`` times in a row, and the loss scale cannot shrink any
+                more.
             PlanError: ``max_norm`` is not a valid norm.
         """
         if not optimizers:
@@ -857,7 +858,7 @@ class Amp(masters.OfThisProcess):
         last stage's outputs are cast to fp32.
 
         Args:
-            schedule: Made from stages whose modules were prepared, on every rank.
+            schedule: A schedule of stages whose modules were prepared, on every rank.
 
         Returns:
             The same schedule.

@@ -230,7 +230,7 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
     """Check that no model which a backward reaches was bypassed.
 
     Raises:
-        StateError: One was.
+        StateError: A model was bypassed.
     """
     leaves, hides = _torch.autograd.uses_of_leaves(outputs)
     uses = {id(leaf): nodes for leaf, nodes, _ in leaves}

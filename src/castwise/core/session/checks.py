@@ -275,8 +275,8 @@ def check_late(found: Inventory, resolution: Resolution) -> None:
     """Refuse an optimizer that joins a prepared model later and trains low parameters that were added or unfrozen since.
 
     Raises:
-        StateError: It has such parameters: ``prepare`` checks how a model arrives only once, and would have widened or
-            refused them.
+        StateError: The optimizer has such parameters: ``prepare`` checks how a model arrives only once, and would have
+            widened or refused them.
     """
     if resolution.plan.params != "fp32":
         return

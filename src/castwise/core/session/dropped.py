@@ -303,7 +303,7 @@ def _copy_without_state(optimizer: Optimizer) -> Any:
     """A new instance of the optimizer's class, with its options.
 
     Raises:
-        TypeError: It holds something else than options that a step could change.
+        TypeError: The optimizer holds something other than options that a step could change.
     """
     kind: Any = type(optimizer)
     copied = kind.__new__(kind)

@@ -70,7 +70,7 @@ def device_type_of(device: Any) -> str:
     """The type of a device, as torch takes it: a name, a ``torch.device``, a number.
 
     Raises:
-        DeviceError: It is not a device, or its type has no autocast.
+        DeviceError: The value is not a device, or its type has no autocast.
     """
     try:
         kind = torch.device(device).type
@@ -88,7 +88,7 @@ def find_device(call: str, device: Any, default: str) -> torch.device:
     """A device that the user names, or the default one, if it is available.
 
     Raises:
-        DeviceError: It is not a device, or not available; the error names the call.
+        DeviceError: The value is not a device, or the device is not available; the error names the call.
     """
     try:
         where = torch.device(device if device is not None else default)

@@ -1,4 +1,4 @@
-"""What parallel wrappers require of a session: the order of wrapping, pipelines, DistributedDataParallel."""
+"""Requirements of parallel wrappers on a session: the order of wrapping, pipelines, DistributedDataParallel."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ REPEATED = 0.01
 """Maximum difference between fp32's step and one from copies of its weights, gradients and state dict, as a share of its norm."""
 _FP32 = PRESETS["fp32"]
 WARM_STEPS = 4
-"""Steps before the one that :func:`one_update` observes: an optimizer's first step differs from later ones."""
+"""Steps before the step that :func:`one_update` observes: an optimizer's first step differs from later steps."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

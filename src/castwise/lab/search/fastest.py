@@ -68,7 +68,7 @@ budget."""
 
 
 def find_fastest(search: Search) -> None:
-    """Find the plan and settle it."""
+    """Find the plan for the goal, time or memory, and record the choice."""
     context, journal, reference = search.context, search.journal, search.reference
     settings, ranks = context.settings, context.ranks
     plans, dropped = ranks.at("the candidates").same(whole_step_plans(

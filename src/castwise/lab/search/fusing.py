@@ -23,7 +23,7 @@ from castwise.lab.timing.timing import WARMUP, Lap, speedup
 LEAST_ROUNDS, ROUNDS, MOST_ROUNDS = 4, 8, 128
 """Rounds run until they decide; this is checked after ``ROUNDS`` and after each doubling."""
 SHARE, MOST_SHARE = 0.1, 0.2
-"""Shares of the budget: after ``SHARE`` only the least rounds run, and none run if they would take more than ``MOST_SHARE``."""
+"""Shares of the budget: after ``SHARE`` only ``LEAST_ROUNDS`` run, and no round runs if these would take more than ``MOST_SHARE``."""
 WORTH = 0.01
 """Share of a step that the fused kernel must save for the finalists to use it."""
 

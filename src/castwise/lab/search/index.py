@@ -84,7 +84,7 @@ class Job:
 
 
 def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job | None:
-    """Identify a job by one forward and backward; None if they fail, because the search reports that better."""
+    """Identify a job by one forward and backward; None if they fail: the search then reports the failure."""
     try:
         with undisturbed():
             model = build_model(workload, device, settings.seed)

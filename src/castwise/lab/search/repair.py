@@ -405,4 +405,4 @@ def _because(blame: Blame | None) -> str:
         return blame.reason
     if blame.whole:
         return f"with its neighbours in the low format the damage is {blame.damage:.2g}, far more than the sum of their own damages"
-    return f"alone in the low format its damage, the relative error of the update, is {blame.damage:.2g}"
+    return f"if only this region is in the low format, its damage, the relative error of the update, is {blame.damage:.2g}"

@@ -192,7 +192,7 @@ def updates_of(search: Search, plan: Plan) -> UpdateLoss | None:
 
 
 def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verification | None:
-    """Train pairs of a plan, as raced, and fp32, once per numerics; None if that is impossible.
+    """Train pairs of the raced form of a plan and fp32, once for all plans with the same numerics; None if training is impossible.
 
     ``after_s`` is the time that must be left of the budget afterwards.
     """

@@ -41,7 +41,7 @@ _RECEIVED_S = 60.0
 PATIENCE_S = 600.0
 """Seconds without an answer after which a process counts as hanging, unless a caller sets another limit."""
 HURRY = 0.1
-"""Factor of the patience after one process has hung."""
+"""Factor by which the patience is multiplied after a process has hung."""
 _STARTS_S = 60.0
 """Seconds after which a forked process that has not started is given up."""
 _ENDS_S = 5.0
@@ -273,7 +273,9 @@ class Home:
                 else:
                     self._interpreter("run", there.fileno())
         except OSError as error:
-            raise CastwiseError(f"no process to measure in could be started ({sentence(error)})") from error
+            raise CastwiseError(
+                f"no process for measurements could be started ({sentence(error)})"
+            ) from error
         process = Process(here, self)
         process.send((os.getcwd(), _path(), _environment(), settings(), work, args))
         return process
@@ -305,7 +307,7 @@ class Home:
             here.send((os.getcwd(), _path(), _environment(), settings(), list(modules)))
 
     def ready(self, patience_s: float = _STARTS_S) -> None:
-        """Wait at most ``patience_s`` seconds for :meth:`begin`, which would disturb measurements."""
+        """Wait at most ``patience_s`` seconds until :meth:`begin` has ended, because its work would disturb measurements."""
         if self._line is not None:
             with contextlib.suppress(Exception), contextlib.closing(self.start(_nothing)) as process:
                 process.answer(min(patience_s, _STARTS_S))

@@ -168,7 +168,7 @@ ELSEWHEN = 0.05
 memory and clock rate affects formats differently, and the starts of one search do not show it.
 
 Source: searches of one job that chose one plan, and a race made afterwards, in bench/results: 0.042 in tune-cpu-no-amx.json and
-    0.050 in that of the day before, 0.024 in tune-cpu.json. For plans of about equal speed it adds nothing.
+    0.050 in the file of the day before, 0.024 in tune-cpu.json. For plans of about equal speed the deviation adds nothing.
 """
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from castwise.lab.watch.losses import PERSISTENT
 
 MOST = 24
-"""This many steps may be skipped within ``WITHIN`` steps. More are no accident: the data or the learning rate changed."""
+"""This many steps may be skipped within ``WITHIN`` steps. More skips are not chance: the data or the learning rate changed."""
 WITHIN = 2400
 
 

@@ -357,8 +357,8 @@ def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
     """The module inside all wrappers, if this session prepared it.
 
     Raises:
-        PlanError: Not a session, or not a module.
-        StateError: Another session prepared it, or none; or it is a pipeline stage or has hand-written shards.
+        PlanError: ``amp`` is not a session, or ``model`` is not a module.
+        StateError: This session did not prepare the model; or the model is a pipeline stage or has hand-written shards.
     """
     if not isinstance(amp, Amp) or not isinstance(model, nn.Module):
         raise PlanError(

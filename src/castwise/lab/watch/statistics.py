@@ -21,7 +21,7 @@ from castwise.core.ranks.pieces import summed
 from castwise.core.scaler import gradients
 
 ELEMENTS = 2**14
-"""Number of elements sampled from a larger parameter's update, and from a larger tensor for shares."""
+"""Number of elements that are sampled from the update of a parameter, or from a tensor for shares, if it has more."""
 CALLS = 4
 """Maximum number of a module's calls observed per step, among calls with a gradient."""
 _FP16 = FORMATS["fp16"]

@@ -67,17 +67,17 @@ def launch(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """Start torch.distributed, read the configuration, create its process groups and seed.
+    """Start torch.distributed, read the configuration, create its process groups and seed the random generators.
 
     Args:
         config: A dict, or the path of a Python file.
         rank: Rank of this process.
         world_size: Number of processes.
         host: Address of the first process.
-        port: Its port.
+        port: Port of that process.
         backend: For torch.distributed; ``nccl`` becomes ``gloo`` if there is no CUDA device.
-        local_rank: Rank of this process on its machine: the index of its accelerator; by default the rank modulo their
-            number.
+        local_rank: Rank of this process on its machine: the index of its accelerator; by default the rank modulo the
+            number of accelerators.
         seed: For Python, NumPy and torch, equal on all ranks.
         verbose: Log when it has finished.
 

@@ -56,7 +56,7 @@ class Site:
     Attributes:
         plan: The plan.
         compute: Compute format of the region.
-        device_type: Its device.
+        device_type: Device type of the frame.
         extra: Rows beyond those of the plan, for operators that its ``ops`` do not name.
         meets: Whether the frame is that of a module with its own tables, in which the plan's rules do not hold.
     """

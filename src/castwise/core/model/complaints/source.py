@@ -26,8 +26,8 @@ class Line:
     """A line of Python.
 
     Attributes:
-        file: Its path.
-        number: From 1 on.
+        file: Path of the file.
+        number: Line number, from 1.
         function: The function that contains it.
     """
 
