@@ -74,7 +74,7 @@ def launch(
         rank: Rank of this process.
         world_size: Number of processes.
         host: Address of the first process.
-        port: Port of that process.
+        port: Port of the first process.
         backend: For torch.distributed; ``nccl`` becomes ``gloo`` if there is no CUDA device.
         local_rank: Rank of this process on its machine: the index of its accelerator; by default the rank modulo the
             number of accelerators.
