@@ -1,4 +1,4 @@
-"""What results have in common, of jobs and of tools: frozen data that turns into JSON, a table and a page."""
+"""Base class of the results of jobs and tools: frozen data that can be converted to JSON, a table and a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Result:
-    """A result: a frozen dataclass whose fields, with its ``kind``, are the record."""
+    """Base class of results: frozen dataclasses whose fields, with ``kind``, form the record."""
 
     kind: ClassVar[str]
 

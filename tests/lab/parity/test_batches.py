@@ -80,7 +80,7 @@ def test_two_iterators_of_one_sequence_do_not_share_their_place() -> None:
 def test_an_iterator_is_refused_and_not_consumed() -> None:
     given = iter([1, 2, 3])
     text = (
-        "tune: batches is an iterator (list_iterator), which can be gone through only once and would be used up; give a "
+        "tune: batches is an iterator (list_iterator), which can be consumed only once; give a "
         "sequence, a DataLoader or a function batches(seed) -> iterator"
     )
     with pytest.raises(WorkloadError, match=f"^{re.escape(text)}$"):

@@ -465,7 +465,7 @@ def test_a_region_that_matches_nothing() -> None:
 def test_batches_that_are_used_up() -> None:
     _refused(
         WorkloadError,
-        "parity: batches is an iterator (generator), which can be gone through only once and would be used up; give a "
+        "parity: batches is an iterator (generator), which can be consumed only once; give a "
         "sequence, a DataLoader or a function batches(seed) -> iterator",
         batches=_batches(),
     )

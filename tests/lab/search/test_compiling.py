@@ -417,9 +417,7 @@ def test_what_the_compiler_refuses_is_the_reason() -> None:
 
 def test_a_model_of_which_nothing_is_compiled_is_not_called_compiled() -> None:
     with torch.compiler.set_stance("force_eager"):
-        assert (
-            tried(Net, BF16).reason == "not compiled: torch.compile finds nothing in it that it can compile"
-        )
+        assert tried(Net, BF16).reason == "not compiled: torch.compile finds nothing to compile in the model"
 
 
 # --- which are tried ------------------------------------------------------------------------------------------

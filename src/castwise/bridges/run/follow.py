@@ -90,7 +90,7 @@ class Follower:
         self._retained: list[weakref.ref[torch.Tensor]] = []
         """Non-leaf tensors whose gradients the script retains."""
         self._parts: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
-        """Submodules of models stored low, until they are called from outside, with the border of their model."""
+        """Submodules of models stored low that were not yet called from outside, with the border of their model."""
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules of models that were prepared or left alone."""
         self._undo: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""Attribute the errors of a comparison to calls: which call makes an error, and which one passes it on."""
+"""Attribute the errors of a comparison to calls: find the calls that make errors and the calls that pass errors on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ of an own error, rounding inside the kernels explains it."""
 
 @dataclass(frozen=True)
 class Own:
-    """Results of the passes with given inputs: the second plan's own errors, and the errors that rounding would make.
+    """Results of passes whose calls get the first plan's inputs: the second plan's own errors, and rounding errors to expect.
 
     ``exact`` are the second plan's own errors with :class:`~castwise.lab.inspect.kernels.ExactKernels`; None if no such pass ran.
     """
@@ -111,7 +111,7 @@ class Attribution:
         ran_a: The pass under the first plan.
         ran_b: The pass under the second plan.
         free: Errors seen in the second plan's pass.
-        own: Results of the passes with given inputs; None if there are none.
+        own: Results of the passes whose calls get the first plan's inputs; None without such passes.
         eps: By module path, the eps of the format that the module computes in.
         formats: By module path, the format that the second plan computes the module in.
         bordered: Paths of modules whose inputs a plan casts.
@@ -268,7 +268,7 @@ def _name(key: Key) -> str:
 
 
 def suspects(calls: Sequence[CallComparison], count: int) -> Iterator[CallComparison]:
-    """Modules to try in another format, each once: those that make an unexplained error, else those with the largest own errors."""
+    """Modules to try in another format: those that make an unexplained error, or else those with the largest own errors."""
     seen: set[str] = set()
     born = sorted((call for call in calls if call.born), key=lambda call: -call.excess)
     for call in born or sorted(calls, key=lambda call: -call.own):

@@ -110,10 +110,10 @@ def explain(
 
     Args:
         op: The operator.
-        place: Where it ran.
+        place: Where the operator ran.
         args: Its positional arguments, as they were before it ran.
         kwargs: Its keyword arguments, as they were before it ran.
-        made: Its floating results.
+        made: The operator's floating results.
         name_of: Gives a tensor's name; empty if it has none.
         overwrites: Whether the result is independent of the previous contents of the tensors that it writes to.
     """
@@ -224,7 +224,7 @@ def _kind(
         below = inputs[1] if len(inputs) > 1 else first
         zeros = f"{below.zeros} of {math.prod(below.shape):,} denominators are 0"
         if any(v.nan for v in outputs):
-            return "0/0", f"{zeros}, and so is the numerator of at least one"
+            return "0/0", f"{zeros}, and at least one of their numerators is 0 too"
         return "division by zero", zeros
     if name in _LOGARITHMS:
         if first.low is not None and first.low < 0 and name not in ("log1p", "log_softmax", "_log_softmax"):

@@ -1,4 +1,4 @@
-"""``compare``: where two plans differ, call by call, forward and backward: which calls make the error, and which pass it on.
+"""``compare``: compare two plans call by call, and find the calls that make errors and the calls that pass errors on.
 
 Five passes over one batch, at the same weights and random draws:
 
@@ -74,7 +74,7 @@ def compare(
     seed: int = 0,
     tries: int = TRIES,
 ) -> Comparison:
-    """Compare two plans on one batch, call by call, forward and backward: which calls make the error, and which pass it on?
+    """Compare two plans on one batch, call by call, forward and backward: find which calls make errors and which pass errors on.
 
     Calls are aligned by module path and number, so extra casts and operators of one side do not matter. Everything runs on
     copies: the model, its gradients, random numbers and process-wide settings are unchanged when it returns, fails or is interrupted.
@@ -85,13 +85,14 @@ def compare(
     the same comparison, which has, per call and direction, the result and the number of the worst rank.
 
     Args:
-        model: In any training state: its modes are kept. A sharded model is copied whole on every rank.
+        model: The model, in any training state; its training and evaluation modes are kept. A sharded model is copied
+            whole on every rank.
         loss: ``loss(model, batch)`` -> scalar tensor.
         batch: One batch, as ``loss`` takes it.
-        plan_a: The reference, usually ``"fp32"``.
+        plan_a: The reference plan, usually ``"fp32"``.
         plan_b: The plan to compare with it.
         device: By default the device of the model's parameters.
-        seed: Of the random draws, 0 to 2**32 - 1.
+        seed: Seed of the random draws, 0 to 2**32 - 1.
         tries: How many modules to try in the first plan's format, the worst first.
 
     Returns:
@@ -354,7 +355,7 @@ def _notes(a: Look, b: Look, ran_a: Run, ran_b: Run) -> list[str]:
     unseen = sorted({path for ran in (ran_a, ran_b) for path in ran.unseen})
     if unseen:
         out.append(
-            f"Not compared: sparse and nested tensors and tensor subclasses of {', '.join(unseen[:3])}."
+            f"Not compared: sparse tensors, nested tensors and tensor subclasses in {', '.join(unseen[:3])}."
         )
     if ran_b.strayed:
         out.append(

@@ -27,10 +27,11 @@ class Side:
     """The error of one call in one direction. Errors are relative, ``||b - a|| / ||a||`` of a tensor; the worst tensor counts.
 
     Attributes:
-        effect: ``born``: the call makes an error that rounding to its format does not explain. ``kernel``: the call makes such
-            an error, but none if torch's kernels for layers, such as layer norm, round only their results. ``amplifies``: the call
-            magnifies rounding errors. ``rounding``: most of the error is the call's own rounding. ``passes``: most of the error comes from the
-            inputs. ``exact``: no difference. ``unseen``: nothing could be compared.
+        effect: ``born``: the call makes an error that rounding to its format does not explain. ``kernel``: the call
+            makes such an error, but would make none if torch's kernels for layers, such as layer norm, rounded only
+            their results. ``amplifies``: the call magnifies rounding errors. ``rounding``: most of the error is the
+            call's own rounding. ``passes``: most of the error comes from the inputs. ``exact``: no difference.
+            ``unseen``: nothing could be compared.
         error: Error of the call's results: its outputs; in backward, the gradients of its inputs and parameters.
         incoming: Error of what the call receives: its inputs; in backward, the gradients of its outputs.
         own: Error of the results when the call gets the inputs of the first plan's pass.
@@ -59,10 +60,10 @@ class CallComparison:
     """One call of one module under both plans.
 
     Attributes:
-        path: Of the module; empty for the model, ``(loss)`` for the code of the loss.
+        path: Path of the module; empty for the model, ``(loss)`` for the code of the loss.
         call: Number of the call of this module, from 0.
         kind: The module's class.
-        format: The format that the second plan computes it in.
+        format: The format in which the second plan computes the module.
     """
 
     path: str
@@ -98,12 +99,12 @@ class TriedExemption:
     """A run of the second plan with one module in the first plan's format, and the errors that remain at the end.
 
     Attributes:
-        path: Of the module.
+        path: Path of the module.
         plan: The plan tried.
         loss_error: Relative difference of the loss.
         output_error: Relative error of the model's outputs.
         gradient_error: Relative error of all gradients together.
-        reason: Why it could not be tried; else empty.
+        reason: Why the plan could not be tried; else empty.
     """
 
     path: str
@@ -120,12 +121,12 @@ class Comparison(Result):
 
     Attributes:
         workload: The model's class.
-        plan_a: The reference.
+        plan_a: The reference plan.
         plan_b: The plan compared with it.
-        losses: Under the first and the second plan.
-        output_error: Relative error of the model's outputs; None if it has no comparable output.
+        losses: The losses under the first and the second plan.
+        output_error: Relative error of the model's outputs; None if no output can be compared.
         gradient_error: Relative error of all parameter gradients together; None if nothing is trained.
-        calls: In the order in which they started; the loss first.
+        calls: All calls, in the order in which they started; the loss first.
         tried: Modules with the worst errors, each computed in the first plan's format.
         parameters: Relative error of each gradient, by parameter path.
         loss_scale: Loss scale of the second plan's gradients; None without one.
@@ -134,8 +135,8 @@ class Comparison(Result):
         passes: Number of forward/backward passes.
         environment: Device and versions of the first rank.
         ranks: Number of processes. Each figure is the worst rank's; ``strayed`` and ``passes`` are sums.
-        choices: Operators whose integer or boolean results differ under the second plan when those before are the first plan's; wrong
-            ones first.
+        choices: Operators whose integer or boolean results differ under the second plan although all earlier such
+            results are replaced by the first plan's; wrong results first.
     """
 
     kind: ClassVar[str] = "compare"
@@ -201,7 +202,8 @@ class Comparison(Result):
         """Write ``compare.json`` and the page ``compare.html`` with its plots into a folder; create the folder if needed.
 
         Returns:
-            The page's path; without matplotlib or Jinja no page is written, and it is the path of the JSON file.
+            The page's path; if matplotlib or Jinja is missing, no page is written, and the JSON file's path is
+            returned.
         """
         return self._save(Path(folder) / "compare.html", Path(folder) / "compare.json")[0]
 
@@ -274,7 +276,7 @@ def _size(value: float | None) -> float:
 
 
 def said_by_rank(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The notes of all ranks, each once, with the ranks' numbers if not all ranks have it."""
+    """The notes of all ranks without duplicates; a note of some ranks names these ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, said in enumerate(notes):
         for note in said:
@@ -285,7 +287,7 @@ def said_by_rank(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def relative(one: float, other: float) -> float | None:
-    """|other - one| / |one| of two numbers; None if that is undefined."""
+    """Relative difference of two numbers, |other - one| / |one|; None if undefined."""
     if one == other:
         return 0.0
     return abs(other - one) / abs(one) if one and math.isfinite(one) and math.isfinite(other) else None

@@ -1,4 +1,4 @@
-"""Observe tensors between calls in compiled code: an opaque custom operator stands at every border of a call.
+"""Observe tensors between calls in compiled code: an opaque custom operator is inserted at every border of a call.
 
 Each module's own code is compiled as usual; fusions across borders are prevented. Calls inside an activation-checkpointed
 region are not observed, since its tracing does not allow such hooks.
@@ -51,7 +51,7 @@ class CompiledCrossings(Observer):
             yield
 
     def seen(self, tensor: Tensor, point: Point, back: bool) -> Tensor:
-        """The tensor to continue with; a copy if that is the tensor itself."""
+        """The tensor to continue with: its replacement, or else a copy of it."""
         put = self._backward(point, tensor) if back else self._forward(point, tensor, False)
         return tensor.clone() if put is None else put
 

@@ -35,7 +35,7 @@ Forward = Callable[[Point, Tensor, bool], Tensor | None]
 """Gets the detached tensor at a point, and whether the call is a recomputation in backward; returns a replacement,
 or None to keep the tensor."""
 Backward = Callable[[Point, Tensor], Tensor | None]
-"""The same for a gradient."""
+"""Gets the gradient at a point; returns a replacement, or None to keep the gradient."""
 
 
 class _Cross(torch.autograd.Function):
@@ -74,7 +74,7 @@ class Crossings(Observer):
         backward: Gets each gradient, and may replace it.
 
     Attributes:
-        callers: Each call, in the order in which they started, with the call that made it; None for calls made by the loss.
+        callers: All calls in the order in which they started, each with its caller; None for calls made by the loss.
         writes: Paths of modules that wrote to their inputs.
         unseen: Tensors that could not be watched: sparse, nested or of a tensor subclass.
     """

@@ -23,7 +23,7 @@ _CALLED: Mapping[str, tuple[str, ...]] = {
     "native_group_norm": ("group_norm",), "convolution": ("conv1d", "conv2d", "conv3d"),
     "linalg_vector_norm": ("norm", "linalg_vector_norm"), "_to_copy": (), "copy_": (), "lift_fresh": (),
 }  # fmt: skip
-"""Names above autograd, as a plan's rules use them, of operators below it; None for operators that no rule applies to."""
+"""By name of an operator below autograd, the names above autograd that a plan's rules use; empty if no rule applies to it."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def try_cures(
 
     Args:
         plan: The plan under which the pass is not finite.
-        place: Of the operator; None if no operator is the cause.
+        place: Place of the operator; None if no operator is the cause.
         model: Gives the names of regions.
         reached: Runs a plan and returns what is not finite under it.
         scaled: Whether only gradients are not finite, so that a smaller loss scale may be enough.

@@ -59,18 +59,18 @@ def forecast(
     one forecast over all batches; gradients are those of a rank's own batch, before averaging.
 
     Args:
-        model: In any training state: its modes are kept. Tensors stored in bf16 or fp16 are widened. A sharded model is copied
-            whole on every rank.
+        model: The model, in any training state; its training and evaluation modes are kept. Tensors stored in bf16 or
+            fp16 are widened. A sharded model is copied whole on every rank.
         loss: ``loss(model, batch)`` -> scalar tensor, fp32.
         batches: A sequence, a re-iterable, or ``batches(seed)`` -> iterator.
-        formats: Of ``fp16``, ``bf16``, ``fp8_e4m3`` and ``fp8_e5m2``. fp8 tensors each have their own scale, fp16 gradients share
-            one loss scale.
+        formats: Any of ``fp16``, ``bf16``, ``fp8_e4m3`` and ``fp8_e5m2``. fp8 tensors each have their own scale, fp16
+            gradients share one loss scale.
         optimizer: ``optimizer(params)`` -> Optimizer; it makes a few steps on a copy, to get the updates.
         plan: The plan whose casts are assumed, whatever its format; it must compute low. ``bf16-mixed+rules=cuda`` shows on a CPU what
             autocasting casts on a GPU; ``bf16-true`` keeps nothing in fp32.
-        microbatches: How many each rank runs.
+        microbatches: Number of microbatches that each rank runs.
         device: By default the device of the model's parameters.
-        seed: Of random draws and, if batches are a function, of the batches.
+        seed: Seed of random draws and, if batches are a function, of the batches.
 
     Returns:
         The forecast: ``.answer``, ``.recommendation``, ``.scales``, ``.regions``, ``.table()``, ``.save(folder)``.

@@ -56,14 +56,15 @@ class RegionForecast:
     """What formats do to one module's own tensors, without those of its submodules.
 
     Attributes:
-        path: Of the module, empty for the model itself.
+        path: Path of the module, empty for the model itself.
         module: Its class.
         tensors: By kind; tensors that the plan keeps in fp32 are separate entries.
         scales: Loss scales at which fp16 holds its gradients; None if it has no gradients.
         poles: Per format, the function most affected by values that become 0 before a division, root or logarithm, and the
             share of these values.
         troubles: Per format that does not hold the numbers which the plan casts, the reason; other formats are absent.
-        stored: The same if everything, parameters included, is stored in the format, without masters or loss scale.
+        stored: As ``troubles``, if everything, parameters included, is stored in the format, without masters or loss
+            scale.
         computed: Low formats in which the plan computes this region; empty if it keeps everything in fp32.
         trouble: Why one of these formats does not hold the numbers; empty if all hold them, or if none was requested.
     """
@@ -147,14 +148,14 @@ class Forecast(Result):
         """The region of a module path.
 
         Raises:
-            PlanError: There is none.
+            PlanError: No module with this path computed anything.
         """
         for region in self.regions:
             if region.path == path:
                 return region
         known = ", ".join(repr(region.path) for region in self.regions[:12])
         raise PlanError(
-            f"Forecast.region({path!r}): no module of that path computed anything; these modules did: {known}, ..."
+            f"Forecast.region({path!r}): no module with this path computed anything; modules that did: {known}, ..."
         )
 
     def _fields(self) -> dict[str, Any]:
@@ -172,7 +173,7 @@ class Forecast(Result):
             folder: Created if it does not exist.
 
         Returns:
-            The page's path; without Jinja a warning is given, and it is the path of the JSON file.
+            The page's path; if Jinja is missing, a warning is given, and the JSON file's path is returned.
         """
         return self._save(Path(folder) / "forecast.html", Path(folder) / "forecast.json")[0]
 

@@ -95,10 +95,10 @@ class Seen:
 
     Attributes:
         ledgers: By region, kind of tensor, and whether the plan keeps it in fp32.
-        low: Paths of modules that return low formats of their own accord.
+        low: Paths of modules whose own code returns low formats.
         poles: Casts of values that must not become 0, by path, format and function.
         ranges: Magnitudes of the gradients that would be in a low format, by path.
-        microbatches: How many were run.
+        microbatches: Number of microbatches that were run.
         passes: Number of forward/backward passes.
     """
 
@@ -137,7 +137,7 @@ class Run:
     Args:
         prober: Runs the passes; each rank has its own.
         plan: The plan whose casts are assumed.
-        formats: Asked for.
+        formats: The requested formats.
         ranks: The processes that make the forecast together. The first rank's run tells all which tensors the plan casts.
     """
 
@@ -155,7 +155,7 @@ class Run:
         """Run all passes; a failure on one rank is raised on all.
 
         Args:
-            microbatches: How many this process runs.
+            microbatches: Number of microbatches that this process runs.
             updates: Per parameter the optimizer's last step: name, weights and update.
         """
         self._ranks.each(self._learn)

@@ -16,7 +16,7 @@ from castwise.lab.passes.observers import Call
 
 
 class Key(NamedTuple):
-    """Key of a value at a point, or, in backward, of a gradient there: one of several if the loss calls autograd itself."""
+    """Key of a value at a point or, in backward, of a gradient there: of several, if the loss calls autograd itself."""
 
     point: Point
     back: bool = False
@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
     @property
     def is_made_by_callee(self) -> bool:
-        """Whether it is the gradient of an input, which the call produces."""
+        """Whether the key is that of an input's gradient, which the call produces."""
         return self.back and self.point.side == "in"
 
 
@@ -38,8 +38,8 @@ class Look:
         keep: Whether to keep the tensors.
         put: Gives the replacement of a tensor by its key; None for no replacement.
         kept: The tensors kept.
-        errors: Against the reference.
-        dtypes: Of the tensors seen.
+        errors: Errors against the reference.
+        dtypes: Dtypes of the tensors seen.
     """
 
     scale: float = 1.0

@@ -48,10 +48,11 @@ class Mismatch(Result):
         workload: The model's class.
         plan_train: The training plan.
         serve: Each serving plan, in the order given.
-        tokens: ``given``: those of the batches; ``sampled``: drawn from the serving plan's probabilities at each position.
+        tokens: ``given``: the tokens of the batches; ``sampled``: drawn from the serving plan's probabilities at each
+            position.
         count: Number of tokens compared.
         sequences: Number of sequences.
-        clip: The range of r that is not clipped.
+        clip: The range of the importance ratio r that is not clipped.
         environment: Device and versions of the first rank.
         ranks: Number of processes whose batches were used.
     """
@@ -85,7 +86,8 @@ class Mismatch(Result):
         """Write ``mismatch.json`` and the page ``mismatch.html`` with its plots into a folder; create the folder if needed.
 
         Returns:
-            The page's path; without matplotlib or Jinja no page is written, and it is the path of the JSON file.
+            The page's path; if matplotlib or Jinja is missing, no page is written, and the JSON file's path is
+            returned.
         """
         return self._save(Path(folder) / "mismatch.html", Path(folder) / "mismatch.json")[0]
 
@@ -116,14 +118,14 @@ def mismatch(
         batches: A finite number of batches. Each is token ids ``[batch, length]``, or a mapping with ``input_ids`` and optionally
             ``attention_mask`` (0 for padding), or what ``logits`` accepts.
         plan_train: The plan that the model is trained under.
-        plan_serve: The plan that it is served under, or several to compare.
+        plan_serve: The plan that the model is served under, or several plans to compare.
         logits: For other models: ``logits(model, batch)`` -> logits ``[batch, length, vocabulary]``, the tokens ``[batch, length]``
             predicted at each position, and a mask ``[batch, length]`` of tokens that count, or None for all.
         tokens: ``given``: the tokens of the batches; k1 and k3 are unbiased only if the serving side sampled them (rollouts).
             ``sampled``: one token per position, drawn from the serving plan's probabilities in the given context.
         clip: Range of r = p_train / p_serve that is not clipped, ``(1 - eps, 1 + eps)`` in PPO.
         device: By default the device of the model's parameters.
-        seed: Of the tokens drawn.
+        seed: Seed of the drawn tokens.
 
     Returns:
         The result: ``.serve`` with one row per plan, ``.table()``, ``.save(folder)``.

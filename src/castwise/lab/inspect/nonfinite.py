@@ -49,17 +49,17 @@ class FirstNonfinite(Result):
         reached: What is not finite: ``loss``, ``gradient of PATH``, ``buffer PATH``; empty if all is finite.
         origin: Where it comes from: an ``operator``; ``data``, a ``parameter`` or a ``buffer`` that was non-finite before; a ``constant``
             of the program; uninitialised ``memory``; ``unseen`` code; empty if all is finite.
-        name: Of the data, the parameter or the buffer.
+        name: Name of the data, the parameter or the buffer.
         operator: Base name of the ATen operator, such as ``exp``; the first reader if the origin is no operator.
         module: Path of the module that called it; "" is the model itself, or the loss.
-        in_model: Whether it ran in the model rather than in the loss function around it.
+        in_model: Whether the operator ran in the model rather than in the loss function around it.
         call: Number of the module's call, from 0.
         phase: ``forward``, ``backward``, or ``recomputation`` of checkpointed activations.
         source: Line of code, as ``model.py, line 12, in forward``; in backward, the forward operator's line.
         code: The text of that line.
         node: In backward, the autograd node, as ``LogBackward0``.
         forward: In backward, the forward operator.
-        nan: Whether it returned NaN; else infinities.
+        nan: Whether the operator returned NaN; otherwise it returned infinities.
         cause: Kind of cause: a key of ``castwise.lab.inspect.causes.ADVICE``, or ``loss scale`` or ``underflow``.
         why: The cause as a clause, with numbers.
         inputs: Inputs of the operator.
@@ -155,7 +155,7 @@ class FirstNonfinite(Result):
         """Write ``nonfinite.json`` and the page ``nonfinite.html`` into a folder; create the folder if needed.
 
         Returns:
-            The page's path; without Jinja a warning is given, and it is the path of the JSON file.
+            The page's path; if Jinja is missing, a warning is given, and the JSON file's path is returned.
         """
         return self._save(Path(folder) / "nonfinite.html", Path(folder) / "nonfinite.json")[0]
 
@@ -204,14 +204,16 @@ def first_nonfinite(
     operator.
 
     Args:
-        model: In any training state, also compiled or in DistributedDataParallel. A sharded model is copied whole on every rank.
+        model: The model, in any training state, also compiled or in DistributedDataParallel. A sharded model is
+            copied whole on every rank.
         loss: ``loss(model, batch)`` -> floating tensor with one element.
-        batch: On any device.
+        batch: The batch, on any device.
         plan: The plan that the model runs under.
         device: By default the device of the model's parameters.
-        seed: Of random draws; by default the generators continue from their present state.
+        seed: Seed of random draws; by default the generators continue from their present state.
         loss_scale: Replaces the plan's initial loss scale.
-        cures: Whether to try plans that may cure it: a smaller loss scale, one operator or region in fp32, bf16 instead of fp16.
+        cures: Whether to try plans that may make the pass finite: a smaller loss scale, one operator or region in
+            fp32, bf16 instead of fp16.
         group: The process group whose ranks call this together, each with its own batch; by default that of a model in
             DistributedDataParallel or sharded by FSDP2, and otherwise this process alone. Ranks run independently, and all return the
             result of the first rank that has a non-finite value.

@@ -45,7 +45,8 @@ class OperatorUse:
 
     Attributes:
         operator: ATen's base name.
-        format: Of its floating inputs, else of its output: ``fp32``; ``bf16+fp32`` for mixed inputs; ``other`` for none.
+        format: Format of its floating inputs, else of its output: ``fp32``; ``bf16+fp32`` for mixed inputs; ``other``
+            for none.
         phase: ``forward``, ``backward`` or ``recomputation``.
         calls: Number per pass.
         time_s: Total seconds, including the dispatcher's work below autograd.
@@ -63,7 +64,7 @@ class RegionUse:
     """Operators and casts in a module's own code, without its submodules.
 
     Attributes:
-        path: Of the module; "" is the model itself, and the loss.
+        path: Path of the module; "" is the model itself, and the loss.
         calls: Number of operators.
         time_s: Total seconds.
         formats: Number of operators per format.
@@ -181,7 +182,7 @@ class OperatorTable(Result):
         """Write ``operators.json`` and the page ``operators.html`` into a folder; create the folder if needed.
 
         Returns:
-            The page's path; without Jinja a warning is given, and it is the path of the JSON file.
+            The page's path; if Jinja is missing, a warning is given, and the JSON file's path is returned.
         """
         return self._save(Path(folder) / "operators.html", Path(folder) / "operators.json")[0]
 
@@ -280,12 +281,12 @@ def operator_table(
     the slowest rank's table, which says whether other ranks ran other operators. It has no collectives: each rank runs a whole copy.
 
     Args:
-        model: In any training state.
+        model: The model, in any training state.
         loss: ``loss(model, batch)`` -> floating tensor with one element.
-        batch: On any device.
+        batch: The batch, on any device.
         plan: The plan that the model runs under.
         device: By default the device of the model's parameters.
-        seed: Of random draws; by default the generators continue from their present state.
+        seed: Seed of random draws; by default the generators continue from their present state.
         repeats: Number of timed passes, after one untimed pass; the fastest time of each call counts.
 
     Returns:

@@ -50,10 +50,10 @@ class Origin:
 
     Attributes:
         kind: What produced them.
-        name: Of data, a parameter or a buffer.
-        place: Of the operator; of the first reader if no operator produced them.
-        nan: Whether they are NaN; else infinities.
-        given: Whether the program intends them, as far as can be determined.
+        name: Name of the data, the parameter or the buffer.
+        place: Place of the operator, or of the first reader if no operator produced the values.
+        nan: Whether the values are NaN; otherwise they are infinities.
+        given: Whether the program appears to intend the values.
         why: Cause derived from the operator's inputs.
         nan_place: Where an infinity first became NaN.
         modules: Modules that the values passed through, in order.
@@ -255,7 +255,7 @@ def named_tensors(value: Any, path: str = "batch") -> Iterable[tuple[str, Tensor
 
 
 def plain_memory(tensor: Tensor) -> Tensor:
-    """A tensor with its own memory: a part of a sparse one, or this rank's piece."""
+    """A dense tensor with its own memory: a part of a sparse tensor, or this rank's piece of a sharded tensor."""
     if hasattr(tensor, "device_mesh"):
         tensor = _torch.distributed.local_tensor(tensor)
     return tensor if tensor.layout is torch.strided else plain(tensor)

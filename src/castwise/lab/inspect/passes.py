@@ -50,9 +50,9 @@ class Passes:
         call: The caller, for errors.
         looking: The ranks and their model.
         loss: ``loss(model, batch)`` -> scalar.
-        batch: On any device.
+        batch: The batch, on any device.
         device: The device to run on; by default that of the model's parameters.
-        seed: Of random draws; None continues from the generators' present state.
+        seed: Seed of random draws; None continues from the generators' present state.
 
     Raises:
         DeviceError: The device is not available.
@@ -76,7 +76,7 @@ class Passes:
 
         Args:
             plan: The plan to run under; its compile setting is ignored.
-            observe: From the copy of the model and its batch, the observer of the loss and its backward.
+            observe: Makes the observer of the loss and its backward from the copy of the model and its batch.
 
         Raises:
             WorkloadError: The model cannot be copied, or the loss fails or is invalid.

@@ -23,7 +23,7 @@ class PlanCasts:
         kept: Sites of results that are wider than the plan's low formats.
         cast: Sites of wide inputs that are cast at use.
         poles: Sites of low inputs to a division, root or logarithm.
-        formats: By module path, names of the low formats of its results.
+        formats: By module path, names of the low formats of the module's results.
     """
 
     def __init__(self) -> None:

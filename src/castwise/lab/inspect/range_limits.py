@@ -22,7 +22,7 @@ def troubles(region: RegionForecast, formats: Sequence[str], scaled: bool = True
 
     Args:
         region: The region.
-        formats: Asked for.
+        formats: The requested formats.
         scaled: Whether gradients in fp16 have a loss scale.
     """
     tensors = [tensor for tensor in region.tensors if not tensor.kept and tensor.kind != "updates"]

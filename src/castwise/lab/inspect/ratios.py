@@ -34,10 +34,10 @@ class Token:
     Attributes:
         batch: Number of the batch on its rank.
         row: Row in the batch.
-        position: Among the predicted tokens: 0 is the first with a context.
+        position: Position among the predicted tokens: 0 is the first token with a context.
         token: Token id.
         train: Log-probability under the training plan.
-        serve: Under the serving plan.
+        serve: Log-probability under the serving plan.
         rank: Rank of its batch, if there are several; 0 for one process.
     """
 
@@ -57,13 +57,13 @@ class ServeMismatch:
     Attributes:
         plan: The serving plan.
         mean_abs: Mean of ``|log p_train - log p_serve|`` over tokens, in nats.
-        max_abs: The largest of these.
+        max_abs: Largest ``|log p_train - log p_serve|``, in nats.
         log_ratio: Quantiles of log r = log p_train - log p_serve, by level.
         ratio: Quantiles of r.
         clipped: Share of tokens whose r is outside the clip range.
         clipped_sequences: Share of sequences whose product of r is outside the clip range.
         effective: Effective sample size of the weights r, as a share of the tokens.
-        effective_sequences: The same of the products of r over sequences, as a share of the sequences.
+        effective_sequences: Effective sample size of the products of r over sequences, as a share of the sequences.
         k1: Mean of -log r, an estimate of KL(serve || train) in nats per token; like k3, unbiased for tokens sampled by the serving
             plan.
         k2: Mean of (log r)**2 / 2.

@@ -36,8 +36,8 @@ class Run:
 
     Attributes:
         loss: Value of the loss.
-        gradients: Of each trained parameter with a gradient, by path, unscaled, in fp32 or wider.
-        callers: Each call, in the order in which they started, with the call that made it; None for calls by the loss.
+        gradients: Gradient of each trained parameter that has one, by path, unscaled, in fp32 or wider.
+        callers: All calls in the order in which they started, each with its caller; None for calls made by the loss.
         kinds: Class of each module, by path.
         scale: The loss scale, 1 without one.
         strayed: Random draws that could not be repeated.
@@ -62,15 +62,16 @@ class Runs:
     """Runs of one model, one loss and one batch.
 
     Args:
-        model: It is copied, and widened if it is stored in bf16 or fp16; each pass stores its copy as the original is.
+        model: The model. It is copied, and widened if it is stored in bf16 or fp16; each pass stores its copy in the
+            original formats.
         loss: ``loss(model, batch)`` -> scalar.
-        batch: On any device.
+        batch: The batch, on any device.
         device: The device to run on.
-        seed: Of random draws.
+        seed: Seed of random draws.
         call: The caller, for errors.
 
     Attributes:
-        trains: Whether any parameter requires a gradient; without one there is no backward.
+        trains: Whether any parameter requires a gradient; if none does, there is no backward.
         repeats_draws: Whether the first pass's random draws are repeated in the others; with compiled code this is impossible, and all
             passes draw from one seed.
         ran: Number of passes so far.
@@ -105,16 +106,16 @@ class Runs:
         whole: bool = False,
         observer: Observer | None = None,
     ) -> Run:
-        """Run one pass. The first draws the random numbers, and the others repeat them; the first must not be compiled.
+        """Run one pass. The first pass draws random numbers, and later passes repeat them; the first must not be compiled.
 
         Args:
-            plan: The plan to run under, compiled if it says so.
+            plan: The plan to run under; the model is compiled if the plan compiles.
             forward: Gets each tensor at a border in forward.
             backward: Gets each gradient at a border, still scaled.
             change: Called with the prepared model before it runs.
             scale: Loss scale to use instead of the plan's.
-            whole: Leave compiled code without borders, and observe none.
-            observer: Observes the pass too, if it is not compiled.
+            whole: Insert no borders into compiled code, and observe nothing there.
+            observer: Observes the pass too, unless the pass is compiled.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device, or the loss fails.
@@ -155,7 +156,7 @@ class Runs:
         whole: bool = False,
         observer: Observer | None = None,
     ) -> Run:
-        """Run one pass at a loss scale that does not overflow, as training would find it; else return the last one tried.
+        """Run one pass at a loss scale that does not overflow, as training would find it; if all overflow, return the last pass.
 
         Args:
             plan: The plan to run under.

@@ -1,4 +1,4 @@
-"""Spread of an overflow: results that become non-finite in a run of the plan in a format, besides those that overflow."""
+"""Spread of an overflow: results that do not overflow themselves, but become non-finite when the plan runs in a low format."""
 
 from __future__ import annotations
 

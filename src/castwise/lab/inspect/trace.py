@@ -26,7 +26,7 @@ from castwise.lab.passes.observers import Call, Observer
 Phase = Literal["forward", "backward", "recomputation"]
 
 _NEAREST = 16
-"""Maximum distance in numbers to a node without its own operator, such as one for a write into a view."""
+"""Maximum distance in sequence numbers to a node without its own operator, such as the node of a write into a view."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ class Values:
 
     Attributes:
         name: Its name, or the operator's argument name: ``self``, ``weight``.
-        dtype: Such as ``float16``.
+        dtype: Its dtype, such as ``float16``.
         shape: Its sizes.
         low: The smallest finite value, None without any.
-        high: The largest.
+        high: The largest finite value.
         smallest: The smallest magnitude that is not 0, None without any.
         zeros: Number of zeros.
         nan: Number of NaNs.

@@ -29,7 +29,10 @@ _NOT_COMPUTED: Final = frozenset({
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "detach", "detach_", "requires_grad_", "__get__", "__set__",
     "empty_like", "full_like", "ones_like", "zeros_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
 })  # fmt: skip
-"""Functions that pass a value on, also in another format (including a plan's own casts, so that they shift no site), or make one."""
+"""Functions that pass a value on, also in another format, or create a tensor.
+
+They include a plan's own casts, which thus shift no site.
+"""
 _BACKWARD: Final = frozenset({"backward", "grad"})
 """Inside these, reentrant checkpointing may run forwards again."""
 _IN_PYTHON: Final = frozenset({"torch.nn.functional", "torch.autograd"})
@@ -40,8 +43,9 @@ class Site(NamedTuple):
     """The source of a tensor.
 
     Attributes:
-        path: Of the module, empty for the model itself; a shared module has the first of its paths.
-        name: Of the function; with the number of an input, for an input of it or of the model; or of a parameter.
+        path: Path of the module, empty for the model itself; of a shared module, the first of its paths.
+        name: Name of the function or the parameter; for an input of a function or of the model, with the number of
+            the input.
         number: Index among the results of one call of the module.
     """
 
@@ -51,7 +55,7 @@ class Site(NamedTuple):
 
 
 Look = Callable[[Kind, Site, Tensor], None]
-"""Called with each tensor, gradients when they are computed; must not change it."""
+"""Called with each tensor and, when it is computed, each gradient; must change neither."""
 AtCall = Callable[[list[tuple[Site, Tensor]], list[Tensor]], None]
 """Called with the floating inputs of each function and their sites, and its results."""
 
@@ -63,7 +67,8 @@ class Watch(Observer, TorchFunctionMode):
 
     Args:
         look: Called with each tensor.
-        inputs: Which function inputs other than parameters to observe too; by default none. The model's own inputs always are.
+        inputs: Which function inputs other than parameters to observe too; by default none. The model's own inputs
+            are always observed.
         at_call: Called for each function, before ``look``.
 
     Attributes:

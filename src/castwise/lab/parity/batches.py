@@ -25,14 +25,14 @@ def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
         call: The caller, for errors.
 
     Raises:
-        WorkloadError: An iterator that can be consumed only once, or none of these.
+        WorkloadError: An iterator that can be consumed only once, or an object of another kind.
     """
     if callable(batches):
         return functools.partial(_again, batches, call)
     if isinstance(batches, Iterator):
         raise WorkloadError(
-            f"{call}: batches is an iterator ({type(batches).__name__}), which can be gone through only once and would be "
-            "used up; give a sequence, a DataLoader or a function batches(seed) -> iterator"
+            f"{call}: batches is an iterator ({type(batches).__name__}), which can be consumed only once; give a "
+            "sequence, a DataLoader or a function batches(seed) -> iterator"
         )
     if isinstance(batches, (Tensor, str, bytes)) or not isinstance(batches, Iterable):
         raise WorkloadError(
@@ -133,7 +133,7 @@ def same_batch(one: Any, other: Any) -> bool:
 
 
 def period(batches: Sequence[Any]) -> int | None:
-    """Number of batches after which they repeat in the same order; None if they do not. Synchronises with the device."""
+    """Number of batches after which the batches repeat in the same order; None if they do not. Synchronises with the device."""
     again = next((at for at, batch in enumerate(batches) if at and same_batch(batches[0], batch)), None)
     if again is None or not all(
         same_batch(batches[at % again], batches[at]) for at in range(again, len(batches))

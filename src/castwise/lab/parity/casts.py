@@ -39,8 +39,8 @@ class Cast:
         flush: Share of all values that are nonzero and become zero.
         error: Root of the squared rounding error over the squared values, without values that overflow; 0 if there
             are none.
-        underflow: Share of the squared values lost beyond the rounding that the format's digits explain; of several tensors, that of
-            the worst.
+        underflow: Share of the squared values lost beyond the rounding that the format's digits explain; if there are
+            several tensors, the worst tensor's share.
     """
 
     format: str

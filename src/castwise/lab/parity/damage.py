@@ -38,13 +38,13 @@ ADAM_PASS = 0.03
 ADAM_FAIL = 0.3
 """``FAIL`` in units of Adam's steps."""
 HORIZON = 10
-"""Microbatches in whose mean a bias must not show: a momentum of 0.9 averages as many updates.
+"""Number of microbatches whose mean must show no bias: a momentum of 0.9 averages as many updates.
 
 A larger number finds a smaller bias in noisier data, but leaves more sound plans undecided, since a bias of zero is not known
 exactly. Source: bench/results/verdicts-cpu.json, by bench/bench_verdicts.py.
 """
 LASTING = 1000
-"""Microbatches in whose mean no bias may be known to exceed the thresholds: an epoch or a training averages as many."""
+"""Number of microbatches whose mean must show no bias known to exceed the thresholds: an epoch averages as many or more."""
 LEVEL = 0.95
 RESAMPLES = 1000
 
@@ -68,7 +68,7 @@ class Grams:
 
     @staticmethod
     def total(parts: Iterable[Grams]) -> Grams:
-        """The sum of inner products: those of the concatenated gradients."""
+        """The sums of the parts' inner products, which are the inner products of the concatenated gradients."""
         parts = list(parts)
         return Grams(
             np.sum([part.signal for part in parts], axis=0), np.sum([part.error for part in parts], axis=0)
@@ -88,8 +88,8 @@ class Estimate:
         signal: max(G2, 0), absolute.
         data_noise: S/m, absolute.
         denominator: signal + data_noise: the expected square of one update.
-        averaged: The same for the mean of at least ``HORIZON`` microbatches.
-        lasting: Least bias that the interval allows, over the least signal that it allows and the noise left after
+        averaged: Expected square of the mean of at least ``HORIZON`` microbatches.
+        lasting: Lower bound of the bias, over the sum of the lower bound of the signal and the noise left after
             ``LASTING`` microbatches.
     """
 
@@ -121,10 +121,10 @@ def estimate(grams: Grams, per_update: int = 1, whole: Grams | None = None, seed
     too large; both are corrected.
 
     Args:
-        grams: Of the gradients to judge, K >= 2.
+        grams: Inner products of the gradients to judge, K >= 2.
         per_update: Microbatches per update, m.
-        whole: Of all gradients, whose update is the denominator; by default ``grams`` itself.
-        seed: Of the bootstrap.
+        whole: Inner products of all gradients, whose update is the denominator; by default ``grams`` itself.
+        seed: Seed of the bootstrap.
     """
     whole = grams if whole is None else whole
     count = grams.count

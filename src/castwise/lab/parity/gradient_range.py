@@ -39,8 +39,8 @@ class Histogram:
 
     Attributes:
         lowest: Exponent of the first bin: bin i counts values with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
-        counts: Per bin.
-        zeros: Values that are exactly zero.
+        counts: Number of values per bin.
+        zeros: Number of values that are exactly zero.
     """
 
     pattern: str
@@ -95,7 +95,7 @@ class Magnitudes:
     """Counts values by the power of two below them. Waits for the device with each tensor.
 
     Attributes:
-        zeros: Values that are exactly zero.
+        zeros: Number of values that are exactly zero.
         largest: Largest magnitude; infinite if a value is.
     """
 
@@ -198,7 +198,7 @@ def scale_range(histograms: Sequence[Histogram], largest: float) -> ScaleRange |
     """The loss scales at which fp16 holds gradients, or None if there are no gradients.
 
     Args:
-        histograms: Of regions; those with negligible gradients do not narrow the range.
+        histograms: Histograms of regions; regions with negligible gradients do not narrow the range.
         largest: Largest magnitude of any gradient.
     """
     most = max((h.energy for h in histograms), default=0.0)

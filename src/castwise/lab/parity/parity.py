@@ -70,7 +70,7 @@ class RegionParity:
     """The contribution of one module's own parameters to the damage.
 
     Attributes:
-        path: Of the module.
+        path: Path of the module.
         bias: Its share of the total damage that is the same in every batch.
         noise: Its share that averages out over batches.
         data_noise: The variance of its gradient over batches, in the same unit.
@@ -94,7 +94,7 @@ class ParityResult:
         verdict: ``pass``, ``fail`` or ``undecided``.
         reason: Why, in a sentence.
         damage: The error added to one update over the update's expected square.
-        adam: The same in units of Adam's steps; None for other optimizers.
+        adam: The damage in units of Adam's steps; None for other optimizers.
         regions: One entry for each module with direct parameters.
         floor: Damage of fp32 against fp32 with different rounding.
         repeat: Damage of fp32 against an identical second run: above 0 if the loss is not deterministic.
@@ -220,7 +220,8 @@ class ParityTest:
     Attributes:
         per_update: Microbatches per update.
         adam: Whether to test in units of Adam's steps too.
-        optimizer: The user's, for the few steps of the state test; without one, weights are fixed in them.
+        optimizer: The user's optimizer, for the few steps of the state test; without an optimizer, these steps change
+            no weight.
         range: Observed range of the reference's gradients.
         floor: Damage of fp32 against fp32 with different rounding.
         repeat: Damage of fp32 against an identical repetition.
@@ -318,7 +319,7 @@ class ParityTest:
         Args:
             probe: Of the plan.
             before: Number of other microbatches on which its damage was below the lines.
-            least: Minimum number of both together to pass; by default :meth:`least`.
+            least: Minimum total of both numbers to pass; by default :meth:`least`.
         """
         grams = self.prober.grams(probe)
         whole = Grams.total(grams.values())
@@ -462,7 +463,7 @@ def made(optimizer: Optimizer, model: nn.Module, call: str = "parity") -> torch.
     """The optimizer that a user's function returns for a model's parameters.
 
     Raises:
-        WorkloadError: It is not a function, or returns something else.
+        WorkloadError: ``optimizer`` is not a function, or returns something else.
     """
     such = "such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
     if not callable(optimizer):
@@ -495,21 +496,21 @@ def parity(
     fails. On a CPU, fp16 matrix products are computed in fp32 and rounded, so plans for a GPU can be tested there.
 
     Args:
-        model: In any training state: its modes (dropout, frozen BatchNorm) are kept. Tensors stored in bf16 or fp16 are
-            widened to make the fp32 reference.
+        model: The model, in any training state: its modes (dropout, frozen BatchNorm) are kept. Tensors stored in
+            bf16 or fp16 are widened to make the fp32 reference.
         loss: ``loss(model, batch)`` -> scalar tensor, fp32.
         batches: A sequence, a re-iterable, or ``batches(seed)`` -> iterator; each batch is
             one microbatch.
         plan: The plan to test.
         optimizer: ``optimizer(params)`` -> Optimizer. If it is of Adam's kind, the test is also made in units of its
-            steps. Plans that store parameters low need it: steps of the plan's own optimizer are compared with fp32's, without
-            masters during 259 steps of training.
+            steps. Plans that store parameters low need an optimizer: steps of the plan's own optimizer are compared
+            with fp32's, without masters during 259 steps of training.
         accumulate: Microbatches accumulated per update.
         world_size: Data-parallel ranks that average their gradients.
         microbatches: Initial number, at least 4. A pass needs 29 in total, or all batches if there are fewer;
             if those do not decide, up to four times the initial number are drawn.
         device: By default the device of the model's parameters.
-        seed: Of dither, random draws and, if batches are a function, of the batches.
+        seed: Seed of dither, random draws and, if batches are a function, of the batches.
 
     Returns:
         The result: ``.verdict``, ``.reason``, ``.regions``, ``.table()``; true if it passed. A failure is confirmed

@@ -60,8 +60,8 @@ class Micro:
 
     Attributes:
         batch: The batch, on the device.
-        seed: Of dither and random draws.
-        choices: Those of its forward, in the first ``CHOOSING`` microbatches.
+        seed: Seed of dither and random draws.
+        choices: Discrete choices of its forward, in the first ``CHOOSING`` microbatches.
         gradients: fp32, one vector per parameter; complex ones as real and imaginary parts.
     """
 
@@ -100,24 +100,25 @@ class Prober:
     Args:
         model: In fp32; it is copied.
         loss: ``loss(model, batch)`` -> scalar.
-        batches: On any device.
-        device: To run on.
-        seed: Of dither and random draws.
+        batches: The batches, on any device.
+        device: The device to run on.
+        seed: Seed of dither and random draws.
         call: The caller, for errors.
         dither: The coarsest format tested.
         arrived: For a model that was widened, path of a tensor -> the low format it was given in; by default read from the
             model.
-        first: Number of microbatches assigned to lower ranks, so that ranks together draw what one process would.
+        first: Number of microbatches assigned to lower ranks, so that all ranks together draw the same microbatches
+            as one process would.
 
     Attributes:
         passes: Number of forward/backward passes so far.
         micros: The reference's microbatches.
-        names: Of the trained parameters, in gradient order.
+        names: Names of the trained parameters, in gradient order.
         sparse: Whether a gradient was sparse.
         positions: How the first forward used positions.
         moving: Names of buffers and untrained parameters that a forward and backward of the reference changed.
         original: The model copied for each pass.
-        model: Its fp32 model, for inspection.
+        model: The fp32 model, for inspection.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ ALIKE = 0.5
 STEADY = 0.5
 """A number grows steadily if the second half of the steps adds at least this share of what the first half adds."""
 AHEAD = 1250
-"""Growing numbers are tested again as if after this many times four steps, where fp16 has stopped too."""
+"""Steadily growing numbers are tested again as if after this many times four steps, when fp16 no longer changes either."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -55,7 +55,7 @@ class Looking(Ranks):
 
         Args:
             call: The caller, for errors.
-            names: Of the arguments.
+            names: Names of the arguments.
             given: Checks and returns the arguments in that order, followed by values that may differ.
 
         Raises:
@@ -84,7 +84,8 @@ def together(
     """Examine a model on all ranks of its wrapper together; random numbers, settings and the model are restored at the end.
 
     Args:
-        model: In DistributedDataParallel, sharded by FSDP2 or tensor parallelism, or of this process alone.
+        model: The model, in DistributedDataParallel, sharded by FSDP2 or tensor parallelism, or of this process
+            alone.
         call: The caller, for errors.
         what: The user's function that may fail.
         group: Used instead of the wrapper's ranks.

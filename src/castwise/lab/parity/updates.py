@@ -94,8 +94,8 @@ class UpdateLoss:
         if not self.still:
             return ""
         return (
-            f"in {self.steps} steps the optimizer does not change {self.still} in fp32 either, so what rounding loses is not "
-            "known; give an optimizer whose learning rate is above 0"
+            f"in {self.steps} steps the optimizer does not change {self.still} in fp32 either, so the share that rounding "
+            "loses is not known; give an optimizer whose learning rate is above 0"
         )
 
     @property

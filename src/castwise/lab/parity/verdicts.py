@@ -38,12 +38,12 @@ def may_pass(damage: Estimate, adam: Estimate | None) -> bool:
 
 
 def lasts(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether a plan lasts: no bias is known that exceeds the passing lines in a long training."""
+    """Whether a plan is fit for long training: no bias is known to exceed the passing lines there."""
     return all(e.lasting < below for e, below, _, _ in _lines(damage, adam))
 
 
 def fails(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether damage is above the failing line and its interval above the passing line, or a known bias is in a long run."""
+    """Whether damage (with its interval above the passing line) or a lasting bias is above the failing line."""
     return any(
         (e.value > above and e.low > below) or e.lasting > above
         for e, below, above, _ in _lines(damage, adam)
@@ -51,7 +51,7 @@ def fails(damage: Estimate, adam: Estimate | None) -> bool:
 
 
 def passes(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether the intervals are below the passing lines, and no bias is known that exceeds them in a long training."""
+    """Whether the intervals are below the passing lines, and no bias is known to exceed these lines in a long training."""
     return all(e.high < below for e, below, _, _ in _lines(damage, adam)) and lasts(damage, adam)
 
 
@@ -61,8 +61,8 @@ def compare(
     """Compare a damage with the lines.
 
     Args:
-        damage: Of the gradients.
-        adam: The same in units of Adam's steps, None if not computed.
+        damage: Damage of the gradients.
+        adam: The damage in units of Adam's steps, None if not computed.
         seen: Number of microbatches that the plan ran on.
         least: Minimum number to pass.
 
@@ -113,7 +113,7 @@ def compare(
 
 
 def needed(damage: Estimate, adam: Estimate | None, seen: int) -> int | None:
-    """About how many microbatches would let a plan pass whose damage is below the thresholds, but not its interval.
+    """About how many microbatches would let a plan pass if its damage is below the thresholds and its interval is not.
 
     An interval that rounding noise makes wide shrinks with the number of microbatches. None if the damage is not below.
     """

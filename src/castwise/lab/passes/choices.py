@@ -34,9 +34,9 @@ from castwise.lab.passes.observers import Args, Kwargs, Observer, Run
 
 TOLERANCE = 8.0
 WRONG = 5e-3
-"""A larger share of wrong elements is no accident."""
+"""A choice is wrong if more than this share of its elements is wrong."""
 LEAST = 2
-"""Minimum number of wrong elements."""
+"""A choice is wrong only if at least this many of its elements are wrong."""
 LARGEST = 1 << 24
 """Choices from more elements than this are not compared."""
 LOSS = "(loss)"
@@ -48,7 +48,8 @@ class Choice:
     """The choices of one operator in one module that differ between fp32 and a plan.
 
     Attributes:
-        path: Of the module whose code calls the operator; empty for the model, ``(loss)`` for the code of the loss.
+        path: Path of the module whose code calls the operator; empty for the model, ``(loss)`` for the code of the
+            loss.
         operator: Name of the operator, such as ``argmax``.
         elements: Number of integers or booleans compared.
         changed: Number that differ from fp32's.
@@ -149,10 +150,10 @@ class Choices(Observer):
 
 
 class Changes(Observer):
-    """Compares the choices of a forward with recorded ones, and puts these in their place.
+    """Compares the choices of a forward with recorded choices, and replaces them by the recorded choices.
 
     Args:
-        tape: Of :class:`Choices`.
+        tape: The tape of :class:`Choices`.
         format: The coarsest format of the plan.
 
     Attributes:

@@ -157,7 +157,7 @@ class Draws(Observer):
     Attributes:
         tape: Each random operator of the first pass with its draw; None for a draw that cannot be repeated: attention with dropout
             inside a kernel.
-        strayed: Number of draws in the last pass without a counterpart in the first; these are new.
+        strayed: Number of draws in the last pass without a counterpart in the first; these are drawn anew.
     """
 
     def __init__(self) -> None:

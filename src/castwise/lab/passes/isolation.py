@@ -21,7 +21,7 @@ from castwise.errors import CastwiseError, WorkloadError
 
 
 def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
-    """A copy of a model for experiments; of a sharded model a whole one, see :func:`castwise.parallel.whole.whole_copy`.
+    """A copy of a model for experiments; a sharded model is copied whole, see :func:`castwise.parallel.whole.whole_copy`.
 
     Raises:
         WorkloadError: The model cannot be copied, or has uninitialised lazy parameters; the message names the caller.
@@ -101,7 +101,8 @@ def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
     are not saved, which would take a copy of every model: with the name of a ``call``, a backward to them raises.
 
     Raises:
-        WorkloadError: In that backward, and for a model with uninitialised lazy parameters.
+        WorkloadError: With a ``call``, a backward reaches the original model; or the model has uninitialised lazy
+            parameters.
     """
     _refuse_lazy(model, call)
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]

@@ -25,12 +25,12 @@ from castwise.lab.workloads.workload import check_loss, check_no_backward
 
 
 class Original:
-    """The model that each pass copies: a copy of the user's model, in fp32 if that is stored in bf16 or fp16.
+    """The model that each pass copies: a copy of the user's model, widened to fp32 if it is stored in bf16 or fp16.
 
     Args:
         model: The user's model.
         call: The caller, for errors.
-        device: To run on.
+        device: The device to run on.
         arrived: For a model that was stored low and was widened, the original dtypes of its tensors, by path.
 
     Attributes:
@@ -38,7 +38,7 @@ class Original:
         arrived: Dtypes of the tensors that were given low, by path.
 
     Raises:
-        WorkloadError: It cannot be copied.
+        WorkloadError: The model cannot be copied.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ def run_backward(
         amp: The session of the plan.
         model: Receives the gradients, which are multiplied by the loss scale.
         loss: ``loss(model, batch)`` -> scalar.
-        batch: On the model's device.
+        batch: The batch, on the model's device.
         call: The caller, for errors.
-        seed: Of random draws; None leaves the generators unchanged.
+        seed: Seed of random draws; None leaves the generators unchanged.
 
     Returns:
         The loss, detached.

@@ -12,7 +12,7 @@ from castwise.lab.search.state import Search
 from castwise.lab.timing import stats
 
 MOST_NAMED = 3
-"""A sentence names up to this many regions or operators; it counts larger numbers of them."""
+"""A sentence names regions or operators up to this number, and otherwise gives only their number."""
 UNKNOWN = 10.0
 """An interval tells nothing if its upper end is this many times its lower end."""
 _SAME = 0.01
@@ -52,7 +52,7 @@ def why(search: Search) -> tuple[str, ...]:
 
 
 def speed(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
-    """The speed of a plan relative to another plan in the final; None if either did not finish it."""
+    """The speed of a plan relative to another plan in the final; None if either plan did not finish the final."""
     return search.final.ratio(plan, over) if search.final is not None else None
 
 
@@ -220,7 +220,7 @@ def why_chosen(search: Search) -> str:
     if search.context.settings.goal == "memory" and search.peaks.keys() - {search.choice.plan}:
         return "the sound plan with the smallest peak memory"
     if search.context.settings.goal == "numerics":
-        return "the fewest fp32 regions that pass"
+        return "the plan with the fewest fp32 regions that passes"
     if not _timed(search):
         return (
             "every other plan that was tried is slower"

@@ -14,7 +14,7 @@ AS_GIVEN = "as given"
 
 
 def arrival_notes(search: Search) -> Iterator[str]:
-    """Say what fp32 means here, how the given model did, and how to apply the plan to it."""
+    """Notes on the widened fp32 model, on the speed of the given model, and on applying the plan."""
     model = search.reference.model
     low = low_tensors(model)
     formats = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in low.values()}))

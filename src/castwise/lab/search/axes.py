@@ -150,7 +150,7 @@ def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> P
 
 
 def complexity(plan: Plan) -> float:
-    """How much a person must understand, 0 for fp32; between equally good plans the least complex is chosen.
+    """Complexity of a plan for its reader, 0 for fp32; between equally good plans the least complex is chosen.
 
     Regions beyond the preset's and operator overrides cost most. A low format and its storage cost less, and so does compiling,
     which changes no numerics but takes time at each start. Memory format, the fused optimizer and kept memory cost almost

@@ -57,11 +57,11 @@ STEPS, SETTLED = 4, 2
 """Steps that are watched for compilations, and how many of the last must have none."""
 TIMED, BLOCK_S = 5, 0.1
 FACTOR = 25.0
-"""A squared difference may be this many times the one caused by moving each weight by a unit in the last place."""
+"""A squared difference may be this many times the one that moving each weight by a unit in the last place causes."""
 MOST, SURE = 0.25, 4.0
-"""But it may be at most ``MOST`` of the gradient's squared norm or ``SURE`` times that caused difference, whichever is more: an
-omitted gradient differs by its whole norm, and five units in the last place of bf16 can move a gradient through twenty layers
-by as much."""
+"""It may be at most ``MOST`` of the gradient's squared norm or ``SURE`` times the difference that this move causes,
+whichever is more: an omitted gradient differs by its whole norm, and five units in the last place of bf16 can move a gradient
+through twenty layers by as much."""
 JUMPS, DRAWS, SHARE = 4.0, 24, 0.5
 """In fp32 the relative difference may also be ``JUMPS`` times that of the whole gradient's largest jump in ``DRAWS`` draws,
 which move weights by the root of ``FACTOR`` units; the draws may take ``SHARE`` of the compile time."""
@@ -69,7 +69,7 @@ NOISE = {"fp32": 0.01, "tf32": 0.5, "bf16": 0.5, "fp16": 0.5}
 """A gradient has no signal if a unit in the last place moves it by at least this share of its squared norm. Observed moves: in
 fp32 at most 1 % of the norm for signals and 18 % for noise, in bf16 56 % and 100 %."""
 NEAR = 0.25
-"""fp32 may decide which of two gradients is better if the eager one's squared relative error is at most this."""
+"""fp32 may decide which of two gradients is better if the eager gradient's squared relative error is at most this."""
 LEAST = {"fp32": 1e-6, "tf32": 1e-3, "bf16": 1e-3, "fp16": 1e-3}
 """Squared relative difference of a parameter's gradient that is always accepted, by the plan's coarsest format; relative to the
 gradient of the whole model if the parameter's own has no signal."""
@@ -124,7 +124,7 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
             compiled = TrainingRun(workload, plan, device, seed)
             worst, where = _difference(eager, compiled, workload, plan, data, device)
         if compiled.compilations == 0:
-            return CompileTrial("not compiled: torch.compile finds nothing in it that it can compile")
+            return CompileTrial("not compiled: torch.compile finds nothing to compile in the model")
         if math.isnan(worst):
             return CompileTrial(
                 "not compiled: its gradients at its first loss scale are not finite, so they could not be compared",

@@ -36,7 +36,7 @@ MODE = "default"
 LEAST_S = 12.0
 """No trial begins with less time than this."""
 ENDED_S = 2.0
-"""Seconds to wait for a killed process; one that is still there waits for a device and will end later."""
+"""Seconds to wait for a killed process; a process that takes longer waits for a device, and will end later."""
 AGAIN = 0.25
 """A start in the final recompiles from the disk cache in about this share of the compile time; this much is reserved for each
 start."""
@@ -71,8 +71,8 @@ def compile_finalists(
         trials: Each trial is added here.
         plans: Sound plans.
         until: Clock time at which the last trial must end, with time left for the starts in the final.
-        first_until: The same for the first trial, of the plan likeliest to win: it may use all time that the final does not
-            need.
+        first_until: Clock time at which the first trial, of the plan likeliest to win, must end: it may use all time
+            that the final does not need.
 
     Returns:
         The compiled plans that may win the final.

@@ -201,8 +201,8 @@ class Contest:
         after ``until``, which defaults to the deadline.
 
         Raises:
-            Exception: What fp32 raised, without which there is nothing to compare with; what another plan raised, unless it
-                says that the plan cannot run.
+            Exception: An error under fp32, since every plan is compared with fp32; or an error under another plan,
+                unless it says that the plan cannot run.
         """
         field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
         for plan in field_:
@@ -247,7 +247,7 @@ class Contest:
 
         Args:
             one: A plan.
-            other: Another.
+            other: Another plan.
             rounds: The largest number of rounds.
             least: Number of rounds that run even after ``until``.
             until: Clock time after which no round beyond ``least`` begins.
@@ -255,7 +255,7 @@ class Contest:
             enough: Called after each round with the times of both; returns whether to stop. All ranks must agree.
 
         Returns:
-            For each plan the median seconds of those parts, by round; empty if one of the two cannot run.
+            For each plan the median seconds of the optimizer's part, by round; empty if one of the two cannot run.
 
         Raises:
             Exception: As :meth:`run`.

@@ -1,4 +1,4 @@
-"""What every stage of a search shares: the request, the place of measurement, and the journal of findings."""
+"""The data that all stages of a search share: the request, the place of measurement, and the journal of findings."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Journal:
             self.now = around
 
     def tell(self, subject: str, done: int = 0, total: int = 1) -> None:
-        """Report what begins; a search that is out of time stops at the next such report."""
+        """Report the work that begins; a search that is out of time stops at the next such report."""
         self.say(self.now, subject, done, total)
 
     def decide(self, plan: Plan, fate: Fate) -> None:

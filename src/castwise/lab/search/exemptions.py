@@ -55,6 +55,6 @@ def _widened(parts: Sequence[Part], base: Plan, kept: Mapping[str, str], result:
             break
     else:
         rest = [p.pattern for p in parts if p.pattern not in kept]
-        more = dict.fromkeys(rest[: max(1, len(rest) // 2)], "the plan fails without it")
+        more = dict.fromkeys(rest[: max(1, len(rest) // 2)], "the plan fails if this is not in fp32")
     kept = {**kept, **more}
     return Repair(exempt(base, parts, kept), kept)

@@ -246,7 +246,7 @@ def _by_costs(search: Search, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def each_numerics_first(plans: Sequence[Plan]) -> list[Plan]:
-    """Of each group of plans with equal numerics the simplest, then the next, so that a short race covers all numerics."""
+    """Reorder plans so that a short race covers all numerics: first the simplest plan of each numerics, then the next."""
     seen: dict[Plan, int] = {}
     order = []
     for plan in sorted(plans, key=complexity):

@@ -34,13 +34,14 @@ class Final:
         losses: Losses of each plan's steps in the first start, all on the same batches.
         failed: Plans that did not finish.
         choice: Plans that may be chosen; if empty, all may.
-        decision: The decision between those.
+        decision: The decision between the plans that may be chosen.
         apart: Whether each plan had a process of its own.
-        saves: If fp32 is only shown, the separately measured share of a step that its twin saves.
-        behind: By pair (slower, faster), how many times as fast the second was in the race, if it was known to be faster and
-            both run uncompiled.
-        go_on: Starts these plans and the shown ones until the choice between them is decided or the time runs out; takes which
-            plans are refused.
+        saves: If fp32 is timed only for comparison, the share of a step that fp32 saves with another optimizer kernel
+            or kept memory, measured separately.
+        behind: By pair (slower, faster), how many times as fast the faster plan was in the race, if that was certain
+            and both run uncompiled.
+        go_on: Starts the given plans, and those shown for comparison, until the choice is decided or the time runs
+            out; its second argument tells whether a plan is refused.
     """
 
     plans: Sequence[Plan]
@@ -147,7 +148,7 @@ class Final:
 
     @property
     def to_choose(self) -> str:
-        """A phrase for texts: only plans that can be chosen are meant, if fp32 is only shown."""
+        """Words that restrict a sentence to plans that can be chosen, if fp32 is timed only for comparison; else empty."""
         return " that can be chosen" if self.choice and FP32 not in self.choice else ""
 
     def _twin(self, plan: Plan) -> Plan | None:

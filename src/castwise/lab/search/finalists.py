@@ -29,8 +29,8 @@ FINALISTS = 5
 FAR = 1.1
 """A plan that takes this many times as long as the fastest in the race does not enter the final."""
 WORTH, AT_MOST = 1.01, 1.05
-"""A plan is in vain next to a simpler one if its speed ratio in the race is below the first value and its interval ends below
-the second."""
+"""A plan is unnecessary next to a simpler plan if its speed ratio in the race is below the first value and its
+interval ends below the second."""
 AS_GOOD = "is no more complicated and about as fast in the race"
 FINAL_SHARE = 0.85
 """Share of the budget after which no start of the final begins, except the first."""
@@ -127,7 +127,7 @@ def in_order_of_promise(contest: Contest, left: Sequence[Plan]) -> list[Plan]:
 
 
 def likeliest(journal: Journal, contest: Contest, sound: Sequence[Plan], most: int = FINALISTS) -> list[Plan]:
-    """The near, promising plans that a final has time for; plans in vain next to others come last.
+    """The promising plans, close to the fastest, that a final has time for; plans that others make unnecessary come last.
 
     The fastest plan with fp32's numerics is always included.
     """
@@ -164,7 +164,7 @@ def race_repaired(contest: Contest, sound: Sequence[Plan]) -> list[Plan]:
 
 
 def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
-    """The sound plans plus the fastest plan with fp32's numerics: a repaired plan can be slower than that one."""
+    """The sound plans plus the fastest plan with fp32's numerics: repaired plans can be slower than it."""
     raced = [plan for plan, entry in contest.entries.items() if entry.rounds and plan == as_raced(plan)]
     fastest = contest.order([plan for plan in raced if numerics_of(plan) == FP32])[0]
     if fastest in sound:

@@ -79,7 +79,7 @@ def fused_saves(context: Context, reference: Reference, contest: Contest, plan: 
     if context.device.type != "cpu":
         took = f"a step of {in_words(plan)} takes {1e3 * part_s:.3g} ms with {name}, and {1e3 * then_s:.3g} ms with fused {name}"
     if least < WORTH:
-        why = f"{took}; {len(given_s.seconds)} rounds do not show that it saves {WORTH:.0%} of the step"
+        why = f"{took}; {len(given_s.seconds)} rounds do not show that fused {name} saves {WORTH:.0%} of the step"
         journal.decide(fused, Fate("worse", why))
         return 0.0
     journal.notes.append(

@@ -104,14 +104,14 @@ def measure_costs(
         device: Device of model and batch.
         channels_last: Whether to time modules over images in this memory format.
         budget_s: Once it is spent, the remaining modules are not timed.
-        on_progress: Called with the name of what is timed.
+        on_progress: Called with the name of the timed module.
         ranks: The ranks that measure together.
 
     Returns:
         Costs by the part's pattern; parts with a module that does not run by itself are missing.
 
     Raises:
-        Exception: What a module raised in a low format, unless it says that the module cannot run there.
+        Exception: An error of a module in a low format, unless it says that the module cannot run in that format.
     """
     costs: dict[str, list[tuple[int, Cost]]] = {}
     without: set[str] = set()

@@ -39,7 +39,7 @@ _TRIVIAL = frozenset({
 })  # fmt: skip
 """Operators that neither round nor amplify: they move values, or add values that are already rounded."""
 _SUMS = frozenset({"add", "add_"})
-"""Of those, operators that are no residual if they add a number or run in a module without children."""
+"""Of these operators, additions; an addition of a number, or in a module without children, is no residual connection."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Part:
             calling them.
         like: The pattern with every number replaced by ``*``, if all modules that it matches belong to parts that share it;
             else empty. It lets parts with equal decisions form one region.
-        around: Containers that contain it, innermost first, including itself with its inner parts; the whole model is not one.
+        around: Containers around it, innermost first, starting with itself if it has inner parts; the whole model is
+            not a container.
     """
 
     pattern: str
@@ -299,7 +300,7 @@ def only(low: Plan, parts: Sequence[Part], chosen: Iterable[str]) -> Plan:
 
 
 def whole(parts: Sequence[Part], container: Container) -> tuple[str, ...]:
-    """Patterns that select a container: those of its parts, plus its own if it has one part, which alone selects only itself."""
+    """Patterns that select a container: those of its parts; if it has only one part, also its own."""
     own = tuple(part.pattern for part in parts if container in part.around)
     return own if len(own) > 1 else (*own, container.pattern)
 

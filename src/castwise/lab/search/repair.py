@@ -228,7 +228,7 @@ class NumericsSearch:
         return ("pass", "undecided", "fail").index(found.verdict), math.inf if math.isnan(size) else size
 
     def repair(self, plan: Plan, found: ParityResult | None = None, reserve: int = 0) -> Repair:
-        """Keep as few parts in fp32 as possible so that a plan passes that failed or, without ``found``, could not run.
+        """Repair a plan that failed or, without ``found``, could not run: keep as few parts in fp32 as possible.
 
         The ``result`` of the repair says whether it passes. ``reserve`` passes are left for later work.
 

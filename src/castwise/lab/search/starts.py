@@ -35,13 +35,14 @@ def race_final(
     Args:
         context: The search's context.
         contest: The race that they took part in; its models are released.
-        eligible: The plans to choose from; fp32 is one too.
+        eligible: The plans to choose from; fp32 is always added.
         until: Clock time by which the third and later starts must end; the first start always runs.
         beside: Of these and fp32, the plans that cannot be chosen.
         as_given: The plan of a model that arrived low; it is shown like autocast, if it was raced.
 
     Raises:
-        Exception: What fp32 raised here, or another plan, unless it says that the plan cannot run.
+        Exception: An error under fp32 in this process; or an error under another plan, unless it says that the plan
+            cannot run.
     """
     ranks, journal, runs = context.ranks, context.journal, contest.entries
     beside_all = [plan for plan in (AUTOCAST, as_given) if plan is not None and plan in runs]

@@ -140,7 +140,7 @@ class Search:
         return self.parity[key]
 
     def why(self, plan: Plan, found: ParityResult | None) -> str:
-        """What a result shows against a plan."""
+        """The reason that a result gives against a plan, as a clause."""
         if found is None:
             return self.journal.refusal(plan) or "it cannot run"
         return found.reason

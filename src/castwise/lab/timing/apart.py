@@ -47,7 +47,7 @@ class SeparateRun:
         kind: Training or inference.
 
     Attributes:
-        losses: Of its steps, available after it is closed; none for inference.
+        losses: Losses of its steps, available after it is closed; none for inference.
         compile_s: Seconds spent compiling, available after it is closed.
         faults: Page faults per step after the first steps, available after it is closed.
     """
@@ -137,7 +137,7 @@ class Timed:
 
     Attributes:
         times_s: Seconds per step, by round.
-        losses: Of its steps; all plans of a start run equally many steps, unless one fails.
+        losses: Losses of its steps; all plans of a start run equally many steps, unless one fails.
         compile_s: Seconds spent compiling, before the first round and outside all rounds.
         faults: Page faults per step: how often memory was returned to the system and requested again.
         error: The error that ended it, if any.
@@ -233,7 +233,7 @@ def start_apart(
         plans: The plans to run under.
         device: The device for all.
         starts: Number of starts.
-        rounds: Per start.
+        rounds: Number of rounds per start.
         steps: As for :func:`race_apart`, per start.
         seed: Of weights and data.
         kind: Training or inference.

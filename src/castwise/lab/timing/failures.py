@@ -35,7 +35,7 @@ _OF_PYTHON = re.compile(
     r"Got unsupported ScalarType|(?:BFloat16|Half|Float8\w*) is not supported on MPS|support for that dtype"
     r"|Cannot convert a MPS Tensor|^RNN input dtype \("
 )
-"""Messages about dtypes in a TypeError or ValueError, types that a user's own faulty code raises too."""
+"""Messages about dtypes in a TypeError or ValueError, which a user's own faulty code raises too."""
 
 
 def cannot_run(error: BaseException) -> bool:

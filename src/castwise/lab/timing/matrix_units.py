@@ -34,7 +34,7 @@ class MatrixUnits:
 
 
 def matrix_units(device: torch.device) -> MatrixUnits:
-    """The matrix units of a device of this machine, as far as known."""
+    """The matrix units of a device of this machine; named ``unknown`` if torch does not report them."""
     if device.type == "cpu":
         return cpu_units(cpu_flags(cpuinfo()))
     if device.type == "cuda":
@@ -122,7 +122,7 @@ def cuda_units(capability: tuple[int, int], name: str = "") -> MatrixUnits:
 
     Args:
         capability: Compute capability, major and minor.
-        name: Of the GPU, since the GTX 16 series has the capability of the RTX 20 series but no Tensor Cores.
+        name: Name of the GPU, since the GTX 16 series has the capability of the RTX 20 series but no Tensor Cores.
 
     Source:
         NVIDIA, the table of compute capabilities in the CUDA C++ Programming Guide.

@@ -69,7 +69,7 @@ def measure_memory(
         workload: A workload, or a name that :func:`castwise.lab.workloads.workload.find_workload` finds in the new process.
         plan: The plan to run under.
         device: The device to run on.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
         inference: Whether to measure inference too.
         home: Where the process is started; by default a new home.
 

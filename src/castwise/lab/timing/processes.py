@@ -287,7 +287,7 @@ class Home:
             self.patience_s *= HURRY
 
     def begin(self) -> None:
-        """Start the process to fork from in the background; if that fails, :meth:`start` raises."""
+        """In the background, start the process that is forked for each request; if that fails, :meth:`start` raises."""
         if FORKS and self._line is None:
             with contextlib.suppress(Exception):
                 self._line = self.line()

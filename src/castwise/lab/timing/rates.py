@@ -70,7 +70,7 @@ VARIANTS = (
 
 
 def variants(device_type: str) -> tuple[tuple[Variant, ...], tuple[tuple[Variant, str], ...]]:
-    """The variants that a device can run, fp32 first, and the other variants with reasons."""
+    """The variants that a device can run, fp32 first; and the variants that it cannot run, with reasons."""
     can: list[Variant] = []
     cannot: list[tuple[Variant, str]] = []
     for variant in VARIANTS:
@@ -171,10 +171,10 @@ class Rate:
 
     Attributes:
         gflops: Median rate over rounds, in 1e9 operations per second, with its quartiles; None if it could not run.
-        speedup: Ratio to fp32; None for fp32 itself and if the times do not give one.
-        grade: Of the speedup; None for fp32.
+        speedup: Speed relative to fp32; None for fp32 itself, or if the times do not determine it.
+        grade: Grade of the speedup; None for fp32.
         probe: Whether it comes from the small probe because full size would take too long.
-        error: Why it could not run; otherwise empty.
+        error: Why the operator could not run; otherwise empty.
     """
 
     kernel: str

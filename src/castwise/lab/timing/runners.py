@@ -175,7 +175,7 @@ class TrainingRun(_Run):
         workload: Provides the model, the optimizer and the batches.
         plan: The plan to train under.
         device: For model and batches.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
         state: Initial weights, where they must equal another run's.
 
     Attributes:

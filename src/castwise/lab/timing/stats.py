@@ -190,16 +190,17 @@ def restarts(
     Args:
         times_s: Per program, per start, per round, seconds > 0; an empty start means that it did not take part.
         level: Coverage, 0.95, 0.97, 0.975 or 0.99.
-        expected: For only two programs too, shrink the variance towards the prior that is used when nothing was started twice; otherwise
-            only their own starts count, which needs more starts but also holds if starts vary more than the prior expects.
+        expected: For two programs, shrink the variance towards the prior that is used when nothing was started twice.
+            False uses only their own starts, which needs more starts but also holds if starts vary more than the
+            prior expects.
         strict: For a decision, which errs if a noisy program looks quiet by chance: the coverage for pairs that do not vary
             alike, one of the above or 0.995. Few starts that differ much (``STEADY``) then give an interval from 0 to infinity.
 
     Returns:
-        By the indices of both programs; without a common start, from 0 to infinity.
+        Ratios by the indices of both programs; the interval is 0 to infinity if the two share no start.
 
     Raises:
-        KeyError: Another level.
+        KeyError: The level is none of these.
     """
     logs = [[math.log(_quiet(rounds)) if rounds else None for rounds in starts] for starts in times_s]
     ratios = {

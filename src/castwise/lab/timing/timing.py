@@ -99,7 +99,7 @@ class Lap:
 
     @property
     def seconds(self) -> list[float]:
-        """Its times, without rounds that it did not run."""
+        """The candidate's times, without rounds that it did not run."""
         return [t for t in self.times_s if t is not None]
 
     @property
@@ -108,10 +108,10 @@ class Lap:
         return self.slowdown is not None or self.error is not None
 
     def checked(self) -> list[float]:
-        """Its times, without rounds that it did not run.
+        """The candidate's times, without rounds that it did not run.
 
         Raises:
-            Exception: The one that ended it.
+            Exception: The exception that ended this candidate's race.
         """
         if self.error is not None:
             raise self.error
@@ -267,7 +267,7 @@ def _hopeless(taken: list[float], reference: list[float], factor: float, sure_s:
 
 
 def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
-    """The times, in seconds per step, of the rounds that both ran."""
+    """The times, in seconds per step, of the rounds that both candidates ran."""
     both = [
         (a, b)
         for a, b in zip(
@@ -279,6 +279,6 @@ def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
 
 
 def speedup(baseline: Lap, candidate: Lap) -> stats.Ratio | None:
-    """Ratio of the baseline's time to a candidate's, over the rounds that both ran; None without any."""
+    """Ratio of the baseline's time to a candidate's, over the rounds that both ran; None without such rounds."""
     before, after = paired(baseline, candidate)
     return stats.paired_speedup(before, after) if before else None

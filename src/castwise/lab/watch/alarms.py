@@ -181,8 +181,8 @@ class Alarms:
     """The open alarms and their lines.
 
     Attributes:
-        lines: By kind.
-        open: By kind and optimizer.
+        lines: The lines by kind of alarm.
+        open: The open alarms by kind and optimizer.
     """
 
     lines: Mapping[str, Line]
@@ -200,7 +200,7 @@ class Alarms:
         """Check values by region against the line of their kind; ``detail`` extends the message of an alarm.
 
         Returns:
-            The alarm raised or cleared by the values, the latter with ``cleared`` set; None if there is none.
+            The alarm that the values raised or cleared (then with ``cleared`` set); None if they did neither.
         """
         line = self.lines.get(kind)
         if line is None or not values:
@@ -229,7 +229,7 @@ class Alarms:
         return alarm
 
     def suspicious(self, optimizer: int) -> bool:
-        """Whether bad values of a kind were seen last, and not yet enough of them for an alarm."""
+        """Whether the last values of a kind were bad, but too few in a row for an alarm."""
         return any(
             count > 0 and number == optimizer and (kind, number) not in self.open
             for (kind, number), count in self._bad.items()

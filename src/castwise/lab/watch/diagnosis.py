@@ -37,7 +37,7 @@ class Diagnosis:
 
     Attributes:
         cause: ``batch``, ``update``, ``format``, ``loss scale`` or ``transient``.
-        evidence: What was run and its results, in clauses.
+        evidence: The runs that were made and their results, in clauses.
         plan: For ``format`` and ``loss scale``, a plan under which the step was run and did not diverge.
     """
 
@@ -55,7 +55,7 @@ def diagnose(
     limit: float,
     ranks: Ranks,
 ) -> list[Diagnosis]:
-    """Find out why a step diverges, or that it does not from these weights. The training state is unchanged.
+    """Find out whether a step diverges from these weights, and why. The training state is unchanged.
 
     A collective: each rank tries its own microbatches, on a whole copy of the model.
 
@@ -64,7 +64,7 @@ def diagnose(
         model: The module that the session prepared, with good weights.
         loss: ``loss(model, batch)``.
         moments: The step's microbatches.
-        before: Those of the step made before it, whose loss was normal; empty if there are none.
+        before: Microbatches of the last step before it that was made with a normal loss; empty if there is none.
         limit: The largest loss of a step that is normal in this training; see :func:`castwise.lab.watch.passes.mean_loss`.
         ranks: The ranks that train together.
 

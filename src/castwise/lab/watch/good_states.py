@@ -22,7 +22,7 @@ from castwise.errors import CheckpointError, PlanError, sentence
 from castwise.lab.watch.moments import generators, set_generators
 
 KEPT = 2
-"""How many are kept: the last may already contain the cause of a later divergence."""
+"""Number of good states kept: the last may already contain the cause of a later divergence."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class GoodStates:
         """Save the present state. A collective of all ranks.
 
         Raises:
-            CheckpointError: It could not be written; earlier states are unchanged.
+            CheckpointError: The state could not be written; earlier states are unchanged.
         """
         own = {
             "generators": {name: state for name, state in generators(self._amp).items() if name != "torch"},
@@ -112,7 +112,7 @@ class GoodStates:
         ``earlier``: go back so many states further, if they exist.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is no such state.
         """
         goods = [good for good in self.all if good.step < step] or self.all[:1]
         if not goods:
@@ -123,7 +123,7 @@ class GoodStates:
         """Restore everything to a good state, without gradients; if that fails or is interrupted, everything is unchanged.
 
         Raises:
-            CheckpointError: It no longer exists, or does not fit.
+            CheckpointError: The state no longer exists, or does not fit.
         """
         for optimizer in self._optimizers:
             optimizer.zero_grad()
@@ -153,14 +153,14 @@ class GoodStates:
         set_generators({**generators(self._amp), **good.own["generators"]})
 
     def forget_after(self, good: Good) -> None:
-        """Delete the states after one."""
+        """Delete the states after the given one."""
         for other in self.all:
             if other.step > good.step:
                 self._remove(other)
         self.all = [other for other in self.all if other.step <= good.step]
 
     def forget_before(self, good: Good) -> None:
-        """Delete the states before one."""
+        """Delete the states before the given one."""
         for other in self.all[: self.all.index(good)]:
             self._remove(other)
         self.all = self.all[self.all.index(good) :]

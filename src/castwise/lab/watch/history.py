@@ -1,4 +1,4 @@
-"""Compare with earlier steps: losses, and the modules that get gradients."""
+"""Compare the losses of a training, and the gradient norms of its modules, with those of earlier steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from castwise.lab.watch.losses import robust_line
 LEAST = 6
 """Minimum number of earlier samples for a comparison."""
 KEPT = 64
-"""Number of losses whose median is compared with."""
+"""Number of earlier losses; each loss is compared with their median."""
 FRESH = 16
 """Number of losses after which the median is computed again."""
 FAR = 12.0

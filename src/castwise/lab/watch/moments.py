@@ -51,7 +51,7 @@ def _versions(batch: Any) -> tuple[int, ...]:
 
 
 def generators(amp: Amp) -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, as values that a checkpoint can hold."""
+    """The states of Python's, NumPy's and torch's random generators, as values that a checkpoint can hold."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),

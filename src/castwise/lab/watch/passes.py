@@ -27,9 +27,9 @@ class Ran:
     """Result of running a step.
 
     Attributes:
-        losses: In order, 0-dim.
-        names: Of the losses.
-        gradients: By name, multiplied by the loss scale.
+        losses: The losses in order, 0-dim.
+        names: Names of the losses.
+        gradients: Gradients by parameter name, multiplied by the loss scale.
         nonfinite: Names of parameters whose gradients are not finite.
     """
 
@@ -77,7 +77,7 @@ def run_step(
         model: A copy that may be changed.
         loss: ``loss(model, batch)``.
         plan: The plan to run under.
-        device: To run on.
+        device: The device to run on.
         moments: Per microbatch, the batch and its initial random states.
         load: Loads the weights into the prepared model.
         names: Names of the losses, per microbatch.

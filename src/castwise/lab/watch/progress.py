@@ -21,7 +21,7 @@ class Progress:
         failed: Number of returns since the last progress. A return after which a batch is skipped is progress.
         furthest: The last diverged step.
         skipped: The last steps whose batches were skipped after a return.
-        updates: Those that were skipped since the last progress because their update damaged the weights.
+        updates: Steps skipped since the last progress because their update damaged the weights.
     """
 
     attempts: int
@@ -31,7 +31,7 @@ class Progress:
     updates: set[int] = field(default_factory=set)
 
     def diverged(self, first: int, last: int) -> None:
-        """Note a divergence: one well beyond all earlier ones has a new cause."""
+        """Note a divergence; a divergence well after all earlier ones counts as having a new cause."""
         if first > self.furthest + PERSISTENT:
             self._start_again()
         self.furthest = max(self.furthest, first, last)

@@ -52,7 +52,7 @@ class _Step:
     scales: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     weights: dict[str, Any] | None = None
-    """A copy, if one was needed."""
+    """A copy of the weights, if a copy was needed."""
     over: bool = False
     """Whether an optimizer has stepped on its batches, so that the next batch starts another step."""
     begun: bool = False
@@ -60,7 +60,7 @@ class _Step:
     moved: bool = False
     """Whether the weights have changed since its batches were used."""
     done: bool = False
-    """Whether it was written, or can no longer be written."""
+    """Whether the step was written, or can no longer be written."""
     why: tuple[str, str] | None = None
     """Kind of trouble and its description."""
 
@@ -260,7 +260,7 @@ class Recorder(OfThisProcess):
         """Record a step: with ``copies`` the current or latest step, else the next step. All ranks must call it.
 
         Args:
-            alarm: The reason, as text or any object; so it can be passed as ``on_alarm``.
+            alarm: The reason, as text or any object; this method can thus be passed as ``on_alarm``.
         """
         if not self._wants("alarm"):
             return

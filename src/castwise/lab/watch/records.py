@@ -19,7 +19,7 @@ class RegionSample:
     """Statistics of one module with direct parameters in one sampled step; None for values that were not observed.
 
     Attributes:
-        path: Of the module; ``""`` is the root.
+        path: Path of the module; ``""`` is the root.
         grad_norm: L2 norm of the gradients of its parameters, unscaled, before the optimizer's step.
         weight_norm: L2 norm of its parameters before the step; of masters, where there are any.
         update_ratio: Norm of the update over norm of the weights, from at most ``ELEMENTS`` elements of each parameter.
@@ -27,9 +27,10 @@ class RegionSample:
         output: Largest magnitude of its outputs.
         near_overflow: Share of the elements of its fp16 outputs above an eighth of 65504.
         zero: Share of exact zeros in the gradients of its fp16 outputs.
-        subnormal: Share of nonzero elements in them below fp16's smallest normal number.
-        underflow: Upper bound of the rounding error that this adds to them: squared error over squared gradient.
-        lost_updates: Share of its updates, by their squares, dropped by rounding since the previous sample, if parameters are stored
+        subnormal: Share of nonzero elements of these gradients below fp16's smallest normal number.
+        underflow: Upper bound of the rounding error that subnormal numbers and zeros add to these gradients: squared
+            error over squared gradient.
+        lost_updates: Share of the squared norm of its updates that rounding dropped since the previous sample, if parameters are stored
             low without masters.
     """
 
@@ -130,7 +131,7 @@ class Audit:
             reference, as when its loss is not finite.
         reason: Why, in a sentence.
         damage: Relative squared error of an update; None if not computed.
-        adam: The same in units of Adam's steps; None for other optimizers.
+        adam: The damage in units of Adam's steps; None for other optimizers.
         microbatches: Number compared, on all ranks.
         time_s: Wall-clock time of the audit, during which training waits.
         regions: The modules that contribute most, the worst first: path and share.
@@ -162,7 +163,7 @@ class MonitorReport(Result):
         alarms: All alarms raised.
         audits: All audits made.
         open_alarms: Alarms not yet cleared.
-        unseen: What could not be observed and why, in sentences.
+        unseen: Values that could not be observed and why, in sentences.
         restored_buffers: Per buffer, how often it was restored after a skipped step had made it non-finite.
     """
 

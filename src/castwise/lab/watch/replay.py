@@ -207,8 +207,8 @@ class Replay(Result):
             if all is finite, or it was not asked for.
         world_size: Number of ranks of the step.
         ranks: The rank of each recorded loss.
-        gradients: By name, multiplied by the loss scale, as backward left them. With several ranks, the mean. Not in
-            :meth:`to_dict`.
+        gradients: Gradients by parameter name, multiplied by the loss scale, as backward left them. With several
+            ranks, the mean. Not in :meth:`to_dict`.
     """
 
     kind: ClassVar[str] = "replay"
@@ -291,14 +291,15 @@ def replay(
 
     Args:
         folder: A record of a :class:`~castwise.lab.watch.recorder.Recorder`, or a folder of records, of which the newest is used.
-        model: With the structure of the recorded one and any weights, prepared or not; by default the workload's.
+        model: A model with the structure of the recorded model and any weights, prepared or not; by default the
+            workload's.
         loss: ``loss(model, batch)``, the training's loss of a batch as the loader yields it. Several losses of one batch
             are returned as a mapping by name, or as a sequence of losses with one name.
         workload: Provides model and loss if they are not given. A workload is code that is run, so a name that is only
             in the record is never imported: the record may come from another user.
         plan: The plan to run under; by default the recorded one.
-        device: To run on; by default the recorded kind.
-        rank: Run only this rank's part; by default those of all ranks, one after the other.
+        device: The device to run on; by default a device of the recorded kind.
+        rank: Run only this rank's part; by default the parts of all ranks, one after the other.
         find: If something is not finite, find the first operator: :func:`castwise.first_nonfinite`.
 
     Returns:

@@ -25,7 +25,7 @@ class Rollback:
         symptom: How the divergence was detected.
         cause: ``batch``, ``update`` (the step before damaged the weights), ``format``, ``loss scale``, ``transient``, or
             ``unknown`` if the step was not repeated.
-        evidence: What was run and the results.
+        evidence: The runs that were made and their results.
         action: The change that was made.
         plan: The plan of the continued training, as a line.
     """
@@ -51,7 +51,7 @@ class Rollback:
         """Give a warning, and append a line to the log in a folder.
 
         Args:
-            folder: Of the log.
+            folder: Folder of the log.
             quiet: Number of steps so far that needed no return. Only the first of them give warnings.
         """
         if not self.needed_no_return or quiet <= WARNED:
@@ -86,7 +86,7 @@ def gave_up(step: int, symptom: str, returns: tuple[Rollback, ...], folder: Path
 
 
 def stopped(again: int, high: bool) -> str:
-    """What a recovery did when it stopped, and the next step.
+    """The warning of a recovery that stops: the effect, and the next step.
 
     Args:
         again: Number of skipped steps that are repeated.

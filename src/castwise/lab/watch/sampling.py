@@ -41,7 +41,8 @@ class Sampler:
         outputs: Observes the outputs of modules.
         unseen: What could not be observed, and why.
         watch: Compares losses.
-        reads: Whether it reads each loss as it comes; else only those of samples, for which the host waits anyway.
+        reads: Whether it reads each loss immediately; otherwise it reads only the losses of samples, for which the
+            host waits anyway.
         skipped_before: Number of steps skipped before the session was made.
     """
 

@@ -108,7 +108,7 @@ class Board:
 
     @interrupts_wait()
     def close(self) -> None:
-        """Flush, or close an own writer."""
+        """Flush a given writer; close a writer that was made here."""
         self._writer.close() if self._own else self._writer.flush()
 
 

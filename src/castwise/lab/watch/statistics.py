@@ -36,7 +36,8 @@ class Number(NamedTuple):
 
     Attributes:
         region: Module path.
-        name: Of the statistic; numbers with the same name are added, or the largest is taken if the name starts with ``max_``.
+        name: Name of the statistic; numbers with the same name are added, or the largest is taken if the name starts
+            with ``max_``.
         value: 0-dim.
         weight: Factor by which a sum over ranks counts each element once.
     """

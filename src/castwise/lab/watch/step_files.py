@@ -38,14 +38,14 @@ def write(
     about: Mapping[str, Any],
     group: Any = ALONE,
 ) -> Path:
-    """Write a record as ``folder/step-00000123``; an existing one of that step is replaced. A collective of the group.
+    """Write a record as ``folder/step-00000123``; an existing record of that step is replaced. A collective of the group.
 
     Args:
         folder: Created if needed; equal on all ranks.
         step: Number of the record.
         content: This rank's nested values, of types that :func:`castwise.checkpoint.tree.encode` accepts.
-        weights: By name, as in a checkpoint; of a DTensor this rank's piece is written. Replicated values are
-            taken from the lowest rank that provides any.
+        weights: Weights by name, as in a checkpoint; for a DTensor, this rank's piece is written. Replicated values
+            are taken from the lowest rank that provides any.
         about: For the manifest: ``castwise``, ``torch``, ``plan``, ``digest``.
         group: The ranks that write the record, as for :class:`~castwise.ranks.Ranks`.
 
@@ -88,7 +88,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, An
     """Read a record from any source: manifest, content by rank, and weights. All of it is checked, and nothing is executed.
 
     Raises:
-        CheckpointError: It is damaged, incomplete, or not a record.
+        CheckpointError: The record is damaged or incomplete, or it is not a record.
     """
     manifest = read_manifest(path)
     reason = manifest if isinstance(manifest, str) else wrong_files(path, sorted(manifest["files"].items()))

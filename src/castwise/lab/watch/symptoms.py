@@ -40,7 +40,7 @@ class Symptoms:
         spikes: Whether high finite losses count.
 
     Attributes:
-        spikes: The same; it may be changed.
+        spikes: Whether high finite losses count; may be changed.
         high: Whether the last symptom was a high finite loss.
         unmoved: Whether the last symptom was a non-finite loss, and no optimizer stepped on any rank.
     """

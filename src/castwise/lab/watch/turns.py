@@ -30,19 +30,19 @@ class Turn:
         number: Its index among the session's optimizers.
         every: Steps between two samples; the first samples are closer together, at 1, 2, 4, 8, ..., and so are those after a
             suspicious one.
-        steps: Number so far, skipped ones included.
-        streak: Number skipped in a row.
+        steps: Number of steps so far, skipped ones included.
+        streak: Number of steps skipped in a row.
         made: Whether any step was not skipped.
         due: Whether the next step is a sample.
         update: Statistics of the current step.
-        closure: Whether that step computes its gradients itself.
-        skips: The session's number of skipped steps when it started.
+        closure: Whether the current step computes its gradients itself.
+        skips: The session's number of skipped steps when the current step started.
         gap: Steps between the last two samples, if the last one was suspicious; else 0.
         sampled: The last sampled step.
         rate: The largest learning rate of its groups at the last step.
-        peak: The largest one so far.
+        peak: The largest learning rate so far.
         decayed: Whether the learning rate has fallen gradually to a small share of the peak, or to 0 from there.
-        extra: A step that is sampled besides the regular ones.
+        extra: A step that is sampled in addition to the regular samples.
         ratios: By module, the update of the last sampled step over the weights.
         history: The earlier samples.
     """
@@ -84,7 +84,7 @@ class Turn:
         self._plan()
 
     def note_rate(self, rates: Sequence[float]) -> bool:
-        """Note the learning rates of the next step; whether the largest has jumped up, or down to 0."""
+        """Note the learning rates of the next step; return whether the largest has jumped up, or down to 0."""
         before, self.rate = self.rate, max(rates)
         if self.rate == before:
             return False

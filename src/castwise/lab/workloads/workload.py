@@ -76,7 +76,7 @@ class Workload:
     """A training job that a command can run.
 
     Attributes:
-        name: Short, for tables and file names.
+        name: Short name, for tables and file names.
         model: Makes the model on the CPU, with weights drawn from torch's global generator.
         optimizer: Makes the optimizer from the model's parameters.
         batches: ``batches(seed)`` -> endless iterator of batches: tensors on the CPU in tuples, lists or mappings. The same
@@ -415,8 +415,8 @@ def make_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> Op
         kind = type(optimizer).__name__
         raise WorkloadError(
             f"{who}: {kind}.step() needs a closure and may run the model any number of times, so its steps cannot be compared; "
-            f"use an optimizer that steps without one, such as AdamW. castwise.parity tests gradients without it, and Amp.step("
-            "optimizer, closure=...) trains with it in a loop of your own"
+            "use an optimizer that steps without a closure, such as AdamW. castwise.parity tests gradients without an "
+            f"optimizer, and Amp.step(optimizer, closure=...) trains with {kind} in a loop of your own"
         )
     return optimizer
 

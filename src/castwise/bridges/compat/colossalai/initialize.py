@@ -79,7 +79,7 @@ def launch(
         local_rank: Rank of this process on its machine: the index of its accelerator; by default the rank modulo the
             number of accelerators.
         seed: For Python, NumPy and torch, equal on all ranks.
-        verbose: Log when it has finished.
+        verbose: Log a line at the end.
 
     If torch.distributed is initialised already, it is used unchanged.
     """
@@ -176,12 +176,12 @@ def initialize(
     ``NUM_MICRO_BATCHES``, ``torch_ddp``, ``cudnn_benchmark`` and ``cudnn_deterministic``.
 
     Args:
-        model: On any device, or a function that creates it. In a pipeline this rank's stage, see
+        model: The model, on any device, or a function that creates it. In a pipeline, this rank's stage, see
             :func:`castwise.compat.colossalai.builder.build_pipeline_model`.
-        optimizer: A torch optimizer, or a function from parameters to one.
+        optimizer: A torch optimizer, or a function from parameters to an optimizer.
         criterion: Computes the loss from outputs and targets.
         train_dataloader: Yields ``(inputs, targets)``.
-        test_dataloader: The same.
+        test_dataloader: Yields ``(inputs, targets)`` for evaluation.
         lr_scheduler: A scheduler of torch or of this package, for the optimizer.
         ophooks: Not supported.
         verbose: Log the configuration.

@@ -82,7 +82,7 @@ def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
 
 
 def disable_existing_loggers(include: list[str] | None = None, exclude: list[str] | None = None) -> None:
-    """Raise the level of loggers to WARNING: of all or those in ``include``, except ``exclude`` (``colossalai``)."""
+    """Set all loggers, or those in ``include``, to level WARNING, except those in ``exclude`` (``colossalai``)."""
     kept = ["colossalai"] if exclude is None else exclude
     for name in include if include is not None else list(logging.root.manager.loggerDict):
         if name not in kept:

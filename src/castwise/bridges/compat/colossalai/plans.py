@@ -199,8 +199,8 @@ def _apex_plan(level: str, chosen: dict[str, Any], scale: LossScale | None, outp
         for name in ("keep_batchnorm_fp32", "master_weights"):
             if chosen[name] is not None:
                 raise PlanError(
-                    f"AMP_TYPE.APEX: {name}={chosen[name]!r} with patch_torch_functions, which keeps the model's weights in "
-                    f"fp32. Leave {name} out, or use opt_level='O2'."
+                    f"AMP_TYPE.APEX: {name}={chosen[name]!r} is not allowed with patch_torch_functions=True, which "
+                    f"keeps the model's weights in fp32. Leave {name} out, or use opt_level='O2'."
                 )
         if level != "O1" or low == "fp16":
             raise PlanError(

@@ -42,7 +42,8 @@ class Registry:
         """The object registered under a name.
 
         Raises:
-            UnknownNameError: There is none. Colossal-AI's registered objects, such as layers, are not available here.
+            UnknownNameError: Nothing is registered under this name. Colossal-AI's registered objects, such as layers,
+                are not available here.
         """
         if module_name not in self._held:
             raise UnknownNameError(

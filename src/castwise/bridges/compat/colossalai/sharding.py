@@ -41,9 +41,9 @@ def shard(amp: Amp, model: nn.Module, optimizer: Optimizer, zero: dict[str, Any]
 
     Args:
         amp: The session, whose plan decides the formats.
-        model: Whole and equal on every rank; each module of its ``nn.ModuleList`` and ``nn.Sequential`` is gathered
-            separately.
-        optimizer: Created for the whole parameters; it has not stepped yet.
+        model: The whole model, equal on every rank; each module of its ``nn.ModuleList`` and ``nn.Sequential`` is
+            gathered separately.
+        optimizer: Optimizer of the whole parameters; it has not stepped yet.
         zero: ``level`` (3 frees weights after the forward pass, 1 and 2 keep them) or ``reshard_after_forward``.
 
     Raises:

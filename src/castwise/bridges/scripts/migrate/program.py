@@ -43,13 +43,13 @@ class Imported(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """The names that one script uses, as far as its syntax shows.
+    """The names that one script uses, judged by its syntax alone.
 
     Attributes:
-        imports: All of them.
+        imports: All imports.
         words: Names of variables, attributes and imported objects; ``__main__`` if it tests for that.
-        reached: Dotted names through the script's imports; with parentheses after it if a second argument is given, as
-            ``apex.amp.initialize()``.
+        reached: Dotted names that the script uses through its imports; followed by parentheses if a call gives a
+            second argument, as in ``apex.amp.initialize()``.
         asked: Modules of libraries with a drop-in that are imported, or searched for, by a string.
         installed: Libraries in calls of ``castwise.compat.install()``.
     """
@@ -69,7 +69,7 @@ class Stay:
         kind: ``own``: the library is a part of the program. ``lacks``: the drop-in cannot run the program.
             ``install``: other code imports the library too, and finds the drop-in only under the library's name.
             ``installed``: a script of the program already installs the drop-in.
-        why: A clause, for ``lacks`` and ``install``.
+        why: The reason as a clause, for ``lacks`` and ``install``.
         starts: For ``install``, whether the script is one that is started, where ``install()`` belongs.
     """
 

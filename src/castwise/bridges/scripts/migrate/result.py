@@ -98,7 +98,7 @@ class Migration:
         """Raise if files could not be migrated.
 
         Raises:
-            MigrateError: Some could not; it names them.
+            MigrateError: Files could not be migrated; the message names them.
         """
         if self.problems:
             said = "; ".join(f"{file.path} {file.problem}" for file in self.problems[:5])

@@ -1,4 +1,4 @@
-"""The names that the drop-ins in ``castwise.compat`` have: from their source, which is not run, and their lists."""
+"""The names that the drop-ins in ``castwise.compat`` have, read from their source (which is not run) and lists."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def imported(dotted: str) -> str:
 
 
 def lacks(dotted: str) -> str:
-    """The first part of a chain of attributes that the drop-in lacks, as far as modules are concerned."""
+    """The first module in a chain of attributes that the drop-in lacks; empty if it has all of them."""
     at, *parts = dotted.split(".")
     for part in parts:
         names, at = _bound(at) or {}, f"{at}.{part}"

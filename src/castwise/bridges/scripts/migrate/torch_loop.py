@@ -53,7 +53,7 @@ def check_windows(view: View, events: Iterable[Event]) -> None:
     after each step, has other scales.
 
     Raises:
-        Undecided: The script does.
+        Undecided: An update does not follow its steps immediately.
     """
     for each in _by_function(view, events):
         stepped: list[Event] = []
@@ -85,7 +85,7 @@ def check_gradients(view: View, events: Iterable[Event]) -> None:
     """Check that nothing uses gradients while the scale is in them: a session refuses gradients changed then.
 
     Raises:
-        Undecided: Something does.
+        Undecided: Gradients are used while the scale is in them.
     """
     suspects = [node for node in view.nodes if isinstance(node, (cst.Attribute, cst.Call))]
     for each in _by_function(view, events):

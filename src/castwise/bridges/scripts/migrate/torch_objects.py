@@ -75,7 +75,7 @@ def models_of(view: View, optimizer: Thing) -> list[cst.Name]:
     """The models with whose parameters an optimizer was created.
 
     Raises:
-        Undecided: The script does not show it.
+        Undecided: The script does not show these models.
     """
     item = optimizer.assignments[0]
     value = view.assigned_value(item)
@@ -95,10 +95,10 @@ def models_of(view: View, optimizer: Thing) -> list[cst.Name]:
 
 
 def check_apart(view: View, optimizers: list[Thing]) -> None:
-    """Check that no two optimizers update the same parameters, as far as the script shows: a session refuses that.
+    """Check that no two optimizers visibly update the same parameters, which a session refuses.
 
     Raises:
-        Undecided: One uses all parameters of a module of which another uses a part.
+        Undecided: One optimizer updates all parameters of a module, and another one updates a part of them.
     """
     for one in optimizers:
         for other in (other for other in optimizers if other is not one):
@@ -121,7 +121,7 @@ def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], s
     """Check that a model is complete when it is prepared, and is only wrapped after that.
 
     Raises:
-        Undecided: It is wrapped before, or reassigned after.
+        Undecided: The model is wrapped before it is prepared, or reassigned after.
     """
     for item in model.assignments:
         value = view.assigned_value(item)
@@ -167,7 +167,7 @@ def _bindings(view: View, called: cst.BaseExpression) -> list[meta.Assignment]:
 
 
 def keeps(view: View, called: cst.Name) -> bool:
-    """Whether a function of the script stores its argument, as far as the script shows."""
+    """Whether a function that the script defines visibly stores its argument."""
     for item in _bindings(view, called):
         if isinstance(item.node, cst.FunctionDef):
             given = {each.name.value for each in item.node.params.params}
@@ -211,10 +211,10 @@ def _runs(view: View, loop: cst.For | cst.CompFor) -> bool:
 
 
 def check_derives(view: View, one: Thing, base: str) -> None:
-    """Check that a variable's class derives from one of torch's, as far as the script defines it.
+    """Check that a variable's class derives from a class of torch, if the script defines the class.
 
     Raises:
-        Undecided: It only has the same methods, which is enough for torch's scaler.
+        Undecided: The class only has the same methods, which is enough for torch's scaler.
     """
     made = [view.assigned_value(item) for item in one.assignments]
     waiting = [value.func for value in made if isinstance(value, cst.Call)]
@@ -257,7 +257,7 @@ def run_once(
     precision, and a step between the runs does not update it; a session makes a copy for each run.
 
     Raises:
-        Undecided: It runs more often.
+        Undecided: The block runs the model more often.
     """
     graded = [call for call in runs if not _is_without_gradients(view, call)]
     names = [_name_of(view, call) for call in runs]

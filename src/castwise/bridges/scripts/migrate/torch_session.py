@@ -61,7 +61,7 @@ class Session:
         """Analyse the script; ``exported`` is as in :func:`castwise.bridges.scripts.migrate.torch_write.rewrite_session`.
 
         Raises:
-            Undecided: Something is not as a session needs it.
+            Undecided: The script does something that a session does not support.
         """
         self._look_at_scaler()
         if _UNSEEN.search(self.view.module.code):

@@ -37,7 +37,7 @@ class AmpCall:
         view: The view of its script.
         node: The call.
         origin: Torch's name of the called object.
-        given: Its arguments by the names of torch's parameters, as far as the call shows them.
+        given: Its visible arguments, by the names of torch's parameters.
         unseen: Why the other arguments are not visible; empty if all are.
     """
 

@@ -117,7 +117,7 @@ class CastwisePrecision(Precision):
         self._fabric: tuple[Fabric, Sequence[Optimizer], bool] | None = None
         """While Fabric sets up a module: the Fabric, the optimizers, and whether Fabric moves the module."""
         self._waiting: list[nn.Module] = []
-        """Fabric's modules that wait for an optimizer, or else for their first call, to be prepared."""
+        """Fabric's modules to prepare with their optimizer or, without an optimizer, at their first call."""
         self._watched = False
 
     def __getstate__(self) -> dict[str, Any]:

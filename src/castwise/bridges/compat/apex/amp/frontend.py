@@ -49,8 +49,8 @@ def initialize(
     """Make models and optimizers train by an optimization level, in place.
 
     Args:
-        models: A module, or a list of them.
-        optimizers: An optimizer, a list of them, or None for inference.
+        models: A module, or a list of modules.
+        optimizers: An optimizer, a list of optimizers, or None for inference.
         enabled: False makes everything in ``amp`` do nothing.
         opt_level: ``O0`` fp32; ``O1`` casts around operators, everywhere; ``O2`` half with fp32 masters; ``O3`` half.
         cast_model_type: Storage dtype of models: fp16, bf16, fp32, or False for no cast.
@@ -59,7 +59,7 @@ def initialize(
         master_weights: Keep fp32 masters in the optimizers.
         loss_scale: ``"dynamic"`` or a number, also as text.
         cast_model_outputs: Dtype of the models' floating outputs.
-        num_losses: How many loss scales; ``scale_loss(loss_id=...)`` names one.
+        num_losses: Number of loss scales; ``scale_loss(loss_id=...)`` chooses a scale.
         verbosity: 0 prints nothing.
         min_loss_scale: Floor of dynamic scales.
         max_loss_scale: Ceiling of dynamic scales.

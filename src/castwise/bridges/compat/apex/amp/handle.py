@@ -35,9 +35,9 @@ def scale_loss(
     block, since backward needs none.
 
     Args:
-        loss: Of any shape and floating dtype; it is scaled in fp32.
-        optimizers: One, or a list or tuple: every optimizer whose parameters get gradients from this loss.
-        loss_id: Which of the ``num_losses`` scales to use.
+        loss: The loss, of any shape and floating dtype; it is scaled in fp32.
+        optimizers: Every optimizer whose parameters get gradients from this loss: one, or a list or tuple.
+        loss_id: Index of the loss scale to use, below ``num_losses``.
         model: Ignored, as in Apex.
         delay_unscale: Leave gradients scaled and the scale unchanged, for a later pass to complete.
         delay_overflow_check: Leave the scale unchanged.

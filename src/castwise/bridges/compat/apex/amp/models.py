@@ -47,10 +47,10 @@ def device_type_of(models: Sequence[nn.Module]) -> str:
 
 
 def check_models(models: Sequence[nn.Module]) -> None:
-    """Refuse models that are wrapped for data parallelism already.
+    """Raise if a model is already wrapped for data parallelism.
 
     Raises:
-        RuntimeError: One is; the message is Apex's.
+        RuntimeError: A model is; the message is Apex's.
     """
     from castwise.bridges.compat.apex.parallel import DistributedDataParallel
 
@@ -68,10 +68,10 @@ def check_models(models: Sequence[nn.Module]) -> None:
 
 
 def check_params_fp32(models: Sequence[nn.Module]) -> None:
-    """Refuse models that are stored in half already.
+    """Raise if a model is already stored in half.
 
     Raises:
-        RuntimeError: One is; the message is Apex's.
+        RuntimeError: A model is; the message is Apex's.
     """
     for model in models:
         for what, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -86,7 +86,7 @@ def check_params_fp32(models: Sequence[nn.Module]) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Any], cast: Sequence[nn.Module] = ()) -> None:
-    """Refuse optimizers given twice, and parameters that are neither fp32 nor half, except those of models to be cast.
+    """Raise if an optimizer is given twice, or if parameters, except those of models to be cast, are neither fp32 nor half.
 
     Raises:
         RuntimeError: ``initialize`` has seen the optimizer before.

@@ -30,7 +30,7 @@ class Properties:
     """The active options, as attributes; setting one checks it against the level.
 
     Attributes:
-        options: All of them by name, in Apex's order.
+        options: All options by name, in Apex's order.
     """
 
     options: dict[str, Any]

@@ -26,8 +26,8 @@ class LossScaler:
         init_scale: First dynamic scale.
         scale_factor: Growth factor; its inverse is the backoff factor.
         scale_window: Backward passes with finite gradients before the scale grows.
-        min_loss_scale: Floor of a dynamic scale. Without one the scale stops at fp32's smallest normal number; Apex let
-            it fall to zero and divided by it.
+        min_loss_scale: Floor of a dynamic scale. Without a floor the scale stops at fp32's smallest normal number;
+            Apex let it fall to zero and divided by it.
         max_loss_scale: Ceiling of a dynamic scale.
     """
 

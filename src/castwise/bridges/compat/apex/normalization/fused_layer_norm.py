@@ -59,7 +59,7 @@ class _Mixed:
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
-    """Layer norm of inputs in any format by weights in any other; the result has the weights' format.
+    """Layer norm of inputs in any format with weights in any format; the result has the weights' format.
 
     Raises:
         RuntimeError: ``elementwise_affine=False``.
@@ -73,7 +73,7 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
 
 
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
-    """RMS norm of inputs in any format by weights in any other; the result has the weights' format.
+    """RMS norm of inputs in any format with weights in any format; the result has the weights' format.
 
     Raises:
         RuntimeError: ``elementwise_affine=False``.

@@ -1,4 +1,4 @@
-"""``apex.optimizers``: torch's optimizers with Apex's arguments, and those that torch lacks, on foreach operations."""
+"""``apex.optimizers``: torch's optimizers with Apex's arguments, and Apex's other optimizers on foreach operations."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
 
 
 def with_gradients(params: Iterable[Tensor], kind: str) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Parameters that have gradients, with the gradients: in lists of one device and dtype.
+    """Parameters that have gradients, and these gradients, in lists by device and dtype.
 
     Raises:
         RuntimeError: A gradient is sparse; the message is Apex's, with the ``kind`` of optimizer.

@@ -12,7 +12,7 @@ __all__ = ["FusedAdagrad"]
 
 
 class FusedAdagrad(ClearsAsSaid, torch.optim.Adagrad):
-    """``torch.optim.Adagrad``; ``set_grad_none=False`` makes ``zero_grad`` fill with zeros.
+    """``torch.optim.Adagrad``; ``set_grad_none=False`` makes ``zero_grad`` set gradients to zeros.
 
     Raises:
         RuntimeError: ``adagrad_w_mode=True``.

@@ -17,7 +17,7 @@ class FusedLAMB(ClearsAsSaid):
     """LAMB, on any device; half parameters are updated in fp32 arithmetic. It can load states saved by Apex.
 
     Args:
-        params: Of any floating dtypes.
+        params: Parameters, of any floating dtypes.
         lr: Learning rate.
         bias_correction: Divide running means by the sum of their weights.
         betas: Decay factors of the running means of the gradient and of its square.
@@ -26,7 +26,7 @@ class FusedLAMB(ClearsAsSaid):
         amsgrad: Not supported, as in Apex.
         adam_w_mode: Add weight decay to the direction, else to the gradient.
         grad_averaging: Weight a gradient by ``1 - betas[0]`` in its mean, else by 1.
-        set_grad_none: ``zero_grad`` drops gradients, else it fills with zeros.
+        set_grad_none: ``zero_grad`` sets gradients to None, else to zeros.
         max_grad_norm: At each step all gradients are clipped to this joint norm; ``.grad`` is not changed.
         use_nvlamb: Scale directions to the norm of their tensor in groups without weight decay, too.
 

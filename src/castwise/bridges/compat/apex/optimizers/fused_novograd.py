@@ -21,7 +21,7 @@ class FusedNovoGrad(ClearsAsSaid):
     together.
 
     Args:
-        params: Of any floating dtypes.
+        params: Parameters, of any floating dtypes.
         lr: Learning rate.
         bias_correction: Divide running means and norms by the sum of their weights, as if they had started at zero.
         betas: Decay factors of the running mean of the gradient and of its running norm.
@@ -33,7 +33,7 @@ class FusedNovoGrad(ClearsAsSaid):
         grad_averaging: Weight a gradient by ``1 - betas[0]`` in its mean, else by 1.
         norm_type: 2, or 0 for the largest absolute value.
         init_zero: Running norms start at zero, else at the first gradient's norm.
-        set_grad_none: ``zero_grad`` drops gradients, else it fills with zeros.
+        set_grad_none: ``zero_grad`` sets gradients to None, else to zeros.
 
     Raises:
         RuntimeError: ``amsgrad=True``, or another ``norm_type``.

@@ -36,7 +36,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """Replace every BatchNorm by torch's SyncBatchNorm, in place; returns the module, or what replaces it."""
+    """Replace every BatchNorm by torch's SyncBatchNorm, in place; returns the module or its replacement."""
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     return converted
 

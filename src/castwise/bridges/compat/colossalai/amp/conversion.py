@@ -58,7 +58,7 @@ def convert_to_amp(
     make the call together. Prepare before DistributedDataParallel and ``torch.compile``.
 
     Args:
-        model: On its device; an ``nn.ModuleList`` holds several stages of a pipeline.
+        model: The model, on its device; an ``nn.ModuleList`` holds several stages of a pipeline.
         optimizer: A torch optimizer that updates the model.
         criterion: Any callable that computes a loss, or None.
         mode: TORCH, APEX or NAIVE.
@@ -103,7 +103,7 @@ def prepare(
     criterion: Any,
     clip_grad_norm: float = 0.0,
 ) -> tuple[nn.Module, AmpOptimizer, Any]:
-    """Prepare with an existing session; ``initialize`` creates it earlier, to shard by it."""
+    """Prepare training components with an existing session, which ``initialize`` creates earlier because sharding needs it."""
     part = gpc.pipeline_parallel_size > 1
     for module in model if isinstance(model, nn.ModuleList) and part else [model]:
         amp.prepare(module, optimizer, part=part)

@@ -110,7 +110,7 @@ class ParallelContext:
         """The process group of a kind of parallelism.
 
         Raises:
-            StateError: There is none.
+            StateError: There is no such group.
         """
         if mode not in self._groups:
             raise StateError(

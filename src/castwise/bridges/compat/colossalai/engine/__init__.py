@@ -26,8 +26,8 @@ class Engine:
         engine.step()
 
     Args:
-        model: Prepared, and in DistributedDataParallel if that averages its gradients.
-        optimizer: The wrapper that ``convert_to_amp`` returns, or one around it.
+        model: The prepared model, in DistributedDataParallel if that averages its gradients.
+        optimizer: The wrapper that ``convert_to_amp`` returns, or a wrapper around it.
         criterion: The loss.
         gradient_handlers: Called before each step to average gradients over data parallel ranks.
         clip_grad_norm: Largest global norm of the gradients; 0 for no clipping.

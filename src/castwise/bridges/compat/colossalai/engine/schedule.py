@@ -99,7 +99,7 @@ class NonPipelineSchedule(_Loads):
 
 
 class PipelineSchedule(_Loads):
-    """One forward, one backward, by ``torch.distributed.pipelining``.
+    """The one-forward-one-backward (1F1B) schedule of ``torch.distributed.pipelining``.
 
     It supports every mode: the loss scale is applied in the schedule, and all stages step or skip together. Every stage
     reads the same loader; inputs are used on the first one, targets on the last.
@@ -181,7 +181,7 @@ class PipelineSchedule(_Loads):
 
 
 class InterleavedPipelineSchedule(PipelineSchedule):
-    """Several stages on each rank, in turn: those of the ``nn.ModuleList`` that is attached.
+    """The interleaved schedule: each rank runs several stages, the members of the attached ``nn.ModuleList``, in turn.
 
     ``num_microbatches`` is a multiple of the number of ranks.
     """

@@ -18,7 +18,7 @@ __getattr__ = missing_attribute("colossalai.nn.optimizer")
 
 
 class ColossalaiOptimizer(Optimizer):
-    """An optimizer around another one; attributes that it does not define are the inner optimizer's."""
+    """An optimizer around another optimizer; attributes that it does not define are the inner optimizer's."""
 
     def __init__(self, optim: Optimizer) -> None:
         # torch's constructor would create separate groups and state, but there must be one of each

@@ -43,11 +43,11 @@ def save_checkpoint(
 
     Args:
         file: A folder; a castwise checkpoint appears in it complete or not at all. Two epochs are kept.
-        epoch: Its number.
+        epoch: Number of the epoch.
         model: ``engine.model``.
         optimizer: ``engine.optimizer``.
-        lr_scheduler: Saved too.
-        kwargs: Saved too: JSON values and tensors.
+        lr_scheduler: A scheduler to save too.
+        kwargs: Further JSON values and tensors to save.
     """
     extra = {"lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(), **kwargs}
     save(file, epoch, **_session(model, optimizer), extra=extra)
@@ -65,7 +65,7 @@ def load_checkpoint(
     ``kwargs`` are accepted and ignored: a matching checkpoint loads under any layout.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no complete checkpoint.
     """
     found: Any = Path(file)
     if not found.name.startswith("step-"):

@@ -76,7 +76,7 @@ def free_port() -> int:
 
 
 def broadcast_from_first(model: nn.Module, group: Any) -> None:
-    """Give every rank of a group the first one's weights and buffers."""
+    """Give every rank of a group the weights and buffers of the first rank."""
     source = dist.get_process_group_ranks(group)[0]
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:

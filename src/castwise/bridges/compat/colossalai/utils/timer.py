@@ -49,7 +49,7 @@ class Timer:
         return sum(self._history)
 
     def get_history_mean(self) -> float:
-        """The mean of the intervals kept, in seconds; 0 without any."""
+        """The mean of the intervals kept, in seconds; 0 without intervals."""
         return sum(self._history) / len(self._history) if self._history else 0.0
 
     def forget_first(self, count: int) -> None:
@@ -93,7 +93,7 @@ class MultiTimer:
         return self._on
 
     def set_status(self, mode: bool) -> None:
-        """Turn it on or off."""
+        """Turn the timers on or off."""
         self._on = mode
 
     def __iter__(self) -> Iterator[tuple[str, Timer]]:

@@ -30,5 +30,5 @@ class BaseHook:
     after_train = after_train_epoch = after_test = after_test_epoch = _nothing
 
     def init_runner_states(self, trainer: Any, key: str, val: Any) -> None:
-        """Give ``trainer.states`` a value unless it has one."""
+        """Set a value of ``trainer.states`` unless it is set already."""
         trainer.states.setdefault(key, val)

@@ -58,7 +58,7 @@ class Metric(ABC):
 
     @staticmethod
     def is_better(a: Any, b: Any) -> bool | None:
-        """Whether ``a`` is better than ``b``; None where neither is."""
+        """Whether ``a`` is better than ``b``; None if neither is."""
         return None
 
 
@@ -120,7 +120,7 @@ class LossMetric(_Ratio):
 
     @staticmethod
     def is_better(a: float, b: float) -> bool:
-        """Whether it is smaller."""
+        """Whether ``a`` is smaller than ``b``."""
         return a < b
 
 
@@ -139,7 +139,7 @@ class AccuracyMetric(_Ratio):
 
     @staticmethod
     def is_better(a: float, b: float) -> bool:
-        """Whether it is larger."""
+        """Whether ``a`` is larger than ``b``."""
         return a > b
 
 
