@@ -783,7 +783,7 @@ class Amp(masters.OfThisProcess):
 
     @property
     def dropped_updates(self) -> float | None:
-        """The share of the updates that rounding dropped so far, by their squares, if parameters are stored low without masters.
+        """The share of the updates' squared norm that rounding dropped so far, if parameters are stored low without masters.
 
         It is measured at a few steps (the first, second, fourth, ... and
         every 64th) on slices of this process's parameters; those steps wait for the device. An update that the

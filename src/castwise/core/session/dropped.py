@@ -91,7 +91,7 @@ class DroppedUpdates:
 
     @property
     def share(self) -> float | None:
-        """The share of the squared updates that rounding dropped; None before any was measured.
+        """The share of the updates' squared norm that rounding dropped; None before any update was measured.
 
         Squares count large updates more: a third of the elements may be dropped although hardly any of the update is lost.
         """

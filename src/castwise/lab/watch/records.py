@@ -30,8 +30,8 @@ class RegionSample:
         subnormal: Share of nonzero elements of these gradients below fp16's smallest normal number.
         underflow: Upper bound of the rounding error that subnormal numbers and zeros add to these gradients: squared
             error over squared gradient.
-        lost_updates: Share of the squared norm of its updates that rounding dropped since the previous sample, if parameters are stored
-            low without masters.
+        lost_updates: Share of the squared norm of its updates that rounding dropped since the previous sample, if
+            parameters are stored low without masters.
     """
 
     path: str
