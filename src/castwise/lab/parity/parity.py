@@ -317,7 +317,7 @@ class ParityTest:
         """Judge a plan by the microbatches it has run on; ``undecided`` if more may decide.
 
         Args:
-            probe: Of the plan.
+            probe: Probe of the plan.
             before: Number of other microbatches on which its damage was below the lines.
             least: Minimum total of both numbers to pass; by default :meth:`least`.
         """

@@ -91,7 +91,8 @@ def together(
         group: Used instead of the wrapper's ranks.
 
     Raises:
-        WorkloadError: Not a model, not enough memory for a whole copy, or the wrapper itself is called meanwhile.
+        WorkloadError: The argument is not a model, memory does not suffice for a whole copy, or the wrapper itself is
+            called meanwhile.
     """
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"{call}: model is {type(model).__name__}; give the torch.nn.Module itself")

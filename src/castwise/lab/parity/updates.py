@@ -252,7 +252,7 @@ class _Training:
     Attributes:
         model: The copy.
         optimizer: Its optimizer.
-        groups: Of each group of the optimizer, the parameters in words.
+        groups: For each group of the optimizer, a description of its parameters.
         params: The parameters of each group.
         steps: Number of steps so far.
     """
@@ -323,7 +323,7 @@ class _Step:
 
     Attributes:
         formats: In which the parameters are stored.
-        changes: Of the parameters; empty if the optimizer takes no step from given gradients or state.
+        changes: Changes of the parameters; empty if the optimizer takes no step from given gradients or state.
         broken: A clause if a change is not finite.
         keeps: Whether the optimizer keeps what rounding drops for later steps, or rounds at random.
     """

@@ -76,7 +76,7 @@ class Contest:
     """Race plans of one workload; a context manager that releases all models at its end.
 
     Args:
-        workload: What is trained.
+        workload: The workload to train.
         device: Device that every entry trains on.
         seed: Seed of weights and data.
         deadline: Clock time (``ranks.now``) after which no further round starts.

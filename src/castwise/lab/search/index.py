@@ -198,7 +198,7 @@ def _read(path: Path) -> str:
     """Read a plain file that belongs to this user or root and that no other user can write.
 
     Raises:
-        OSError: It is a link or any other kind of file.
+        OSError: The path is a link or any other kind of file.
     """
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(handle, encoding="utf-8") as file:

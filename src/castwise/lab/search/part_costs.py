@@ -98,7 +98,7 @@ def measure_costs(
     Args:
         model: In fp32, on the device; its modules are copied first.
         loss: Called with the model and the batch, to record the inputs of each module.
-        batch: On the device.
+        batch: A batch on the device.
         parts: As returned by :func:`~castwise.lab.search.regions.find_parts`.
         formats: Low formats to time besides fp32.
         device: Device of model and batch.

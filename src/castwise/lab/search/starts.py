@@ -37,7 +37,7 @@ def race_final(
         contest: The race that they took part in; its models are released.
         eligible: The plans to choose from; fp32 is always added.
         until: Clock time by which the third and later starts must end; the first start always runs.
-        beside: Of these and fp32, the plans that cannot be chosen.
+        beside: Those of the eligible plans and fp32 that cannot be chosen.
         as_given: The plan of a model that arrived low; it is shown like autocast, if it was raced.
 
     Raises:

@@ -43,7 +43,7 @@ class SeparateRun:
         workload: From :func:`castwise.lab.timing.processes.portable`.
         plan: The plan to run under.
         device: The device to run on.
-        seed: Of the weights and of the data.
+        seed: Seed of the weights and of the data.
         kind: Training or inference.
 
     Attributes:
@@ -175,7 +175,7 @@ def race_apart(
         rounds: Number of rounds; in each, every plan runs a block of steps of about 0.12 s, in an order that changes per round.
         first: Number of rounds in earlier starts; the order continues from there.
         steps: Maximum number of steps, equal for all, but at least one per round: a workload may have finitely many batches.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
         until: Clock time (``ranks.now()``) after which no further round starts, once there are three.
         kind: Training or inference.
         on_round: Called with the number of completed rounds.
@@ -235,7 +235,7 @@ def start_apart(
         starts: Number of starts.
         rounds: Number of rounds per start.
         steps: As for :func:`race_apart`, per start.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
         kind: Training or inference.
         on_round: Called with the number of completed rounds of all starts.
 

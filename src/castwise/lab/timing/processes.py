@@ -73,7 +73,7 @@ def portable(workload: Workload | str) -> bytes:
     """A workload, or its name, as bytes for another process; cloudpickle handles lambdas and functions of scripts.
 
     Raises:
-        NotThereError: It holds something that cannot leave this process, such as a lock or a generator.
+        NotThereError: The workload holds something that cannot leave this process, such as a lock or a generator.
     """
     try:
         return _dumps(workload)
@@ -110,8 +110,8 @@ def delivered(home: Home, workload: Workload | str) -> bytes:
     """The bytes of :func:`portable`, after a process of the home has unpacked them successfully.
 
     Raises:
-        NotThereError: It cannot leave this process, or cannot be unpacked in another: it needs a module that only this process
-            has, or a value set here after the start.
+        NotThereError: The workload cannot leave this process, or cannot be unpacked in another: it needs a module that
+            only this process has, or a value set here after the start.
     """
     sent = portable(workload)
     mark = hashlib.sha256(sent).digest()
@@ -173,7 +173,7 @@ class Process:
         Raises:
             Exception: Raised in the process, or described in words if it cannot be pickled; :func:`castwise.errors.place` gives
                 the location in the user's code.
-            CastwiseError: It ended without an answer, or did not answer in time; then :meth:`close` kills it.
+            CastwiseError: The process ended without an answer, or did not answer in time; then :meth:`close` kills it.
         """
         try:
             if self._leads and not self._group:

@@ -97,7 +97,7 @@ class Lockstep(Ranks):
         """Raise if ranks differ in values, given by name.
 
         Raises:
-            StateError: On every rank; the message lists the ranks by value.
+            StateError: The values differ; raised on every rank, and lists the ranks by value.
         """
         heard = self.at(f"what {call} compares").every(lambda: values)
         for name, value in heard[0].items():

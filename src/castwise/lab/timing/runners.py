@@ -109,7 +109,7 @@ class _Run:
     Attributes:
         compilations: Number of compilations in its blocks, if its plan compiles.
         compile_s: Seconds that these took.
-        losses: Of its training steps.
+        losses: Losses of the training steps.
     """
 
     model: nn.Module

@@ -33,7 +33,7 @@ class LossWatch:
         high: Number of high losses in a row so far.
         normal: Number of other finite losses in a row so far.
         above: How far the last high loss was above the median, in robust standard deviations.
-        median: Of earlier losses; minus infinity while there are too few.
+        median: Median of earlier losses; minus infinity while there are too few.
     """
 
     def __init__(self) -> None:

@@ -355,7 +355,7 @@ def check_loss(loss: object, workload: Workload | str, batch: Any = None, step: 
         step: Number of the step; None skips the check that the value is finite.
 
     Raises:
-        WorkloadError: Not a tensor, not a scalar, not floating, or without a graph.
+        WorkloadError: The loss is not a tensor, not a scalar, not floating, or has no graph.
         NonFiniteError: The loss is NaN or infinite.
     """
     who = workload if isinstance(workload, str) else f"workload {workload.name!r}"

@@ -39,7 +39,7 @@ def faults(code: str, path: Path) -> list[Fault]:
     """All faults in a script, at most one per line and rule.
 
     Raises:
-        SyntaxError: It cannot be parsed.
+        SyntaxError: The script cannot be parsed.
     """
     script = Script(code, path)
     return sorted({fault for rule in RULES for fault in rule(script)})

@@ -17,7 +17,7 @@ class Script(View):
     """A script, as the rules see it.
 
     Raises:
-        SyntaxError: It cannot be parsed.
+        SyntaxError: The script cannot be parsed.
     """
 
     def __init__(self, text: str, path: Path) -> None:

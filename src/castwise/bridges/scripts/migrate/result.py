@@ -77,7 +77,7 @@ class Migration:
     """The result for all files of a path.
 
     Attributes:
-        files: Those that are changed, have findings, or could not be read, parsed or written.
+        files: Files that are changed, have findings, or could not be read, parsed or written.
         looked_at: How many files were read.
     """
 

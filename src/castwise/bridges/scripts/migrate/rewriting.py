@@ -32,7 +32,7 @@ def rewrite(
         The rewritten script, and the notes about its lines.
 
     Raises:
-        SyntaxError: It cannot be parsed.
+        SyntaxError: The script cannot be parsed.
     """
     view = View(text)
     edits = Edits(view)

@@ -54,7 +54,7 @@ def thing(view: View, name: cst.Name) -> Thing:
     """The variable that a name refers to.
 
     Raises:
-        Undecided: It is not bound only by plain assignments in one scope.
+        Undecided: The name is not bound only by plain assignments in one scope.
     """
     found = view.bindings(name)
     plain = [

@@ -11,7 +11,7 @@ def check_libcst(what: str) -> None:
     """Check that LibCST is available for ``what``.
 
     Raises:
-        MissingLibraryError: It is not installed.
+        MissingLibraryError: The library is not installed.
     """
     if importlib.util.find_spec("libcst") is None:
         raise MissingLibraryError(

@@ -19,7 +19,7 @@ def _check_depth(code: str) -> None:
     """Refuse what Python's own parser finds nested too deeply: LibCST's would end the process.
 
     Raises:
-        SyntaxError: It is.
+        SyntaxError: The nesting is too deep for Python's parser.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -38,7 +38,7 @@ class View:
     """Queries on a parsed script.
 
     Raises:
-        SyntaxError: It cannot be parsed.
+        SyntaxError: The script cannot be parsed.
     """
 
     def __init__(self, code: str) -> None:
