@@ -21,8 +21,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST: Final = 32 << 20
 """The largest block size that stays on the heap, and so the largest block that is kept after it is freed.
 
-Larger blocks have their own mapping and return to the system when freed. On the heap, blocks of changing sizes between
-long-lived ones would leave holes that nothing else fits into.
+Larger blocks have their own mapping and return to the system when freed. On the heap, blocks of changing sizes
+between long-lived blocks would leave holes that no other block fits into.
 """
 _NUMBER: Final = re.compile("0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*")
 """A number as glibc reads it."""

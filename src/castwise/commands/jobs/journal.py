@@ -21,7 +21,7 @@ class Journal:
 
     Args:
         out: Output folder; files of an earlier training in it are removed.
-        steps_before: Number of steps of an earlier training that this one continues; their records are kept.
+        steps_before: Number of steps of an earlier training that this training continues; their records are kept.
 
     Attributes:
         files: Names of the written files.

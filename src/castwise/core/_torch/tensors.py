@@ -226,7 +226,7 @@ def is_users_function(node: Any) -> bool:
 
 
 def dense_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored values of a tensor of any layout; of a sparse or nested tensor without copying, coalesced or not.
+    """The stored values of a tensor of any layout. Values of sparse and nested tensors are not copied, nor coalesced.
 
     A dense tensor is returned unchanged; one in a oneDNN layout is copied.
     """

@@ -27,7 +27,7 @@ class AveragedModel(swa_utils.AveragedModel):
         model: The trained model, which is copied.
         device: Device of the average; by default the model's.
         avg_fn: As in torch: called with the average, the weights and the number of averages so far, per parameter.
-        multi_avg_fn: As in torch: the same for lists of parameters, in place.
+        multi_avg_fn: As in torch: called like ``avg_fn`` but with lists of parameters; works in place.
         use_buffers: Average buffers too; otherwise they are copied from the model.
     """
 

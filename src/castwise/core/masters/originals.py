@@ -200,7 +200,7 @@ def _replace(parameter: Tensor, values: Tensor) -> None:
 
 
 def fit_grad(parameter: Tensor, dtype: torch.dtype | None) -> None:
-    """Set ``grad_dtype`` of a leaf, and cast its gradient to it.
+    """Set ``grad_dtype`` of a leaf, and cast its gradient to that dtype.
 
     An interrupt leaves the gradient on the parameter at any point. None allows any dtype, and a gradient then takes
     the parameter's.

@@ -87,7 +87,7 @@ def stored_format(parameter: Tensor) -> Any:
 
 
 def is_cast(parameter: Tensor) -> bool:
-    """Whether a parameter was cast since, as ``model.half()`` does."""
+    """Whether a parameter was cast after its model was prepared, as by ``model.half()``."""
     return stored_format(parameter) is not parameter.dtype
 
 

@@ -82,8 +82,8 @@ def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.
         if is_dtensor(parameter) or _torch.distributed.was_dtensor(parameter):
             raise StateError(
                 f"DistributedDataParallel({type(module).__name__}): {name} is a DTensor, which DistributedDataParallel does not support under a plan. "
-                "For data parallelism over tensor parallelism, use fully_shard(model, mesh=...) with the mesh (dp, 1, tp): it "
-                "replicates over dp and shards over one rank, which is data parallelism."
+                "For data parallelism over tensor parallelism, use fully_shard(model, mesh=...) with the mesh (dp, 1, tp): "
+                "fully_shard then replicates over dp and shards over one rank, which is data parallelism."
             )
     return params
 

@@ -171,7 +171,7 @@ MPS_LACKS: Final = frozenset(" ".join((_MPS_LACKS, *(group.ops for group in _UPS
 """Rows of CUDA's table that MPS does not have."""
 
 CUDA_SINCE_2_12: Final = frozenset({"rms_norm"})
-"""Rows of CUDA's table that torch 2.11 does not have: there rms_norm runs in the format of its input."""
+"""Rows of CUDA's table that torch 2.11 does not have: in torch 2.11, rms_norm runs in the format of its input."""
 
 _NORMS = "batch_norm group_norm instance_norm layer_norm native_layer_norm rms_norm"
 

@@ -372,10 +372,11 @@ class Agreement:
             compared: Whether gradients that should be sums over ranks have been compared.
 
         Returns:
-            0-dim fp32, equal on all ranks. What all ranks hold whole counts with its mean over ranks.
+            0-dim fp32, equal on all ranks. A gradient that every rank holds whole counts with its mean over ranks.
 
         Raises:
-            StateError: With a flag, on all ranks: it is unknown whether some gradients include the loss scale.
+            StateError: A flag is given, and it is unknown whether some gradients include the loss scale; raised on
+                all ranks.
         """
         infinite = math.isinf(norm_type)
         world = self.ranks.size if joined else 1
