@@ -939,7 +939,7 @@ def test_two_precision_settings_are_refused(kind: Any) -> None:
 def test_a_strategy_that_takes_no_plug_in_says_what_to_use(home: str, argument: str) -> None:
     kind = importlib.import_module(f"lightning.{home}.strategies").FSDPStrategy
     plugin = CastwisePrecision("fp16-mixed")
-    said = r"^CastwisePrecision\('fp16-mixed'\): FSDPStrategy takes no .* strategy=ModelParallelStrategy\(\.\.\.\), and"
+    said = r"^CastwisePrecision\('fp16-mixed'\): FSDPStrategy accepts only .* strategy=ModelParallelStrategy\(\.\.\.\), and"
     refuses(StrategyError, said, lambda: kind(**{argument: plugin}))
     refuses(StrategyError, said, lambda: setattr(kind(), argument, plugin))  # as a Trainer on a GPU does
     assert issubclass(StrategyError, TypeError)
