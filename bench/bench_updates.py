@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Plan, Workload
-from castwise.lab.parity.updates import one_update, stored_change, update_loss
+from castwise.lab.parity.updates import Training, one_update, stored_change, update_loss
 from castwise.lab.search.pairs import MARGIN
 from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.workloads.digits import split
@@ -108,7 +108,9 @@ def dropped(job: Workload, plan: Plan) -> float:
     dtype = torch.bfloat16 if plan.compute == "bf16" else torch.float16
     torch.manual_seed(0)
     moved = lost = 0
-    for _, old, update in one_update(job.model(), job.loss, iter(job.batches(0)), job.optimizer, CPU):
+    for _, old, update in one_update(
+        Training(job.model(), job.loss, iter(job.batches(0)), job.optimizer, CPU)
+    ):
         moved += int((update != 0).sum())
         lost += int(((update != 0) & (stored_change(old, update, dtype) == 0)).sum())
     return lost / moved
@@ -128,8 +130,7 @@ def main() -> None:
                 for preset in ("bf16-true", "fp16-true"):
                     plan = Plan.preset(preset)
                     torch.manual_seed(0)
-                    updates = update_loss(model(), loss, batches(0), make, plan, CPU)
-                    assert updates is not None
+                    updates = update_loss(Training(model(), loss, batches(0), make, CPU), plan)
                     worse = [
                         (trained(job, plan, seed)[1] - last) / (first - last)
                         for seed, (first, last) in enumerate(fp32)

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 import castwise
 from castwise import Plan
 from castwise.lab.parity import updates
-from castwise.lab.parity.updates import AFTER, COMPARED, LOST, UpdateLoss, UpdateTest, update_loss
+from castwise.lab.parity.updates import (
+    AFTER,
+    COMPARED,
+    LOST,
+    Training,
+    UpdateLoss,
+    UpdateTest,
+    is_needed,
+    update_loss,
+)
 from castwise.lab.timing.runners import TrainingRun
 from tests.core.masters.test_dropped_updates import Signs
 
@@ -44,9 +53,7 @@ def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _found(plan: Plan, weights: Tensor, push: Tensor, make: Make = _sgd) -> UpdateLoss:
-    found = update_loss(Weights(weights), _push, _batches(push), make, plan, CPU)
-    assert found is not None
-    return found
+    return update_loss(Training(Weights(weights), _push, _batches(push), make, CPU), plan)
 
 
 def mlp(scale: float = 1.0) -> nn.Module:
@@ -68,9 +75,7 @@ def data(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def job(make: Make, plan: Plan | str) -> UpdateLoss:
     chosen = plan if isinstance(plan, Plan) else Plan.parse(plan)
-    found = update_loss(mlp(), loss, data(0), make, chosen, CPU)
-    assert found is not None
-    return found
+    return update_loss(Training(mlp(), loss, data(0), make, CPU), chosen)
 
 
 @pytest.mark.parametrize(("plan", "last_place"), [("bf16-true", 2.0**-7), ("fp16-true", 2.0**-10)])
@@ -134,11 +139,8 @@ def test_the_same_optimizer_with_an_eps_that_fp16_holds_is_not_broken() -> None:
     def square(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return 1e3 * loss(model, batch)  # second moments that fp16 holds
 
-    found = update_loss(
-        mlp(), square, data(0), lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-3), Plan.parse("fp16-true"), CPU
-    )
-    assert found is not None
-    assert not found.broken
+    training = Training(mlp(), square, data(0), lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-3), CPU)
+    assert not update_loss(training, Plan.parse("fp16-true")).broken
 
 
 REGION = castwise.Region("2", compute="bf16", params="bf16")
@@ -165,10 +167,16 @@ def test_a_region_stored_low_without_masters_loses_its_updates() -> None:
 
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed"])
 def test_plans_that_store_fp32_are_not_tested(plan: str) -> None:
-    def never(model: nn.Module, batch: Tensor) -> Tensor:
-        raise AssertionError("no pass is needed")
+    assert not is_needed(Plan.preset(plan))
+    made: list[torch.optim.Optimizer] = []
 
-    assert update_loss(Weights(torch.ones(3)), never, iter(()), _sgd, Plan.preset(plan), CPU) is None
+    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(params, lr=0.1))
+        return made[-1]
+
+    castwise.parity(mlp(), loss, data, plan, optimizer=make)
+    assert not made[0].state
+    assert len(made) == 1  # to see its kind
 
 
 def test_an_optimizer_that_needs_a_closure_is_tested_by_rounding_its_update() -> None:
@@ -219,14 +227,13 @@ def test_what_does_not_move_loses_nothing() -> None:
 def test_frozen_parameters_do_not_count() -> None:
     model = Weights(torch.full((2,), 1.5))
     model.frozen = nn.Parameter(torch.ones(1000), requires_grad=False)
-    found = update_loss(model, _push, _batches(torch.full((2,), 1e-6)), _sgd, TRUE, CPU)
-    assert found is not None
-    assert found.lost == 1.0
+    training = Training(model, _push, _batches(torch.full((2,), 1e-6)), _sgd, CPU)
+    assert update_loss(training, TRUE).lost == 1.0
 
 
 def test_the_model_is_not_trained() -> None:
     model = Weights(torch.ones(3))
-    update_loss(model, _push, _batches(torch.ones(3)), _sgd, TRUE, CPU)
+    update_loss(Training(model, _push, _batches(torch.ones(3)), _sgd, CPU), TRUE)
     assert torch.equal(model.w, torch.ones(3))
     assert model.w.grad is None
 
@@ -253,15 +260,14 @@ def test_parameters_outside_the_model_are_restored(plan: str) -> None:
 def test_only_fp32_parameters_are_stored_low() -> None:
     small = 1e-3 * torch.ones(4)
     exact = Weights(torch.ones(4, dtype=torch.complex64))
-    found = update_loss(exact, lambda m, b: (m.w * b).sum().imag, _batches(small), _sgd, TRUE, CPU)
-    assert found is not None
-    assert found.lost == pytest.approx(0.0, abs=1e-6)
+    training = Training(exact, lambda m, b: (m.w * b).sum().imag, _batches(small), _sgd, CPU)
+    assert update_loss(training, TRUE).lost == pytest.approx(0.0, abs=1e-6)
     assert _found(TRUE, torch.ones(4).double(), small).lost == pytest.approx(0.0, abs=1e-6)
     assert _found(TRUE, torch.ones(4), small).lost == 1.0
 
 
 def test_stages_come_later_and_later_and_say_how_long_the_next_one_takes() -> None:
-    test = UpdateTest(mlp(), loss, data(0), lambda p: torch.optim.Adam(p, lr=1e-2), TRUE, CPU)
+    test = UpdateTest(Training(mlp(), loss, data(0), lambda p: torch.optim.Adam(p, lr=1e-2), CPU), TRUE)
     steps = []
     while test.next_s is not None:
         assert not steps or test.next_s > 0.0
@@ -314,7 +320,7 @@ def test_without_an_update_in_fp32_nothing_is_known(which: str) -> None:
 
     found = job(rest, TRUE)
     assert not found.why
-    assert found.still == ("4.bias" if which == "one" else "0.weight, 0.bias and 3 others")
+    assert found.still == ("4.bias" if which == "one" else "0.weight, 0.bias and 3 more")
     result = castwise.parity(mlp(), loss, data, "bf16-true", optimizer=rest)
     assert result.verdict == "undecided"
     assert result.reason.endswith("give an optimizer whose learning rate is above 0")
@@ -327,7 +333,8 @@ def test_a_training_that_diverges_in_fp32_says_nothing_of_the_plan() -> None:
 
 
 def test_one_update_is_that_of_the_step_after_the_warm_ones() -> None:
-    found = list(updates.one_update(Weights(torch.ones(3)), _push, iter([torch.ones(3)] * 5), _sgd, CPU))
+    training = Training(Weights(torch.ones(3)), _push, iter([torch.ones(3)] * 5), _sgd, CPU)
+    found = list(updates.one_update(training))
     assert [name for name, _, _ in found] == ["w"]
     assert torch.equal(found[0][1], torch.full((3,), 1.0 - updates.WARM_STEPS))
     assert torch.equal(found[0][2], -torch.ones(3))

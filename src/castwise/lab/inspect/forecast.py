@@ -11,6 +11,7 @@ The forecast is about ranges only. Whether a format has enough digits for the gr
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from castwise.lab.parity.batches import endless
 from castwise.lab.parity.parity import device_of, made
 from castwise.lab.parity.probes import Prober
 from castwise.lab.parity.together import together
-from castwise.lab.parity.updates import one_update
+from castwise.lab.parity.updates import Training, one_update
 from castwise.lab.timing.environment import environment
 
 __all__ = ["FORECAST", "MICROBATCHES", "Forecast", "RegionForecast", "Spread", "TensorForecast", "forecast"]
@@ -107,7 +108,9 @@ def forecast(
         def updates() -> Iterator[tuple[str, Tensor, Tensor]]:
             if optimizer is not None:
                 _check_steps(made(optimizer, ranks.model, "forecast"))
-                yield from one_update(ranks.model, loss, make(seed), optimizer, where, seed)
+                training = Training(ranks.model, loss, make(seed), optimizer, where, seed)
+                with contextlib.closing(training):
+                    yield from one_update(training)
 
         run = ranks.each(begun)
         run.run(microbatches, updates)

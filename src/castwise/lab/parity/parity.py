@@ -44,7 +44,7 @@ from castwise.lab.parity.damage import (
 from castwise.lab.parity.gradient_range import GradientRange
 from castwise.lab.parity.probes import REFERENCE, Probe, Prober
 from castwise.lab.parity.states import Optimizer, StateTest
-from castwise.lab.parity.updates import UpdateLoss, update_loss
+from castwise.lab.parity.updates import Training, UpdateLoss, is_needed, update_loss
 from castwise.lab.parity.verdicts import LEAST, Verdict, compare, goes_on, lasts, needed, passes
 from castwise.lab.passes.choices import Choice
 from castwise.lab.passes.isolation import undisturbed, unmoved, unspoilt
@@ -547,8 +547,9 @@ def parity(
         chosen = with_measured_scale(chosen, test.range)
         result = test.decide(chosen, microbatches, max(MOST * microbatches, LEAST))
         result, updates = test.with_state(result), None
-        if optimizer is not None and result.verdict != "fail":
-            updates = update_loss(model, loss, make(seed), optimizer, chosen, where, seed)
+        if optimizer is not None and result.verdict != "fail" and is_needed(chosen):
+            training = Training(model, loss, make(seed), optimizer, where, seed)
+            updates = update_loss(stack.enter_context(contextlib.closing(training)), chosen)
     return _with_updates(result, updates, prober.passes)
 
 

@@ -32,7 +32,9 @@ from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import PRESETS, Plan
+from castwise.core.plans.text import some
 from castwise.core.session.amp import SessionView
+from castwise.lab.parity.states import Optimizer
 from castwise.lab.passes.isolation import seed_all, unmoved
 from castwise.lab.passes.passes import under
 
@@ -52,9 +54,6 @@ REPEATED = 0.01
 _FP32 = PRESETS["fp32"]
 WARM_STEPS = 4
 """Steps before the step that :func:`one_update` observes: an optimizer's first step differs from later steps."""
-
-Loss = Callable[[nn.Module, Any], Tensor]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -113,27 +112,13 @@ class UpdateTest:
         found: The result so far.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        batches: Iterator[Any],
-        optimizer: MakeOptimizer,
-        plan: Plan,
-        device: torch.device,
-        seed: int = 0,
-    ) -> None:
-        self._training = _Training(model, loss, batches, optimizer, device, seed)
-        self._plan = plan
+    def __init__(self, training: Training, plan: Plan) -> None:
+        self._training, self._plan = training, plan
         self._stages = list(AFTER if plan.lacks_masters else AFTER[:2])
         self._step_s = self._compared_s = 0.0
         self._still = dict.fromkeys(range(len(self._training.groups)), False)
         """Groups without an update so far, and whether they had a gradient."""
         self.found = UpdateLoss()
-
-    def close(self) -> None:
-        """Restore tensors outside the model that the optimizer has changed."""
-        self._training.close()
 
     @property
     def next_s(self) -> float | None:
@@ -154,15 +139,20 @@ class UpdateTest:
             self._step_s = (time.monotonic() - began) / count
         began, broken, broken_at = time.monotonic(), "", 0
         kept, whole = [0.0] * len(training.groups), [0.0] * len(training.groups)
-        for _ in range(COMPARED):
+        repeats = True
+        for number in range(COMPARED):
             training.backward()
-            before, own, again = training.values(), _step_of(training, self._plan), _step_of(training, _FP32)
+            before, own = training.values(), _step_of(training, self._plan)
+            again = None if number and not own.broken else _step_of(training, _FP32)
             training.update()
             changes = _changes(training.values(), before)
-            if own.broken and not (broken or again.broken):
+            if own.broken and again is not None and not (broken or again.broken):
                 broken, broken_at = own.broken, training.steps
-            # else the state dict lacks state of the optimizer, or its steps draw random numbers
-            comparable = bool(own.changes) and again.repeats(changes)
+            if (
+                again is not None
+            ):  # else the state dict lacks state of the optimizer, or its steps draw random numbers
+                repeats = again.repeats(changes)
+            comparable = bool(own.changes) and repeats
             for index, group in enumerate(changes):
                 whole[index] += sum(_dot(change, change) for change in group)
                 ours = own.counted(index, before[index], group, comparable)
@@ -202,41 +192,22 @@ def is_needed(plan: Plan) -> bool:
     return plan.lacks_masters or plan.keeps_masters
 
 
-def update_loss(
-    model: nn.Module,
-    loss: Loss,
-    batches: Iterator[Any],
-    optimizer: MakeOptimizer,
-    plan: Plan,
-    device: torch.device,
-    seed: int = 0,
-) -> UpdateLoss | None:
-    """The result of all stages of an :class:`UpdateTest`; None for plans that do not store parameters low."""
-    if not is_needed(plan):
-        return None
-    test = UpdateTest(model, loss, batches, optimizer, plan, device, seed)
-    with contextlib.closing(test):
-        while test.next_s is not None:
-            test.stage()
+def update_loss(training: Training, plan: Plan) -> UpdateLoss:
+    """The result of all stages of an :class:`UpdateTest` of a plan that stores parameters low."""
+    test = UpdateTest(training, plan)
+    while test.next_s is not None:
+        test.stage()
     return test.found
 
 
-def one_update(
-    model: nn.Module,
-    loss: Loss,
-    batches: Iterator[Any],
-    optimizer: MakeOptimizer,
-    device: torch.device,
-    seed: int = 0,
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Train a copy of the model in fp32 for a few steps; return name, weights and last update of each parameter."""
-    with contextlib.closing(_Training(model, loss, batches, optimizer, device, seed)) as training:
-        for _ in range(WARM_STEPS):
-            training.step()
-        before = [p.detach().clone() for p in training.model.parameters()]
+def one_update(training: Training) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Train for a few steps; yield the name, the weights and the last update of each parameter."""
+    for _ in range(WARM_STEPS):
         training.step()
-        for (name, new), old in zip(training.model.named_parameters(), before, strict=True):
-            yield name, old, new.detach() - old
+    before = [p.detach().clone() for p in training.model.parameters()]
+    training.step()
+    for (name, new), old in zip(training.model.named_parameters(), before, strict=True):
+        yield name, old, new.detach() - old
 
 
 def stored_change(weights: Tensor, update: Tensor, dtype: torch.dtype) -> Tensor:
@@ -246,8 +217,16 @@ def stored_change(weights: Tensor, update: Tensor, dtype: torch.dtype) -> Tensor
     return torch.where(moved == stored, 0.0, moved - stored)
 
 
-class _Training:
+class Training:
     """A copy of a model that is trained in fp32.
+
+    Args:
+        model: It is copied, and widened to fp32 if parts of it are stored low.
+        loss: ``loss(model, batch)`` -> scalar tensor.
+        batches: Batches on any device.
+        optimizer: ``optimizer(params)`` -> Optimizer.
+        device: The device to train on.
+        seed: Seed of the random numbers of the first step.
 
     Attributes:
         model: The copy.
@@ -260,11 +239,11 @@ class _Training:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: Callable[[nn.Module, Any], Tensor],
         batches: Iterator[Any],
-        optimizer: MakeOptimizer,
+        optimizer: Optimizer,
         device: torch.device,
-        seed: int,
+        seed: int = 0,
     ) -> None:
         self.model = copy.deepcopy(model).to(device)
         widen_(self.model)
@@ -272,7 +251,7 @@ class _Training:
         self.optimizer = optimizer(self.model.parameters())
         names = iter(_names(self.model, self.optimizer))
         self.groups = [
-            _in_words([next(names) for _ in group["params"]]) for group in self.optimizer.param_groups
+            some([next(names) for _ in group["params"]], most=2) for group in self.optimizer.param_groups
         ]
         self._restored = contextlib.ExitStack()
         self._restored.enter_context(unmoved(self.optimizer, self.model))
@@ -281,7 +260,7 @@ class _Training:
         self._batch: Any = None
 
     def close(self) -> None:
-        """Restore tensors outside the model."""
+        """Restore tensors outside the model that the optimizer has changed."""
         self._restored.close()
 
     @property
@@ -352,7 +331,7 @@ class _Step:
         )
 
 
-def _step_of(training: _Training, plan: Plan) -> _Step:
+def _step_of(training: Training, plan: Plan) -> _Step:
     model = copy.deepcopy(training.model)
     optimizer = training.make(model.parameters())
     names = _names(model, optimizer)
@@ -418,13 +397,6 @@ def _changes(new: Sequence[Sequence[Tensor]], old: Sequence[Sequence[Tensor]]) -
 def _wide(tensor: Tensor) -> Tensor:
     """A tensor in fp32 or, if it is wider, as it is."""
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _in_words(names: Sequence[str]) -> str:
-    """A group of parameters, by up to two names."""
-    more = len(names) - 2
-    others = f" and {more} other{'s' * (more > 1)}" if more > 0 else ""
-    return (", " if others else " and ").join(names[:2]) + others
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -17,7 +17,7 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.batches import epochs_of
 from castwise.lab.parity.parity import FLOOR, ParityResult
-from castwise.lab.parity.updates import AFTER, UpdateLoss, UpdateTest, is_needed
+from castwise.lab.parity.updates import AFTER, Training, UpdateLoss, UpdateTest, is_needed
 from castwise.lab.search.axes import FP32, as_raced, numerics_of
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.decision import MARGIN
@@ -173,12 +173,12 @@ def updates_of(search: Search, plan: Plan) -> UpdateLoss | None:
     workload, seed = epochs_of(context.workload), context.settings.seed
     until = ranks.now() + UPDATES_SHARE * context.left_s()
 
-    def begin() -> UpdateTest:
+    def begin() -> Training:
         model, batches = search.reference.model, iter(workload.batches(seed))
-        return UpdateTest(model, workload.loss, batches, workload.optimizer, plan, context.device, seed)
+        return Training(model, workload.loss, batches, workload.optimizer, context.device, seed)
 
-    test = ranks.at("updates").each(begin)
-    with contextlib.closing(test):
+    with contextlib.closing(ranks.at("updates").each(begin)) as training:
+        test = UpdateTest(training, plan)
         while True:
             heard = ranks.at("a stage of updates").every(lambda: (test.stage(), test.next_s))
             found = max((found for found, _ in heard), key=lambda found: (found.severity, found.still))

@@ -190,18 +190,7 @@ class Recovery(OfThisProcess, Result):
         if self._suspect is not None and self._suspect.step <= data.step:
             self._decide(self._suspect)
             data.pass_over()
-        moment = data.again()
-        if moment is None:
-            batch = next(source, _NO_MORE)
-            if batch is _NO_MORE:
-                return None
-            moment = Moment.of(batch, self._amp)
-            data.keep(moment, min(good.cursor for good in self._states.all))
-        else:
-            set_generators(moment.random)
-        self.step = data.step
-        data.cursor += 1
-        return moment
+        return self._drawn(source, watched=True)
 
     def _next_unwatched(self, source: Iterator[Any]) -> Moment | None:
         """The next batch after the recovery stopped: the kept ones that have not been repeated, then the loader's."""
@@ -211,15 +200,22 @@ class Recovery(OfThisProcess, Result):
             data.clear()
         data.pass_over()
         data.forget_past()
+        return self._drawn(source, watched=False)
+
+    def _drawn(self, source: Iterator[Any], *, watched: bool) -> Moment | None:
+        """The kept batch at the cursor with its random states, or a new one, which is kept if it is watched."""
+        data = self._data
         moment = data.again()
-        if moment is None:
-            batch = next(source, _NO_MORE)
-            if batch is _NO_MORE:
-                return None
-            moment = Moment(batch, {}, ())
-        else:
+        if moment is not None:
             set_generators(moment.random)
-        if self._stopped or moment.random:
+        elif (batch := next(source, _NO_MORE)) is _NO_MORE:
+            return None
+        elif watched:
+            moment = Moment.of(batch, self._amp)
+            data.keep(moment, min(good.cursor for good in self._states.all))
+        else:
+            moment = Moment(batch, {}, ())
+        if watched or self._stopped or moment.random:
             self.step = data.step
         data.cursor += 1
         return moment
