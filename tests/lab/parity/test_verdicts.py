@@ -299,6 +299,27 @@ def test_noise_that_cannot_be_replayed_is_no_failure_of_the_plan() -> None:
     assert "could not be replayed" in found.reason
 
 
+@pytest.mark.filterwarnings("ignore:The plan rounds floating inputs")  # what leads to the error
+def test_a_model_that_fails_only_under_the_plan_is_told_apart_from_one_that_always_fails() -> None:
+    class Ids(nn.Module):
+        """Numbers up to 999 as floats: in bf16, 999 becomes 1000, which the table does not have."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(1000, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x.long())
+
+    def numbers(_seed: int) -> Iterator[Tensor]:
+        while True:
+            yield torch.arange(900.0, 1000.0)
+
+    said = "runs in fp32, but fails under bf16-true: IndexError"
+    with pytest.raises(WorkloadError, match=said):
+        castwise.parity(Ids(), lambda model, x: model(x).square().mean(), numbers, "bf16-true")
+
+
 def test_without_an_optimizer_parameters_stored_low_are_undecided() -> None:
     found = castwise.parity(Framed(nn.GELU()), _loss, _batches, "bf16-true")
     assert found.verdict == "undecided"

@@ -545,7 +545,8 @@ def parity(
         test = ParityTest(prober, accumulate * world_size, adam, optimizer)
         test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
         chosen = with_measured_scale(chosen, test.range)
-        result = test.decide(chosen, microbatches, max(MOST * microbatches, LEAST))
+        with users_code(f"parity: the model runs in fp32, but fails under {in_words(chosen)}"):
+            result = test.decide(chosen, microbatches, max(MOST * microbatches, LEAST))
         result, updates = test.with_state(result), None
         if optimizer is not None and result.verdict != "fail" and is_needed(chosen):
             training = Training(model, loss, make(seed), optimizer, where, seed)
