@@ -1,4 +1,4 @@
-"""A search's answer in words: what to do, how much faster it is, and why."""
+"""Write the answer of a search in words: what to do, how much faster that is, and why."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from castwise.lab.search.state import Search
 from castwise.lab.timing import stats
 
 MOST_NAMED = 3
-"""A sentence names regions or operators up to this number, and otherwise gives only their number."""
+"""A sentence names at most this many regions or operators. If there are more, it names these and gives the total."""
 UNKNOWN = 10.0
-"""An interval tells nothing if its upper end is this many times its lower end."""
+"""An interval is reported as unknown if its upper end is more than this many times its lower end."""
 _SAME = 0.01
-"""Sentences omit a smaller difference in peak memory."""
+"""A sentence says "same memory" if the peak memory changes by less than this share."""
 
 
 def answer(search: Search) -> str:
-    """What to do and what it gains, in a sentence."""
+    """Return one sentence that says which plan to use and what is gained by it."""
     plan = search.choice.plan
     if search.context.settings.goal == "numerics":
         return _numerics(search)
@@ -42,7 +42,7 @@ def _arrived(search: Search) -> bool:
 
 
 def why(search: Search) -> tuple[str, ...]:
-    """The reasons for the answer, in sentences."""
+    """Return the reasons for the answer, one sentence each."""
     goal, plan = search.context.settings.goal, search.choice.plan
     if plan == FP32 and not search.complete:
         return ()
@@ -52,12 +52,15 @@ def why(search: Search) -> tuple[str, ...]:
 
 
 def speed(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
-    """The speed of a plan relative to another plan in the final; None if either plan did not finish the final."""
+    """Return the speed of a plan relative to another plan in the :class:`Final`; None if either plan did not finish it."""
     return search.final.ratio(plan, over) if search.final is not None else None
 
 
 def advice(plan: Plan, optimizer: str = "optimizer") -> str:
-    """A plan as advice to the user of this optimizer class: ``Stay in fp32, switch to channels_last``."""
+    """Describe a plan as advice, for example ``Stay in fp32, switch to channels_last``.
+
+    ``optimizer`` is the class name of the user's optimizer.
+    """
     low = plan.compute
     if low == "fp32":
         does = ["Stay in fp32"]
@@ -102,7 +105,7 @@ def _counted(names: list[str], what: str) -> str:
 
 
 def _speed_words(ratio: stats.Ratio | None) -> str:
-    """How fast a plan is compared with another; names no direction if the interval includes 1."""
+    """Say how fast a plan is compared with another; if the interval includes 1, neither is called faster."""
     if ratio is None:
         return ""
     if ratio.high > UNKNOWN * ratio.low:
@@ -114,7 +117,10 @@ def _speed_words(ratio: stats.Ratio | None) -> str:
 
 
 def _over_fp32(search: Search) -> str:
-    """How fast the chosen plan is over fp32; quotes the separately timed saving if whole steps do not show it."""
+    """Say how fast the chosen plan is compared with fp32.
+
+    A setting that was timed alone may save time that whole steps are too noisy to show. Then its separate saving is quoted too.
+    """
     final, ratio = search.final, speed(search, search.choice.plan, FP32)
     said = _speed_words(ratio)
     if final is None or not final.to_choose or ratio is None or round(ratio.low, 2) > 1.0:
@@ -151,13 +157,16 @@ def _numerics(search: Search) -> str:
 
 
 def _timed(search: Search) -> list[Plan]:
-    """Plans other than the chosen one that finished the final."""
+    """Return the plans that finished the :class:`Final`, without the chosen plan."""
     final = search.final
     return [] if final is None else [p for p in final.plans if p != search.choice.plan and final.seconds(p)]
 
 
 def tied(search: Search) -> list[Plan]:
-    """Sound plans of the final that are not known to be slower than the chosen one."""
+    """Return the sound plans of the :class:`Final` that are not known to be slower than the chosen plan.
+
+    Plans that are simpler than the chosen plan are left out: they were rejected because another plan is faster.
+    """
     out = []
     for plan in _timed(search):
         ratio = speed(search, search.choice.plan, plan)
@@ -177,7 +186,7 @@ def _is_sound(search: Search, plan: Plan) -> bool:
 
 
 def trains_like_fp32(search: Search, plan: Plan) -> bool:
-    """Whether training runs accepted the plan after its gradients left it in doubt."""
+    """Whether training runs accepted a plan after the test of its gradients was undecided or failed by little."""
     trained = search.training.get(numerics_of(plan))
     return trained is not None and trained.verdict == "not worse"
 
@@ -205,7 +214,10 @@ def _why_fp32(search: Search) -> str:
 
 
 def _all_slower(search: Search) -> bool:
-    """Whether all raced plans left because they were slower; if none was raced, whether all were dropped as slower before."""
+    """Whether every plan of the race other than fp32 was removed because it was slower.
+
+    If no such plan raced, whether all plans were dropped as slower before the race.
+    """
     entries = search.race.entries if search.race is not None else {}
     raced = [entry for plan, entry in entries.items() if plan != FP32]
     if not raced:
@@ -216,7 +228,7 @@ def _all_slower(search: Search) -> bool:
 
 
 def why_chosen(search: Search) -> str:
-    """The reason for choosing the plan, as a clause."""
+    """Return the reason for choosing the plan, as a clause."""
     if search.context.settings.goal == "memory" and search.peaks.keys() - {search.choice.plan}:
         return "the sound plan with the smallest peak memory"
     if search.context.settings.goal == "numerics":
@@ -238,7 +250,7 @@ def why_chosen(search: Search) -> str:
 
 
 def _by_race(search: Search) -> str:
-    """What the race measured for the chosen plan, if the race decided because the final could not."""
+    """Say how much faster the chosen plan was in the race, if the race decided because the :class:`Final` could not."""
     ratio = speed(search, search.choice.plan, FP32)
     raced = search.final.behind.get((FP32, search.choice.plan)) if search.final is not None else None
     if raced is None or ratio is None or round(ratio.low, 2) > 1.0 or ratio.value <= MARGIN:
@@ -274,7 +286,7 @@ def _soundness(search: Search) -> str:
 
 
 def _untested(search: Search) -> str:
-    """What the tests of the chosen plan did not cover, in a sentence; empty for fp32."""
+    """Return a sentence about what the tests of the chosen plan did not cover; empty for fp32."""
     verified, trained = search.choice.verified, search.choice.verification
     if verified is None or search.begun is None:
         return ""
@@ -298,7 +310,7 @@ def _ties(search: Search) -> str:
 
 
 def _why_not_low(search: Search) -> str:
-    """Why one-line autocast was not chosen, if the chosen plan computes in fp32 and the reason is known."""
+    """Say why one-line autocast was not chosen, if the chosen plan computes in fp32 and the reason is known."""
     if search.choice.plan.compute != "fp32":
         return ""
     fate, reason = search.journal.fate(AUTOCAST), search.journal.refusal(AUTOCAST)

@@ -1,4 +1,4 @@
-"""Notes for a search on a model whose tensors are already bf16 or fp16."""
+"""Write the notes of a search on a model that already has bf16 or fp16 tensors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from castwise.core.plans.words import in_words
 from castwise.lab.search.state import Search
 
 AS_GIVEN = "as given"
-"""Name of the table row for the model as the user gave it."""
+"""Name of the table row for the model in the formats in which the user gave it."""
 
 
 def arrival_notes(search: Search) -> Iterator[str]:
-    """Notes on the widened fp32 model, on the speed of the given model, and on applying the plan."""
+    """Yield notes on the widened fp32 model, on the speed of the model as given, and on how to apply the plan."""
     model = search.reference.model
     low = low_tensors(model)
     formats = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in low.values()}))

@@ -1,8 +1,8 @@
-"""The whole-step axes of a search: settings that apply to a whole training step.
+"""List the plans that a search starts from: every combination of the settings that apply to a whole training step.
 
-The axes are compute format, parameter storage with masters, the precision inside fp32 products, and memory format. Every
-combination is a candidate because there are few, and a race on real steps decides. The fused optimizer is decided separately
-(:mod:`castwise.lab.search.fusing`).
+These settings are the compute format, the storage of the parameters (with or without masters), the precision inside fp32
+products, and the memory format. There are few combinations, so all of them are tried in a race on real steps. Whether to use
+the fused optimizer is decided separately (:mod:`castwise.lab.search.fusing`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FORMATS = ("fp32", "tf32", *LOW)
 
 
 def check_formats(formats: Iterable[str], goal: str) -> tuple[str, ...]:
-    """The formats that a user allows, without duplicates, in the order of ``FORMATS``.
+    """Return the formats that the user allows, without duplicates, in the order of ``FORMATS``.
 
-    fp32 is always included, except with ``goal="numerics"``, which takes one low format.
+    fp32 is always included. With ``goal="numerics"`` the result is one low format alone.
 
     Raises:
         PlanError: A name is not a format, or ``numerics`` did not get exactly one low format.
@@ -61,17 +61,17 @@ def whole_step_plans(
     used: Iterable[str] = (),
     sparse: bool = False,
 ) -> tuple[list[Plan], dict[str, str]]:
-    """Every combination of the whole-step axes that the device has.
+    """Return every combination of the settings of a whole step that the device supports.
 
     Args:
         formats: As returned by :func:`check_formats`.
         device: The device that the model will run on.
         optimizer: The user's optimizer, on the model's parameters.
         has_images: Whether the model has convolutions over images, so that channels_last matters.
-        goal: ``memory`` also allows low parameters without masters, and fuses the optimizer where possible except in fp32;
-            ``time`` also allows unfused attention.
-        used: Operators that the model runs, as named by ``parts.operators_used``.
-        sparse: Whether some gradients are sparse; no fused kernel takes those.
+        goal: ``memory`` also tries low parameters without masters, and uses the fused optimizer where possible except in fp32.
+            ``time`` also tries unfused attention.
+        used: Operators that the model runs, as returned by :func:`~castwise.lab.search.regions.operators_used`.
+        sparse: Whether some gradients are sparse; no fused optimizer kernel accepts sparse gradients.
 
     Returns:
         The plans, simplest first, and the reason for each format that is left out.
@@ -99,7 +99,7 @@ def whole_step_plans(
             consider(name, PRESETS[f"{name}-master"])
             if goal == "memory":
                 consider(name, PRESETS[f"{name}-true"])
-    # fused kernels win on GPUs; on a CPU a low-format backward may be slower than its unfused parts
+    # fused attention wins on GPUs; on a CPU its backward in a low format may be slower than separate operators
     unfused = [
         (op, "unfused") for op in UNFUSED if op in set(used) and goal == "time" and device.type != "cuda"
     ]
@@ -127,14 +127,15 @@ _MADE_OF = {
     "cross_entropy_loss": "nll_loss_forward", "group_norm": "native_group_norm", "layer_norm": "native_layer_norm",
     "log_softmax": "_log_softmax", "mse_loss": "mse_loss", "rms_norm": "_fused_rms_norm", "softmax": "_softmax",
 }  # fmt: skip
-"""Norms, softmax and losses, which the tables keep in fp32 for caution: each operator, and the operator that it calls below
-autocast."""
+"""Norms, softmax and losses, which autocast's tables keep in fp32 for caution. Each is mapped to the operator that it calls
+below autocast."""
 
 
 def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> Plan | None:
-    """A low plan whose norms, softmax and losses follow the dtype of their inputs instead of being cast to fp32.
+    """Return a low plan in which norms, softmax and losses keep the dtype of their inputs instead of being cast to fp32.
 
-    None if this device type's table casts none of the used operators, or if the plan does not qualify.
+    Return None if the plan is not in a low format or does not use torch.autocast's own table. Return None too if that table
+    casts none of the operators that the model uses.
     """
     if plan.compute not in LOW or plan.rules != "native":
         return None
@@ -150,11 +151,10 @@ def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> P
 
 
 def complexity(plan: Plan) -> float:
-    """Complexity of a plan for its reader, 0 for fp32; between equally good plans the least complex is chosen.
+    """Return how complicated a plan is for a reader; 0 for fp32. Of equally good plans a search chooses the simplest.
 
-    Regions beyond the preset's and operator overrides cost most. A low format and its storage cost less, and so does compiling,
-    which changes no numerics but takes time at each start. Memory format, the fused optimizer and kept memory cost almost
-    nothing.
+    Extra regions and operator overrides count most. A low format, low storage and compiling count less; compiling changes no
+    numerics, but takes time at each start. The memory format, the fused optimizer and kept host memory count almost nothing.
     """
     usual = next(
         (p.regions for p in PRESETS.values() if (p.compute, p.params) == (plan.compute, plan.params)), ()
@@ -172,35 +172,35 @@ def complexity(plan: Plan) -> float:
 
 
 def numerics_of(plan: Plan) -> Plan:
-    """The part of a plan that affects gradients: layout, optimizer kernel and run settings are set to their defaults."""
+    """Return the plan reduced to the settings that affect gradients; memory format, optimizer kernel and the like are reset."""
     return dataclasses.replace(as_raced(plan), memory_format="as_is")
 
 
 def storage_of(plan: Plan) -> tuple[str, str]:
-    """The formats in which a plan stores parameters and masters."""
+    """Return the formats in which a plan stores parameters and masters."""
     return (plan.compute if plan.stores_low else "fp32", plan.master)
 
 
 def uncompiled(plan: Plan) -> Plan:
-    """The same plan without compiling."""
+    """Return the same plan without compiling."""
     return dataclasses.replace(plan, compile="as_given")
 
 
 def as_trained(plan: Plan) -> Plan:
-    """The same plan with only the settings that affect training: not compiled, host memory as given."""
+    """Return the plan reduced to the settings that affect training: it is not compiled, and host memory is as given."""
     return dataclasses.replace(plan, compile="as_given", host_memory="as_given")
 
 
 def as_raced(plan: Plan) -> Plan:
-    """The plan as it is raced in a shared process: not compiled, host memory and optimizer as given."""
+    """Return the plan as it is raced in a shared process: not compiled, with optimizer and host memory as given."""
     return dataclasses.replace(as_trained(plan), optimizer="as_given")
 
 
 def run_with(plan: Plan, how: Plan) -> Plan:
-    """A plan with another plan's optimizer kernel and host memory, which change no gradients."""
+    """Return a plan with another plan's optimizer kernel and host memory; neither changes gradients."""
     return dataclasses.replace(plan, optimizer=how.optimizer, host_memory=how.host_memory)
 
 
 def name_of(plan: Plan) -> str:
-    """The preset's name if the plan is a preset, else the plan's line."""
+    """Return the preset's name if the plan is a preset, else the plan's line."""
     return next((name for name, preset in PRESETS.items() if preset == plan), str(plan))

@@ -1,4 +1,4 @@
-"""A digest of a workload's code: it depends on the code, not on its location or on when it was read."""
+"""Compute a digest of a workload's code. It does not depend on where the code lies or when it was read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, types.None
 
 
 def code_digest(model: nn.Module, functions: Iterable[Any]) -> str:
-    """Digest the classes of a model's modules outside torch, the given functions, and the user code that they refer to."""
+    """Return a digest of the code that a workload runs.
+
+    It covers the classes of the model's modules outside torch, the given functions, and the user's code to which they refer.
+    """
     reader = _Reader()
     for kind in sorted({type(module) for module in model.modules()}, key=lambda kind: kind.__qualname__):
         reader.methods(kind)
@@ -35,7 +38,7 @@ class _Reader:
         self.digest.update(repr(words).encode())
 
     def methods(self, kind: type) -> None:
-        """Read a module class, also one of an installed library, whose version is recorded nowhere else."""
+        """Add a module class to the digest. Classes of installed libraries are read too: no version is recorded for them."""
         for cls in kind.__mro__:
             if cls is not object and not cls.__module__.startswith("torch."):
                 self._say(cls.__qualname__)
@@ -44,7 +47,10 @@ class _Reader:
                         self.read(value, inside=True)
 
     def read(self, thing: Any, inside: bool = False) -> None:
-        """Read an object, and whatever it refers to that is user code or lies ``inside`` the object."""
+        """Add an object to the digest, and the user's code to which it refers.
+
+        With ``inside``, code of the object itself is added even if it is not the user's.
+        """
         if isinstance(thing, _PLAIN):
             self._say(thing)
             return
@@ -78,7 +84,7 @@ class _Reader:
         for held in (function.__defaults__, function.__kwdefaults__, _cells(function)):
             if own or function.__module__.startswith(
                 "castwise."
-            ):  # these have closures that hold what users gave
+            ):  # these functions of castwise have closures that hold objects of the user
                 self.read(held)
         if own:
             self._globals(function)
@@ -125,7 +131,7 @@ def _cells(function: types.FunctionType) -> list[Any]:
 
 
 def _parts(thing: Any) -> Iterator[Any]:
-    """Unwrap objects that wrap functions."""
+    """Yield the functions and arguments that a wrapper such as ``functools.partial`` holds."""
     if isinstance(thing, functools.partial):
         yield from (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, types.MethodType):

@@ -1,24 +1,25 @@
-"""Whether a plan can be compiled: one trial, in the current process.
+"""Test in the current process whether compiling a plan gives correct gradients and faster steps.
 
-A compiled model may be silently wrong (pytorch issues 179804, 194329: a backward that omits a block in fp32, garbage after a
-shape change under autocast). The trial therefore compares its gradients with those of the same plan in eager mode, at the same
-weights, batches and random draws. The tolerance is the uncertainty of the format: how much the gradients move when each weight
-moves by one unit in the format's last place.
+A compiled model may be silently wrong. Known cases are a backward that omits a block in fp32 (pytorch issue 179804), and
+garbage after a shape change under autocast (194329). The trial therefore compares compiled gradients with those of the same
+plan in eager mode, at the same weights, batches and random draws. The tolerance is the uncertainty of the format: how much the
+gradients move when each weight moves by one unit in the format's last place.
 
-One random move of the weights is enough in a low format. In fp32 it may miss rare events: a ReLU whose input is within rounding
-of zero flips in one draw of sixteen, but in most runs of compiled code, which rounds activations differently. A flip moves the
-gradients before it a thousand times as far as a draw without flips (ResNet, 7e-3 and 1e-6). If the gradients differ by more
-than the tolerance, the trial therefore moves the weights further, several times, until the whole gradient has once jumped about
-as far as the parameter's gradient differs.
+In a low format one random move of the weights is enough. In fp32 one move may miss rare events, such as a ReLU whose input is
+within rounding of zero. Its output flips in one random move of sixteen, but in most runs of compiled code, which rounds
+activations differently. A flip moves the gradients of earlier layers a thousand times as far as a move without flips (ResNet,
+7e-3 and 1e-6). If the gradients differ by more than the tolerance, the trial therefore moves the weights further, several
+times. It stops once the whole gradient has jumped about as far as the parameter's gradient differs.
 
-Some gradients are only rounding error, for example that of a bias before a BatchNorm, which is zero in exact arithmetic. A unit
-in the last place moves such a gradient by its full size, and kernels that round differently make it 90 times as large (bf16 and
-channels_last on a CPU). It carries no signal; its difference only has to be small relative to the gradient of the whole model.
+Some gradients are only rounding error. An example is the gradient of a bias before a BatchNorm, which is zero in exact
+arithmetic. A unit in the last place moves such a gradient by its full size, and kernels that round differently make it 90 times
+as large (bf16 and channels_last on a CPU). Such a gradient carries no signal. It is only required that its difference is small
+relative to the gradient of the whole model.
 
-The trial does not compare with fp32 at first, because the plan's numerics have been tested before, with methods that need eager
-code. It uses fp32 when the gradients differ by more than the tolerance: the eager kernels may be the less accurate ones, and a
-compiled gradient that is closer to fp32 is no fault. Over 4,096 rows a layer norm's backward in bf16 on a CPU is off by 7 % in
-eager mode and by 0.2 % compiled (bench/results/compare-causes-cpu.json).
+The trial does not compare with fp32 at first, because the plan's numerics were tested before, with methods that need eager
+code. It compares with fp32 when the gradients differ by more than the tolerance: the eager kernels may be the less accurate
+ones, and a compiled gradient that is closer to fp32 is no fault. Over 4,096 rows, the backward of a layer norm in bf16 on a CPU
+is off by 7 % in eager mode and by 0.2 % compiled (bench/results/compare-causes-cpu.json).
 """
 
 from __future__ import annotations
@@ -51,41 +52,43 @@ from castwise.lab.timing.timing import race, speedup
 from castwise.lab.workloads.workload import Workload
 
 BATCHES = 3
-"""Batches on which gradients are compared; with ``STEPS`` they stay below the number of compilations at which Dynamo gives up
-silently."""
+"""Number of batches on which gradients are compared. Dynamo silently stops compiling after a number of compilations;
+``BATCHES`` and ``STEPS`` together stay below it."""
 STEPS, SETTLED = 4, 2
-"""Steps that are watched for compilations, and how many of the last must have none."""
+"""Number of steps in which compilations are counted, and how many of the last of these steps must have none."""
 TIMED, BLOCK_S = 5, 0.1
 FACTOR = 25.0
-"""A squared difference may be this many times the one that moving each weight by a unit in the last place causes."""
+"""A squared difference is allowed to be this many times the squared difference caused by moving each weight by a unit in the
+last place."""
 MOST, SURE = 0.25, 4.0
-"""It may be at most ``MOST`` of the gradient's squared norm or ``SURE`` times the difference that this move causes,
-whichever is more: an omitted gradient differs by its whole norm, and five units in the last place of bf16 can move a gradient
-through twenty layers by as much."""
+"""A squared difference may be at most the larger of two limits: ``MOST`` of the gradient's squared norm, and ``SURE`` times the
+difference that moving the weights causes. If a gradient is omitted, it differs by its whole norm. But five units in the last
+place of bf16 can move a gradient through twenty layers by as much."""
 JUMPS, DRAWS, SHARE = 4.0, 24, 0.5
-"""In fp32 the relative difference may also be ``JUMPS`` times that of the whole gradient's largest jump in ``DRAWS`` draws,
-which move weights by the root of ``FACTOR`` units; the draws may take ``SHARE`` of the compile time."""
+"""In fp32 a relative difference is also allowed up to ``JUMPS`` times the largest jump of the whole gradient. The jump is the
+largest of ``DRAWS`` random moves of the weights by the root of ``FACTOR`` units. These moves may take ``SHARE`` of the compile
+time."""
 NOISE = {"fp32": 0.01, "tf32": 0.5, "bf16": 0.5, "fp16": 0.5}
-"""A gradient has no signal if a unit in the last place moves it by at least this share of its squared norm. Observed moves: in
-fp32 at most 1 % of the norm for signals and 18 % for noise, in bf16 56 % and 100 %."""
+"""A gradient carries no signal if moving the weights by a unit in the last place moves it by at least this share of its squared
+norm. In fp32 at most 1 % was observed for gradients with a signal and 18 % for pure noise; in bf16 56 % and 100 %."""
 NEAR = 0.25
-"""fp32 may decide which of two gradients is better if the eager gradient's squared relative error is at most this."""
+"""fp32 decides which of two gradients is better only if the squared relative error of the eager gradient is at most this."""
 LEAST = {"fp32": 1e-6, "tf32": 1e-3, "bf16": 1e-3, "fp16": 1e-3}
-"""Squared relative difference of a parameter's gradient that is always accepted, by the plan's coarsest format; relative to the
-gradient of the whole model if the parameter's own has no signal."""
+"""Squared relative difference of a parameter's gradient that is always accepted, by the plan's coarsest format. It is relative
+to the parameter's own gradient, or to the gradient of the whole model if the parameter's gradient carries no signal."""
 
 
 @dataclass(frozen=True)
 class CompileTrial:
-    """Result of a trial.
+    """The result of trying to compile a plan.
 
     Attributes:
-        reason: Why the plan is not compiled; empty if it can be.
+        reason: Why the plan is not compiled; empty if it can be compiled.
         compile_s: Seconds that compiling took with an empty cache on disk.
         eager_s: Seconds per step in eager mode.
-        gain: How many times as fast the compiled plan is; None if it was not timed.
-        difference: The largest ratio of a gradient's difference to its tolerance.
-        late: Whether it is not compiled because too little time was left.
+        gain: How many times as fast as in eager mode the compiled plan is; None if it was not timed.
+        difference: The largest ratio of a gradient's squared difference to its tolerance.
+        late: Whether the plan is not compiled because too little time was left.
     """
 
     reason: str = ""
@@ -97,12 +100,12 @@ class CompileTrial:
 
     @property
     def step_s(self) -> float:
-        """Seconds per compiled step."""
+        """The seconds per step of the compiled plan; NaN if it was not timed."""
         return self.eager_s / self.gain.value if self.gain is not None else math.nan
 
 
 def run_trial(_pipe: Connection, workload: bytes, line: str, device: str, seed: int) -> CompileTrial:
-    """Try a compiled plan; :class:`castwise.lab.timing.processes.Home` calls this in a new process."""
+    """Try to compile a plan, in a new process that :class:`castwise.lab.timing.processes.Home` starts for it."""
     plan = Plan.from_json(line)
     belong_to(plan)
     return try_compiled(received(workload), plan, torch.device(device), seed)
@@ -111,7 +114,7 @@ def run_trial(_pipe: Connection, workload: bytes, line: str, device: str, seed: 
 def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int) -> CompileTrial:
     """Compile a plan, and compare its gradients and step times with those of the same plan in eager mode.
 
-    It changes process-wide settings of the compiler, so the process should do nothing else.
+    The call changes process-wide settings of the compiler, so its process should do nothing else.
     """
     _torch.dynamo.refuse_to_give_up()
     eager = TrainingRun(workload, dataclasses.replace(plan, compile="as_given"), device, seed)
@@ -171,7 +174,7 @@ def _in_force(run: TrainingRun) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _buffers_stay(model: torch.nn.Module) -> Iterator[None]:
-    """Restore running statistics, power iterations and counters, so that every pass starts with the same buffers."""
+    """Restore all buffers of the model at the end, so that every pass starts with the same running statistics and counters."""
     kept = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -188,7 +191,7 @@ def _buffers_stay(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _gradients(run: TrainingRun, workload: Workload, batch: Any, seed: int) -> dict[str, Tensor]:
-    """Unscaled gradients of one batch, by parameter; takes no step and changes no buffer."""
+    """Return the unscaled gradients of one batch, by parameter name, without an optimizer step or a change of buffers."""
     with _in_force(run), _buffers_stay(run.model):
         run.model.zero_grad(set_to_none=True)
         run_backward(run.amp, run.model, workload.loss, batch, f"workload {workload.name!r}", seed)
@@ -212,7 +215,12 @@ def _difference(
     data: Sequence[Any],
     device: torch.device,
 ) -> tuple[float, str]:
-    """The largest ratio of a squared gradient difference to its tolerance, and its parameter; NaN if none is finite."""
+    """Compare compiled gradients with eager ones.
+
+    Returns:
+        The largest ratio of a parameter's squared difference to its tolerance, and the name of that parameter. The ratio is NaN
+        if no gradient is finite.
+    """
     coarsest = next((name for name in ("bf16", "fp16") if name in plan.formats), "fp32")
     if coarsest == "fp32" and plan.fp32_matmul in FORMATS:
         coarsest = plan.fp32_matmul
@@ -230,7 +238,7 @@ def _difference(
                 other.get(name, torch.zeros_like(mine)) for other in (near, got)
             ]  # a missing gradient counts as zero
             if not all(bool(torch.isfinite(one).all()) for one in (mine, beside[0])):
-                continue  # a loss scale that is too high, or just at the limit: nothing to compare
+                continue  # the loss scale is too high, or just at the limit: there is nothing to compare
             for found, one in zip((moved, error), beside, strict=True):
                 d = float((one - mine).double().square().sum())
                 found[name] = found.get(name, 0.0) + (d if math.isfinite(d) else math.inf)
@@ -259,7 +267,7 @@ def _over(
     coarsest: str,
     jump: float = 0.0,
 ) -> dict[str, float]:
-    """Ratio of each parameter's squared difference to its tolerance."""
+    """Return the ratio of each parameter's squared gradient difference to its tolerance; above 1 is too much."""
     whole, least = sum(signal.values()), LEAST[coarsest]
     over = {}
     for name, mine in signal.items():
@@ -274,7 +282,10 @@ def _over(
 
 
 def _jumps(eager: TrainingRun, workload: Workload, data: Sequence[Any], eps: float) -> Iterator[float]:
-    """The largest jump so far after each draw: a squared move of a batch's whole gradient over its squared norm."""
+    """Move the weights at random, and yield after each draw the largest jump of the gradient so far.
+
+    A jump is the squared change of a batch's whole gradient, divided by its squared norm.
+    """
     wants = [_gradients(eager, workload, batch, seed) for seed, batch in enumerate(data)]
     norms = [sum(float(mine.square().sum()) for mine in want.values()) for want in wants]
     largest = 0.0
@@ -293,7 +304,10 @@ def _jumps(eager: TrainingRun, workload: Workload, data: Sequence[Any], eps: flo
 def _nearer(
     eager: TrainingRun, compiled: TrainingRun, workload: Workload, data: Sequence[Any], device: torch.device
 ) -> set[str]:
-    """Parameters whose compiled gradients are no further from fp32's than the eager ones, if those are accurate."""
+    """Return the parameters whose compiled gradients are at least as close to fp32 as the eager ones.
+
+    A parameter is left out if its eager gradient is too far from fp32 to compare.
+    """
     signal: dict[str, float] = {}
     errors: dict[str, list[float]] = {}
     with contextlib.closing(TrainingRun(workload, REFERENCE, device, 0)) as reference:
@@ -311,7 +325,7 @@ def _nearer(
 
 @contextlib.contextmanager
 def _moved(model: torch.nn.Module, eps: float, seed: int) -> Iterator[None]:
-    """Move weights at random by up to a unit in a format's last place; restore them at the end."""
+    """Move the weights at random by up to a unit in the last place of a format, and restore them at the end."""
     kept = {p: p.detach().clone() for p in model.parameters() if p.is_floating_point() or p.is_complex()}
     try:
         with torch.no_grad():
@@ -325,7 +339,7 @@ def _moved(model: torch.nn.Module, eps: float, seed: int) -> Iterator[None]:
 
 
 def _timed(eager: TrainingRun, compiled: TrainingRun, device: torch.device) -> tuple[float, Ratio | None]:
-    """Median seconds per step of the first, and how many times as fast the second is."""
+    """Return the median seconds per eager step, and how many times as fast the compiled plan is."""
     laps = race(
         [("eager", eager), ("compiled", compiled)], rounds=TIMED, device=device, hopeless=math.inf,
         steps=lambda step_s: dict.fromkeys(step_s, max(1, min(64, round(BLOCK_S / min(step_s.values()))))),

@@ -1,8 +1,8 @@
-"""Compile finalists: each is tried in its own process, and those that may win enter the final.
+"""Compile the fastest plans, each first on trial in its own process; those that may win enter the :class:`Final`.
 
-A trial takes as long as compiling, so the fastest finalist is tried first, and no trial begins that the remaining time cannot
-cover. Each plan compiles into its own folder on disk. The trial therefore measures what a user's first compiled training takes,
-and the starts of the final are short because they reuse that folder.
+A trial takes as long as compiling. The fastest plan is therefore tried first, and no trial begins that the remaining time
+cannot cover. Each plan compiles into its own folder on disk. The trial thus measures how long a user's first compiled training
+takes to start. The later starts of the same plan reuse that folder and are short.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from castwise.lab.timing.processes import NotThereError, SilentError, not_there
 from castwise.lab.timing.served import COMPILED
 
 MODE = "default"
-"""torch.compile's mode that a search tries."""
+"""The mode of torch.compile that a search tries."""
 LEAST_S = 12.0
-"""No trial begins with less time than this."""
+"""No trial begins if fewer seconds than this are left for it."""
 ENDED_S = 2.0
-"""Seconds to wait for a killed process; a process that takes longer waits for a device, and will end later."""
+"""Seconds to wait for a killed process. A process that takes longer is waiting for a device, and will end later."""
 AGAIN = 0.25
-"""A start in the final recompiles from the disk cache in about this share of the compile time; this much is reserved for each
-start."""
+"""Share of the compile time that is reserved for each later start of a compiled plan: recompiling from the cache on disk takes
+about as long."""
 MOST = 2
-"""At most this many compiled plans enter the final: each start waits for all of them to compile."""
+"""At most this many compiled plans enter the :class:`Final`, because each start waits until all of them have compiled."""
 
 
 @contextlib.contextmanager
 def own_cache() -> Iterator[None]:
-    """A block in which processes keep compiled code in a temporary folder, deleted at the end."""
+    """Let the processes started inside this context keep compiled code in a temporary folder, which is deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="castwise-", ignore_cleanup_errors=True) as folder:
         os.environ[COMPILED] = folder
         try:
@@ -63,19 +63,19 @@ def compile_finalists(
     until: float,
     first_until: float,
 ) -> list[Plan]:
-    """Try finalists compiled, the fastest first.
+    """Compile the given plans on trial, the fastest first.
 
     Args:
-        context: The search's context.
-        contest: The race that the plans took part in.
-        trials: Each trial is added here.
-        plans: Sound plans.
-        until: Clock time at which the last trial must end, with time left for the starts in the final.
-        first_until: Clock time at which the first trial, of the plan likeliest to win, must end: it may use all time
-            that the final does not need.
+        context: The job to tune.
+        contest: The race in which the plans were timed.
+        trials: The result of each trial is added here, by compiled plan.
+        plans: Plans whose gradients passed the test.
+        until: Clock time at which the last trial must end, so that time is left for the :class:`Final`.
+        first_until: Clock time at which the first trial must end. It tries the plan that is likeliest to win, and may use all
+            time that the :class:`Final` does not need.
 
     Returns:
-        The compiled plans that may win the final.
+        The compiled plans that may win the :class:`Final`.
     """
     ranks, journal = context.ranks, context.journal
     each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they will run in the final
@@ -122,7 +122,7 @@ def compile_finalists(
 
 
 def _try_elsewhere(context: Context, payload: bytes) -> None:
-    """Train one step in another process, so that a later exception in the trial is due to compiling."""
+    """Train one step in another process before any trial, so that an exception in a later trial is due to compiling."""
     with contextlib.closing(
         SeparateRun(context.home, payload, FP32, context.device, context.settings.seed)
     ) as run:
@@ -159,7 +159,7 @@ def _tried(context: Context, payload: bytes, plan: Plan, timeout_s: float) -> Co
 
 
 def pays_after(search: Search, plan: Plan) -> int | None:
-    """Number of steps after which compiling a plan has paid off; None if unknown or never."""
+    """Return the number of steps after which compiling a plan has paid off; None if that is unknown or never happens."""
     trial, final = search.trials.get(plan), search.final
     if trial is None or trial.reason:
         return None
@@ -172,7 +172,7 @@ def pays_after(search: Search, plan: Plan) -> int | None:
 
 
 def said(search: Search, plan: Plan) -> str:
-    """How long compiling the chosen plan takes and when it pays off; empty if the plan is not compiled."""
+    """Say how long compiling the chosen plan takes and when it pays off; empty if the plan is not compiled."""
     trial = search.trials.get(plan)
     if trial is None:
         return ""

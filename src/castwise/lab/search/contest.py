@@ -1,8 +1,8 @@
 """Race plans against each other on real training steps, by successive halving.
 
-All candidates take a few interleaved steps, the clearly slower ones leave, and the rest run more rounds. fp32 stays to the end
-because all ratios refer to it. Bad luck alone cannot remove a candidate: it leaves only if its best round is slower than the
-leader's median by a margin. The final (:mod:`castwise.lab.search.final`) chooses among the remaining plans.
+All plans first run a few interleaved steps, then the clearly slower ones leave, and the rest run more rounds. fp32 stays to the
+end because all speeds are given relative to fp32. Bad luck alone cannot remove a plan: it leaves only if its best round is
+slower than the leader's median by a margin. The :class:`~castwise.lab.search.final.Final` chooses among the remaining plans.
 """
 
 from __future__ import annotations
@@ -32,28 +32,30 @@ from castwise.lab.workloads.workload import Workload
 
 BASELINE = PRESETS["fp32"]
 BLOCK_S = 0.06
-"""A block of steps lasts at least about this long, so that timer and scheduler effects are negligible."""
+"""Seconds that a block of steps takes at least, approximately. In a shorter block timer and scheduler would matter."""
 TOGETHER_BYTES = 4 << 30
 """Bytes of weights, gradients and optimizer state that may be in memory at once."""
 LEAVES, LEAVES_OTHER, LEAVES_EARLY = 1.04, 1.08, 1.2
-"""A candidate leaves if its best round is this many times the leader's median. The second value applies if the leader stores
-parameters in another format: in separate processes, with their own caches and heaps, the ratio of two storages shifts by up to
-4 % (bench/results/race-cpu.json). The third applies before a candidate has had this many rounds:"""
+"""A plan leaves the race if its best round takes this many times as long as the leader's median. The second value applies if
+the leader stores parameters in another format: the ratio of two storages shifts by up to 4 % when each plan has its own
+process, with its own caches and heap (bench/results/race-cpu.json). The third value applies until the plan has run ``EARLY``
+rounds."""
 EARLY = 6
 HEATS = 2
-"""Further heats have few rounds because they separate few plans: the rest differ by a few percent, which the final resolves."""
+"""Number of groups of rounds after which the race ends. More would separate few plans: the rest differ by a few percent, which
+the :class:`~castwise.lab.search.final.Final` resolves."""
 LATE = Fate("late", "not tried: the time ran out", "race")
 
 
 @dataclass
 class Entry:
-    """A plan in the race.
+    """The times and losses of one plan in the race.
 
     Attributes:
-        plan: The plan it trains with.
-        times_s: Seconds per step, by round; None in rounds that it did not run.
-        left: Why it left; None while it is in the race.
-        losses: Losses of its training steps.
+        plan: The plan.
+        times_s: Seconds per step, by round; None for each round that the plan did not run.
+        left: Why the plan left the race; None while it takes part.
+        losses: Losses of the plan's training steps.
     """
 
     plan: Plan
@@ -63,28 +65,28 @@ class Entry:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds in which it was timed."""
+        """The number of rounds in which the plan was timed."""
         return len(self.lap.seconds)
 
     @property
     def lap(self) -> Lap:
-        """The plan's times, for pairing with another plan's."""
+        """The plan's times, in the form in which they are compared with another plan's."""
         return Lap(self.times_s)
 
 
 class Contest:
-    """Race plans of one workload; a context manager that releases all models at its end.
+    """A race of several plans on one workload. As a context manager, it releases all models at its end.
 
     Args:
         workload: The workload to train.
-        device: Device that every entry trains on.
+        device: Device on which every plan trains.
         seed: Seed of weights and data.
         deadline: Clock time (``ranks.now``) after which no further round starts.
         ranks: The ranks that race together.
-        on_progress: Called with the current activity, the amount done and the total.
+        on_progress: Called with the current activity, the number of items done and the total.
 
     Attributes:
-        entries: By plan, in the order in which they joined.
+        entries: The times of each plan, in the order in which the plans joined.
         steps: Number of training steps taken so far.
     """
 
@@ -113,37 +115,37 @@ class Contest:
         self.steps = 0
 
     def __enter__(self) -> Self:
-        """Keep freed CPU memory during the race: all plans share the heap, so page faults would hit plans at random."""
+        """Keep freed CPU memory during the race: all plans share one heap, and page faults would slow them down at random."""
         if self._device.type == "cpu" and can_keep():
             self._memory.take()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close every run."""
+        """Release all models."""
         self.close()
 
     def close(self) -> None:
-        """Release all models and kept memory; times stay, and a plan that runs again is rebuilt."""
+        """Release all models and the kept memory. The times stay, and a plan that is run again is built again."""
         try:
             self.make_room()
         finally:
             self._memory.close()
 
     def make_room(self, but: Collection[Plan] = ()) -> None:
-        """Release the models of all other plans, because other work needs the memory."""
+        """Release the models of all plans except those in ``but``, so that other work has memory."""
         for plan in [plan for plan in self._runs if plan not in but]:
             self._close(plan)
 
     # --- racing -------------------------------------------------------------------------------------------
 
     def halve(self, plans: Sequence[Plan], keep: int = 6, rounds: int = 3, heats: int = HEATS) -> list[Plan]:
-        """Race plans and fp32 in heats, and remove those that are clearly slower.
+        """Race plans and fp32 in several heats, and remove the clearly slower plans after each heat.
 
-        There are at most ``heats`` heats, and none after at most ``keep`` plans are left. The first heat has ``rounds``
-        interleaved rounds; each later one has two more.
+        In a heat, every plan runs interleaved rounds: ``rounds`` in the first heat, and two more in each later heat. The race
+        ends after ``heats`` heats, or as soon as at most ``keep`` plans are left.
 
         Returns:
-            The remaining plans, fastest first, including fp32 if it remains.
+            The remaining plans, fastest first, including fp32.
 
         Raises:
             Exception: As :meth:`run`.
@@ -176,7 +178,10 @@ class Contest:
         return left
 
     def _best(self, plan: Plan, leader: Plan) -> float:
-        """The plan's best round against the leader; compared through fp32 if the two ran in different heats."""
+        """Return how fast a plan was relative to the leader in its best round.
+
+        If no round had both plans, both are compared with fp32.
+        """
         together = self._ratios(plan, leader)
         if together:
             return max(together)
@@ -195,14 +200,14 @@ class Contest:
     def run(
         self, plans: Sequence[Plan], rounds: int, *, admit_late: bool = True, until: float | None = None
     ) -> None:
-        """Run interleaved rounds; in each, every plan and fp32 run one block of steps.
+        """Run interleaved rounds: in each round, fp32 and every plan run one block of steps.
 
-        With ``admit_late``, plans that have not run yet may join after the deadline. Except for the first, no round begins
-        after ``until``, which defaults to the deadline.
+        With ``admit_late``, plans that have not run yet may join after the deadline. The first round always runs. No later
+        round begins after ``until``, which defaults to the deadline.
 
         Raises:
-            Exception: An error under fp32, since every plan is compared with fp32; or an error under another plan,
-                unless it says that the plan cannot run.
+            Exception: An error under fp32, because every plan is compared with fp32. An error under another plan is raised too,
+                unless the error means that the plan cannot run.
         """
         field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
         for plan in field_:
@@ -242,20 +247,21 @@ class Contest:
     ) -> tuple[Lap, Lap]:
         """Run interleaved rounds of two plans, and time only the optimizer's part of each step.
 
-        On an accelerator whole steps are timed: host time in the optimizer costs nothing where the host would wait for the
-        device anyway.
+        On an accelerator whole steps are timed: the optimizer's time on the host costs nothing if the host would otherwise wait
+        for the device.
 
         Args:
             one: A plan.
             other: Another plan.
             rounds: The largest number of rounds.
             least: Number of rounds that run even after ``until``.
-            until: Clock time after which no round beyond ``least`` begins.
+            until: Clock time after which only the first ``least`` rounds may begin.
             last: Clock time after which no round begins at all, except the first.
-            enough: Called after each round with the times of both; returns whether to stop. All ranks must agree.
+            enough: Called after each round with the times of both plans; returns whether to stop. All ranks must return the
+                same.
 
         Returns:
-            For each plan the median seconds of the optimizer's part, by round; empty if one of the two cannot run.
+            For each plan the median seconds of the optimizer's part, by round. Both are empty if one of the plans cannot run.
 
         Raises:
             Exception: As :meth:`run`.
@@ -291,7 +297,7 @@ class Contest:
         return laps
 
     def _too_late(self, plan: Plan, admit_late: bool) -> bool:
-        """Whether a plan is left out for lack of time; never fp32 or a plan that was timed before."""
+        """Whether a plan is left out because the time ran out; never true of fp32 or of a plan that was timed before."""
         entry = self.entries[plan]
         late = not admit_late and plan != BASELINE and not entry.rounds and self._ranks.now() > self._deadline
         if late:
@@ -311,7 +317,7 @@ class Contest:
                 self._lost(plan, lap.error)
 
     def _warm(self, plans: Sequence[Plan], admit_late: bool) -> None:
-        """Run first steps, which build kernels and optimizer state; hopeless candidates leave here."""
+        """Run the first steps of plans, which build kernels and optimizer state; plans that are far too slow leave the race."""
         for number, plan in enumerate(plans):
             if self._too_late(plan, admit_late):
                 continue
@@ -363,7 +369,7 @@ class Contest:
                 run.close()
 
     def _heats(self, plans: Sequence[Plan]) -> Iterator[list[Plan]]:
-        """Split the plans into groups that fit into memory together; one group if all fit."""
+        """Yield the plans in groups that fit into memory together; in one group if all fit."""
         self.run([], 0)
         model = self._runs[BASELINE].model
         each = 24 * sum(p.numel() for p in model.parameters()) + (32 << 20)
@@ -381,25 +387,28 @@ class Contest:
     # --- comparing ----------------------------------------------------------------------------------------
 
     def _ratios(self, plan: Plan, over: Plan = BASELINE) -> list[float]:
-        """How many times as fast as another a plan was, for each round that both ran."""
+        """Return how many times as fast as ``over`` a plan was, for each round that both ran."""
         both = paired(self.entries[over].lap, self.entries[plan].lap)
         return [before / after for before, after in zip(*both, strict=True)]
 
     def ratio(self, plan: Plan, over: Plan = BASELINE) -> stats.Ratio | None:
-        """The speed of a plan relative to another plan, over the rounds that both ran; None if there are none."""
+        """Return the speed of a plan relative to another plan, over the rounds that both ran; None if there are none."""
         if plan not in self.entries or over not in self.entries:
             return None
         return speedup(self.entries[over].lap, self.entries[plan].lap)
 
     def times_as_fast(self, plan: Plan, over: Plan) -> float:
-        """The ratio as a number, through fp32 if no round had both; NaN if either was not timed."""
+        """Return the speed of a plan relative to another plan as a number; NaN if either was not timed.
+
+        If no round had both plans, the ratio of their speeds relative to fp32 is returned.
+        """
         if (together := self.ratio(plan, over)) is not None:
             return together.value
         own, other = (self.ratio(one) for one in (plan, over))
         return own.value / other.value if own is not None and other is not None else math.nan
 
     def order(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Plans by speed over fp32, fastest first."""
+        """Return the plans sorted by their speed relative to fp32, fastest first."""
 
         def speed(plan: Plan) -> float:
             return 1.0 if plan == BASELINE else statistics.median(self._ratios(plan) or [0.0])

@@ -1,4 +1,4 @@
-"""The data that all stages of a search share: the request, the place of measurement, and the journal of findings."""
+"""Hold the data that all stages of a search share: the job, the settings, and the journal of findings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ GOALS = ("time", "memory", "numerics")
 COMPILE = ("never", "auto", "always")
 
 Say = Callable[[str, str, int, int], None]
-"""Called with the stage, the current subject, the amount done and the total."""
+"""A callback with four arguments: the stage, the current subject, the amount done and the total."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's settings: arguments of :func:`castwise.tune`, with formats as returned by ``axes.check_formats``.
+    """The user's settings: the arguments of :func:`castwise.tune`, with formats as ``axes.check_formats`` returns them.
 
     Raises:
         PlanError: A setting is out of its range.
@@ -76,12 +76,13 @@ class Journal:
     Attributes:
         ranks: The ranks that search together; rank 0 has the clock.
         say: Called with the progress of the search.
-        count: Returns the numerics passes and race steps so far.
+        count: Returns the numbers of forward/backward passes for gradient tests and of steps in the race so far.
         stages: The completed stages.
         notes: Notes for the reader of the results.
-        undecided: Open questions, and what would settle each: a longer budget, a quieter machine.
-        fates: The fate of each plan, unless the race or the final states it.
-        unsound: By numerics, the reason why its plans cannot be chosen: gradients, updates or training.
+        undecided: Open questions, each with what would settle it: a longer budget, a quieter machine.
+        fates: Why plans were dropped, unless the race or the final states it.
+        unsound: Why plans cannot be chosen because of their gradients, updates or training. The key is the numerics of such
+            plans (:func:`~castwise.lab.search.axes.numerics_of`).
         now: The current stage.
         start: Clock time at which the search began.
     """
@@ -103,7 +104,7 @@ class Journal:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record the enclosed work as a stage of the search."""
+        """Record the work in the ``with`` block as a stage of the search, with its time and its numbers of passes and steps."""
         start, (passes, steps), ended = self.ranks.now(), self.count(), False
         around, self.now = self.now, name
         self.tell("")
@@ -113,40 +114,40 @@ class Journal:
         finally:
             end = (
                 self.ranks.now() if ended else time.monotonic()
-            )  # a rank that fails may be the only one here
+            )  # a rank that fails must not wait for the clock of rank 0
             passes_then, steps_then = self.count()
             self.stages.append(Stage(name, end - start, passes_then - passes, steps_then - steps))
             self.tell("", 1)
             self.now = around
 
     def tell(self, subject: str, done: int = 0, total: int = 1) -> None:
-        """Report the work that begins; a search that is out of time stops at the next such report."""
+        """Report the work that begins. If the time is out, the search stops in the next such report."""
         self.say(self.now, subject, done, total)
 
     def decide(self, plan: Plan, fate: Fate) -> None:
-        """Record a plan's fate; a refusal can be replaced only by another refusal."""
+        """Record why a plan was dropped. A refusal can be replaced only by another refusal."""
         if fate.refused or not self.refusal(plan):
             self.fates[plan] = fate if fate.stage else dataclasses.replace(fate, stage=self.now)
 
     def refuse(self, plan: Plan, why: str) -> None:
-        """Record that a plan and all plans with the same numerics are unsound."""
+        """Record that a plan is unsound, together with all plans that have the same numerics."""
         self.decide(plan, Fate("unsound", why))
         self.unsound[numerics_of(plan)] = self.fates[plan]
 
     def clear(self, numerics: Plan) -> None:
-        """Remove the refusals of all plans with these numerics."""
+        """Remove the refusals of all plans that have these numerics."""
         del self.unsound[numerics]
         for plan, fate in list(self.fates.items()):
             if fate.kind == "unsound" and numerics_of(plan) == numerics:
                 del self.fates[plan]
 
     def fate(self, plan: Plan) -> Fate | None:
-        """The fate of a plan. If several apply, "cannot run" comes first, then unsound numerics, then any other."""
+        """Return why a plan was dropped. "Cannot run" comes before unsound numerics, and both come before any other reason."""
         own = self.fates.get(plan)
         return own if own is not None and own.kind == "failed" else self.unsound.get(numerics_of(plan), own)
 
     def refusal(self, plan: Plan) -> str:
-        """Why a plan cannot be chosen; empty if it can."""
+        """Return why a plan cannot be chosen at any speed; empty if it can be chosen."""
         fate = self.fate(plan)
         return fate.reason if fate is not None and fate.refused else ""
 
@@ -157,11 +158,11 @@ class Context:
 
     Attributes:
         workload: The workload to tune.
-        device: The device of its steps.
+        device: The device on which the workload trains.
         settings: The user's settings.
         spec: The name by which another process can load the workload, if there is one.
         ranks: The ranks that search together.
-        elsewhere: Plans found for the same job on other devices or by other versions.
+        elsewhere: Plans that earlier searches found for the same job on other devices or with other versions.
         home: Starts the processes in which the search measures.
         journal: The findings so far, for the same ranks.
     """
@@ -176,22 +177,25 @@ class Context:
     journal: Journal = field(default_factory=Journal)
 
     def left_s(self) -> float:
-        """Seconds left of the budget, by rank 0's clock; collective."""
+        """Return the seconds left of the budget, by rank 0's clock; all ranks must call this together."""
         return self.until(1.0) - self.ranks.now()
 
     def left_here_s(self) -> float:
-        """Seconds left by this process's clock: for progress, which only rank 0 shows."""
+        """Return the seconds left of the budget by this process's clock. Use it for progress, which only rank 0 shows."""
         return self.until(1.0) - time.monotonic()
 
     def until(self, share: float) -> float:
-        """Clock time at which this share of the budget is spent."""
+        """Return the clock time at which this share of the budget is spent."""
         return self.journal.start + share * self.settings.budget_s
 
     def payload(self, then: Callable[[bytes], object] = lambda _sent: None) -> bytes:
-        """The workload, serialised for another process; ``then`` is called with it, and may report that it cannot run there.
+        """Serialise the workload for another process.
+
+        ``then`` is called with the bytes. It may raise NotThereError to report that the workload does not run in another
+        process.
 
         Raises:
-            NotThereError: The workload cannot be sent from this process or from another rank's; all ranks raise it.
+            NotThereError: The workload cannot be sent from this rank or another rank; all ranks raise it.
         """
         sent = b""
 

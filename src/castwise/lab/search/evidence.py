@@ -1,6 +1,7 @@
-"""The results of a search: plain records, written as ``evidence.json`` and shown as a page.
+"""The results of a search as plain dataclasses, which are written to ``evidence.json`` and shown on a page.
 
-Times are in seconds per training step, sizes in bytes. The JSON holds all of it, with null for numbers that are not finite.
+Times are in seconds per training step, sizes in bytes. The JSON file holds all fields, with null for numbers that are not
+finite.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Damage:
     """The squared error that a plan adds to one update, divided by the expected squared norm of the update.
 
     Attributes:
-        verdict: By the thresholds of the parity test; ``decided by training`` if the chosen plan's gradients did not pass and
-            training runs accepted it.
-        value: (bias + noise / m) / (signal + data noise / m), with m microbatches per update; infinite where a
-            gradient was not finite. ``low`` and ``high`` are its bootstrap interval.
+        verdict: The verdict by the thresholds of the parity test. It is ``decided by training`` if the chosen plan's gradients
+            did not pass and training runs accepted the plan.
+        value: (bias + noise / m) / (signal + data noise / m), with m microbatches per update; infinite if a gradient was not
+            finite. ``low`` and ``high`` are its bootstrap interval.
         bias: The part of ``value`` that is equal in every batch.
-        noise: The part that averages out over batches.
+        noise: The part of ``value`` that averages out over batches.
         reason: The cause of the verdict, as a clause.
     """
 
@@ -51,25 +52,25 @@ class Candidate:
     """A plan that the search considered.
 
     Attributes:
-        name: A preset's name or the plan's line; tables show it.
+        name: The preset's name or the plan's line, as shown in tables.
         plan: The plan's line, which ``Plan.parse`` reads.
         words: The plan in words.
-        status: ``baseline`` (fp32, chosen or not), ``chosen``, ``tie`` (sound, and not known to be slower than the chosen one),
-            ``sound`` (nothing else is known), ``rejected``, or ``not tried`` (not to the end, for lack of time or because an
-            equally good plan was already there).
-        reason: Why ("not faster", "gradient bias 0.31 in encoder.layers.3.norm", "out of memory", "not supported by this
-            device: ..."); for the chosen plan, why it was chosen.
-        stage: The stage that decided this; empty if it was decided at the end.
-        late: Whether it was not tried for lack of time.
-        rounds: Number of timed rounds that it ran.
+        status: ``baseline`` (fp32, chosen or not), ``chosen``, ``tie`` (sound, and not known to be slower than the chosen
+            plan), ``sound`` (nothing else is known), ``rejected``, or ``not tried`` (not to the end, because the time ran out
+            or an equally good plan had been found).
+        reason: The reason for the status ("not faster", "gradient bias 0.31 in encoder.layers.3.norm", "out of memory", "not
+            supported by this device: ..."); for the chosen plan, why it was chosen.
+        stage: The stage of the search in which the status was decided; empty if it was decided at the end.
+        late: Whether the plan was not tried because the time ran out.
+        rounds: Number of timed rounds that the plan ran.
         time: Time per training step, None if it was not timed.
-        speedup: Over fp32, by the final; > 1 is faster. None for plans that left before the final.
-        versus_autocast: Over one-line ``torch.autocast`` in bf16 (``bf16-mixed``).
+        speedup: Speed relative to fp32, measured by the final; > 1 is faster. None for plans that left before the final.
+        versus_autocast: Speed relative to one-line ``torch.autocast`` in bf16 (``bf16-mixed``).
         peak_bytes: Peak memory of a training step, None if it was not measured.
         parity: Result of the gradient parity test, None if it was not run.
-        loss: Mean loss of its last training steps in the first start of the final (without a final, in the race), None if it
-            trained no steps.
-        compile_s: Seconds that compiling it took with an empty code cache on disk; None if it was not compiled.
+        loss: Mean loss of the plan's last training steps in the first start of the final (without a final, in the race), None
+            if it trained no steps.
+        compile_s: Seconds that compiling the plan took with an empty code cache on disk; None if it was not compiled.
         pays_after_steps: Number of steps after which the time spent on compiling is recovered; None if unknown or never.
     """
 
@@ -93,21 +94,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RegionEvidence:
-    """A region of the model: one module, or modules of equal structure at the same place in repeated blocks.
+    """What a search measured in one region: a module, or modules of equal structure at the same place in repeated blocks.
 
     Attributes:
         pattern: The pattern in a plan's region, such as ``blocks.*.norm``.
-        kind: Class name of its modules.
+        kind: Class name of the region's modules.
         parameters: Number of elements in their parameters.
-        format: Format in which it runs under the chosen plan.
-        reason: The reason for that format, if it is not the plan's own.
-        time_fp32_s: Forward and backward of all its modules in fp32, None if it was not timed alone.
-        time_low_s: The same in the plan's compute format, casts at its border included.
-        damage: The damage to the update when only this region runs low, None if it was not probed alone.
+        format: Format in which the region runs under the chosen plan.
+        reason: The reason for that format, if it differs from the plan's compute format.
+        time_fp32_s: Seconds for forward and backward of all its modules in fp32, None if the region was not timed alone.
+        time_low_s: The same in the plan's compute format, including the casts of its inputs and outputs.
+        damage: The damage to the update when only this region runs low, None if the region was not tested alone.
         share: Its parameters' share of the whole model's damage under the chosen plan: ``bias`` and ``noise`` together.
         data_noise: Variance of its gradient over batches, in the same unit (share of signal + data noise / m).
-        grad_largest: Largest magnitude in the gradients of its output, unscaled.
-        grad_smallest: Magnitude below which at most a thousandth of their squared norm lies.
+        grad_largest: Largest magnitude in the unscaled gradients of its output.
+        grad_smallest: Magnitude below which at most a thousandth of the squared norm of these gradients lies.
     """
 
     pattern: str
@@ -129,11 +130,11 @@ class RegionEvidence:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the search and its cost.
+    """The cost of one stage of the search.
 
     Attributes:
         name: Such as ``reference``, ``costs`` or ``race``.
-        passes: Forward/backward passes spent on numerics; race steps do not count.
+        passes: Forward/backward passes spent on testing gradients; the steps of a race do not count.
         steps: Training steps spent on timing.
     """
 
@@ -145,12 +146,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Verification:
-    """Short training runs of the chosen plan against fp32, paired by seed.
+    """The result of short training runs of the chosen plan and of fp32, paired by seed.
 
     Attributes:
         difference: Mean over pairs of the loss under the plan minus that in fp32, over the last steps.
-        upper: Its upper 95 % confidence bound.
-        margin: The limit for the upper bound: a share of the decrease of fp32's loss (``lab/search/pairs.py::MARGIN``).
+        upper: Upper 95 % confidence bound of ``difference``.
+        margin: The limit for ``upper``: a share of the decrease of fp32's loss (``lab/search/pairs.py::MARGIN``).
         detectable: The smallest difference that such runs would detect with 80 % probability.
         verdict: ``not worse``, ``worse`` or ``not shown``.
     """
@@ -173,24 +174,26 @@ class Evidence:
         goal: ``time``, ``memory`` or ``numerics``.
         formats: The allowed formats.
         plan: The chosen plan's line.
-        compute: The plan's compute format, apart from its regions.
-        answer: What to do and what it gains, in a sentence.
-        why: The reasons for it, in sentences.
+        compute: The plan's compute format outside its regions.
+        answer: What to do and what is gained by it, in a sentence.
+        why: The reasons for the answer, one sentence each.
         complete: False if the search was interrupted or ran out of its budget.
-        settings: ``accumulate``, ``world_size``, ``compile``, ``warmup_steps``, ``seed``, ``budget_s`` and such.
+        settings: ``accumulate``, ``world_size``, ``compile``, ``warmup_steps``, ``seed``, ``budget_s`` and other arguments of
+            :func:`castwise.tune`.
         world_size: Number of ranks that measured together, 1 for a single process. Every time is the slowest rank's, every peak
             the largest, and every damage the worst.
-        candidates: The considered plans, the chosen one first, then by time.
+        candidates: The considered plans: the chosen plan first, then the others by status and speed.
         regions: The model's regions, in model order.
-        histograms: Of the gradients.
-        scale: The range of loss scales, if fp16 was considered.
+        histograms: Histograms of the gradients.
+        scale: The range of usable loss scales, if fp16 was considered.
         floor: Damage between two fp32 runs with different rounding.
         repeat: Damage between two identical fp32 runs; above 0 if the loss is not deterministic.
-        lines: The damage thresholds: below the first the parity test passes, above the second it fails.
+        lines: The thresholds of the damage: below ``pass`` the parity test passes, above ``fail`` it fails. ``adam_pass`` and
+            ``adam_fail`` are the same in units of Adam's steps.
         stages: The stages in order, with their costs.
         verification: The training runs, if ``verify_steps`` was given.
         notes: Sentences that every reader should see.
-        undecided: Open questions, and what would settle each: a longer budget, or a quieter machine.
+        undecided: Open questions, each with what would settle it: a longer budget, or a quieter machine.
     """
 
     workload: str
@@ -221,5 +224,5 @@ class Evidence:
 
     @property
     def passes(self) -> int:
-        """Forward/backward passes spent on numerics, over all stages."""
+        """The number of forward/backward passes spent on testing gradients, over all stages."""
         return sum(stage.passes for stage in self.stages)

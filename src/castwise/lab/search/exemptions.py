@@ -1,4 +1,4 @@
-"""``goal="numerics"``: find the smallest set of regions to keep in fp32 for one low format, ignoring speed."""
+"""Answer ``goal="numerics"``: find the smallest set of regions to keep in fp32 for one low format, ignoring speed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from castwise.lab.search.repair import Repair
 from castwise.lab.search.state import Choice, Search
 
 ATTEMPTS = 3
-"""Number of plans tried on fresh batches before the answer is fp32."""
+"""Number of plans that are tested on fresh batches before the answer is fp32."""
 
 
 def find_exemptions(search: Search) -> None:
-    """Find the regions and settle the plan; ``settings.formats`` names the one low format."""
+    """Find the regions that must stay in fp32, and record the resulting plan as the search's choice.
+
+    ``settings.formats`` names the one low format in which the rest of the model runs.
+    """
     (low,), journal = search.context.settings.formats, search.journal
     plan = search.scaled(PRESETS[f"{low}-mixed"])
     with journal.stage("all low"):
@@ -47,7 +50,10 @@ def find_exemptions(search: Search) -> None:
 
 
 def _widened(parts: Sequence[Part], base: Plan, kept: Mapping[str, str], result: ParityResult) -> Repair:
-    """Keep one more part in fp32: the one whose parameters show the most damage, or else half of the remaining parts."""
+    """Keep more parts in fp32 because the plan failed on fresh batches.
+
+    The next part is the one whose parameters show the most damage. If there is none, half of the remaining parts are kept.
+    """
     for path in (*result.owners, *(region.path for region in result.worst(len(result.regions)))):
         part = next((p for p in parts if path in p.paths and p.pattern not in kept), None)
         if part is not None:

@@ -1,4 +1,4 @@
-"""``goal="time"`` and ``goal="memory"``: find the fastest, or lightest, plan whose gradients pass."""
+"""Answer ``goal="time"`` and ``goal="memory"``: find the fastest or the lightest plan whose gradients pass the test."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ from castwise.lab.search.state import Choice, Search
 from castwise.lab.timing.stats import Ratio
 
 COSTS_SHARE, COSTS_S = 0.1, 12.0
-"""Measuring the costs of parts may take at most this share of the budget and at most this many seconds."""
+"""Timing the parts of the model takes at most this share of the budget, and at most this many seconds."""
 RACE_SHARE, COMPILE_SHARE = 0.35, 0.6
-"""No round of the race begins after this share of the remaining time, and no second plan is compiled after this share of the
-budget."""
+"""No round of the race begins after ``RACE_SHARE`` of the time left at its start. After ``COMPILE_SHARE`` of the budget, no
+plan but the first is compiled."""
 
 
 def find_fastest(search: Search) -> None:
-    """Find the plan for the goal, time or memory, and record the choice."""
+    """Find the plan for the goal, which is time or memory, and record it as the search's choice."""
     context, journal, reference = search.context, search.journal, search.reference
     settings, ranks = context.settings, context.ranks
     plans, dropped = ranks.at("the candidates").same(whole_step_plans(
@@ -112,7 +112,7 @@ def _fastest(search: Search, plans: Sequence[Plan]) -> None:
     if how != as_raced(how):
         running = run_as(journal, contest.order(running), how)
     compiled = _compiled(search, running)
-    # the saving over its twin was measured separately, more precisely than whole steps can show
+    # for this plan the separate measurement counts: it shows the saving more precisely than whole steps can
     shown = [FP32] if numerics_of(how) == FP32 and run_with(FP32, how) in set(running) - {FP32} else []
     eager = [plan for plan in dict.fromkeys([FP32, *running]) if plan not in shown]
     only = bool(compiled) and always
@@ -139,9 +139,10 @@ def _is_slower(final: Final, ratio: Ratio) -> bool:
 
 
 def _how(search: Search, plan: Plan) -> tuple[Plan, float]:
-    """Add the settings that save time without changing numerics; also returns the share of a step that they save.
+    """Decide whether to add the fused optimizer and kept host memory, which save time without changing numerics.
 
-    These are the fused optimizer and kept memory.
+    Returns:
+        The plan with the settings that are worth it, and the share of a step that they save together.
     """
     with search.journal.stage("fused optimizer"):
         fused = fused_saves(search.context, search.reference, search.contest, plan)
@@ -153,7 +154,7 @@ def _how(search: Search, plan: Plan) -> tuple[Plan, float]:
 
 
 def _compiled(search: Search, plans: Sequence[Plan]) -> list[Plan]:
-    """Compile finalists; the first may use all time that the final does not need."""
+    """Compile the fastest plans. Compiling the first of them may use all time that the :class:`Final` does not need."""
     context, contest = search.context, search.contest
     if context.settings.compile == "never":
         return []
@@ -181,7 +182,7 @@ def _lightest(search: Search, plans: Sequence[Plan]) -> None:
             journal.decide(late, LATE)
 
     def lightness(plan: Plan) -> tuple[float, float]:
-        """Sort key: peak memory to within 1 %, then complexity; plans without a measurement come last."""
+        """Return the sort key of a plan: peak memory to within 1 %, then complexity. Plans without a measurement come last."""
         peak = peaks.get(plan)
         return (math.inf if peak is None else round(math.log(peak) * 100), complexity(plan))
 
@@ -201,7 +202,7 @@ def _lightest(search: Search, plans: Sequence[Plan]) -> None:
 
 
 def _by_costs(search: Search, plans: Sequence[Plan]) -> list[Plan]:
-    """Drop formats that are faster in no region, and add candidates that keep the slower parts in fp32."""
+    """Drop formats that make no region faster, and add plans that keep in fp32 the parts that a format makes slower."""
     context, journal, reference = search.context, search.journal, search.reference
     settings, prober, parts = context.settings, reference.test.prober, reference.parts
     layout = "channels_last" if reference.images else "as_is"
@@ -246,7 +247,11 @@ def _by_costs(search: Search, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def each_numerics_first(plans: Sequence[Plan]) -> list[Plan]:
-    """Reorder plans so that a short race covers all numerics: first the simplest plan of each numerics, then the next."""
+    """Reorder plans so that even a short race covers all kinds of numerics.
+
+    First comes the simplest plan of each kind (:func:`~castwise.lab.search.axes.numerics_of`), then the next simplest of each
+    kind, and so on.
+    """
     seen: dict[Plan, int] = {}
     order = []
     for plan in sorted(plans, key=complexity):
@@ -256,9 +261,9 @@ def each_numerics_first(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def with_plans_from_elsewhere(search: Search, plans: Sequence[Plan]) -> list[Plan]:
-    """Candidates plus the plans chosen for the same job elsewhere, if the race includes their formats."""
+    """Add the plans that earlier searches found for the same job elsewhere, if their formats take part in the race."""
     raced = {plan.compute for plan in plans}
-    # keep the settings that this search does not determine itself
+    # keep only the settings that the race does not decide itself
     bare = as_raced if search.context.settings.goal == "time" else as_trained
     elsewhere = (bare(plan) for plan in search.context.elsewhere if plan.formats <= raced)
     return list(dict.fromkeys([*elsewhere, *plans]))
@@ -267,7 +272,7 @@ def with_plans_from_elsewhere(search: Search, plans: Sequence[Plan]) -> list[Pla
 def _without(
     search: Search, plans: Sequence[Plan], low: str, why: str, but: Plan | None = None
 ) -> list[Plan]:
-    """Remove the plans that compute in this format, except the one to keep, and record the reason."""
+    """Remove the plans that compute in the format ``low``, except ``but``, and record the reason."""
     gone = [plan for plan in plans if plan.compute == low and plan != but]
     for plan in gone:
         search.journal.decide(search.scaled(plan), Fate("worse", why))
@@ -275,7 +280,7 @@ def _without(
 
 
 def _with_operators(search: Search, left: list[Plan]) -> list[Plan]:
-    """Race the leaders with norms, softmax and losses that follow the dtype of their inputs."""
+    """Race variants of the two fastest plans in which norms, softmax and losses keep the dtype of their inputs."""
     contest, used, device = search.contest, search.reference.used, search.context.device
     # autocast that is raced only for display, in a dropped format, gets no variants
     others = any(plan.compute == AUTOCAST.compute for plan in contest.entries if plan != AUTOCAST)
@@ -286,7 +291,7 @@ def _with_operators(search: Search, left: list[Plan]) -> list[Plan]:
 
 
 def formats_not_reached(search: Search) -> list[str]:
-    """Low formats whose candidates all lacked time."""
+    """Return the low formats in which no plan was tried because the time ran out."""
     entries = search.race.entries if search.race is not None else {}
     late = {plan.compute for plan, entry in entries.items() if entry.left == LATE}
     slow = {
@@ -298,14 +303,14 @@ def formats_not_reached(search: Search) -> list[str]:
 
 
 def _choose(search: Search, order: Iterable[Plan], kept: Mapping[Plan, Mapping[str, str]]) -> Choice:
-    """Choose the first plan that passes on fresh batches, or that is in doubt and trains like fp32.
+    """Choose the first plan that passes the gradient test on fresh batches, or that is in doubt and trains like fp32.
 
-    ``kept`` gives, by numerics, why repaired plans keep parts in fp32.
+    ``kept`` gives, for the numerics of each repaired plan, the reason why each part stays in fp32.
     """
     journal = search.journal
     for plan in order:
         numerics = numerics_of(plan)
-        if journal.refusal(plan):  # refused with another plan of the same numerics
+        if journal.refusal(plan):  # it was refused together with another plan of the same numerics
             continue
         if numerics == FP32:
             return Choice(plan)
@@ -328,7 +333,7 @@ def _choose(search: Search, order: Iterable[Plan], kept: Mapping[Plan, Mapping[s
 
 
 def _judge_as_given(search: Search, plan: Plan) -> None:
-    """Measure what the model's own storage does to its gradients and updates."""
+    """Measure how the formats in which the user's model is stored change its gradients and updates."""
     found, search.updates_as_given = search.find(plan), updates_of(search, plan)
     said = [search.why(plan, found)] if found is None or found.verdict != "pass" else []
     if search.updates_as_given is not None and search.updates_as_given.why:

@@ -1,4 +1,4 @@
-"""Fates of the plans of a search, recorded where they are decided."""
+"""The reasons why plans of a search were not chosen, recorded where they are decided."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Fate:
     """Why a plan was not chosen.
 
     Attributes:
-        kind: ``unsound``: its gradients, updates or training fail. ``failed``: it cannot run. ``worse``: slower or heavier, or
-            no better than a simpler plan. ``spared``: nothing is wrong with it, but an equally good plan, or the same plan with
-            other settings, went on instead. ``untried``: nothing is known about it. ``late``: untried because the time ran out,
-            so a longer budget would help.
+        kind: One of six reasons. ``unsound``: its gradients, updates or training fail. ``failed``: it cannot run. ``worse``: it
+            is slower or heavier, or no better than a simpler plan. ``spared``: nothing is wrong with it, but an equally good
+            plan, or the same plan with other settings, was continued instead. ``untried``: nothing is known about it. ``late``:
+            untried because the time ran out, so a longer budget would help.
         reason: The reason, as a clause.
-        stage: The stage of the search that decided it.
+        stage: The stage of the search in which the plan was dropped.
     """
 
     kind: Kind

@@ -1,6 +1,6 @@
-"""The final: restart the remaining plans repeatedly, each in its own process, until one is chosen.
+"""The final of a search restarts the remaining plans repeatedly, each in its own process, until one can be chosen.
 
-fp32 and one-line autocast run with them, so that every reported speed comes from the same starts.
+fp32 and one-line autocast run in the same starts, so that every reported speed comes from the same starts.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from castwise.lab.search.fates import Fate
 from castwise.lab.timing import stats
 
 Refused = Callable[[Plan], object]
-"""Tells whether a plan cannot be chosen."""
+"""A function that returns whether a plan must not be chosen."""
 
 
 def nobody(_plan: Plan) -> bool:
-    """Refuse no plan."""
+    """Return False for every plan: none is refused."""
     return False
 
 
 @dataclass
 class Final:
-    """The last race between plans.
+    """The last comparison between plans, in which each plan is started several times, if possible in its own process.
 
     Attributes:
-        plans: The plans that took part.
+        plans: The plans that are timed.
         times_s: For each plan, seconds per step by start and round.
         losses: Losses of each plan's steps in the first start, all on the same batches.
         failed: Plans that did not finish.
         choice: Plans that may be chosen; if empty, all may.
         decision: The decision between the plans that may be chosen.
         apart: Whether each plan had a process of its own.
-        saves: If fp32 is timed only for comparison, the share of a step that fp32 saves with another optimizer kernel
-            or kept memory, measured separately.
-        behind: By pair (slower, faster), how many times as fast the faster plan was in the race, if that was certain
-            and both run uncompiled.
-        go_on: Starts the given plans, and those shown for comparison, until the choice is decided or the time runs
-            out; its second argument tells whether a plan is refused.
+        saves: If fp32 is timed only for comparison, the share of a step that another optimizer kernel or kept memory saves in
+            fp32, measured separately.
+        behind: For each pair (slower, faster) of uncompiled plans, how many times as fast the faster plan was in the race. Only
+            pairs with a certain difference are there.
+        go_on: Starts the given plans again, and those shown for comparison, until the choice is decided or the time runs out.
+            Its second argument tells whether a plan is refused.
     """
 
     plans: Sequence[Plan]
@@ -56,23 +56,23 @@ class Final:
     go_on: Callable[[Collection[Plan], Refused], None] = lambda _left, _refused: None
 
     def __post_init__(self) -> None:
-        """Initialise the times: no plan has been timed yet."""
+        """Initialise the cached ratios: no plan has been timed yet."""
         self._ratios: Mapping[tuple[int, int], stats.Ratio] = {}
         self._known: tuple[int, Decision | None] = 0, None
 
     @property
     def starts(self) -> int:
-        """Number of starts of the plans that finished."""
+        """The number of starts of the plans that finished."""
         return max(map(len, self.times_s), default=0)
 
     def seconds(self, plan: Plan) -> list[float]:
-        """All times of a plan, in seconds per step."""
+        """Return all times of a plan, in seconds per step."""
         if plan not in self.plans or not self.times_s:
             return []
         return [time for start in self._times(plan) for time in start]
 
     def ratio(self, plan: Plan, over: Plan) -> stats.Ratio | None:
-        """The speed of a plan relative to another plan; None if either did not take part."""
+        """Return the speed of a plan relative to another plan; None if either was not timed."""
         if plan == over or not self.seconds(plan) or not self.seconds(over):
             return None
         if self._known != (self.starts, self.decision):
@@ -80,7 +80,11 @@ class Final:
         return self._ratios[self.plans.index(over), self.plans.index(plan)]
 
     def _all_ratios(self) -> Mapping[tuple[int, int], stats.Ratio]:
-        """Ratios of all pairs; if both plans are still in, only from the starts of such plans, as the decision used them."""
+        """Return the speed ratios of all pairs of plans.
+
+        The variance between starts is estimated from all plans. For two plans that can still be chosen, it is estimated only
+        from such plans, as in the decision.
+        """
         shown = any(plan not in self.choice for plan in self.plans) and bool(self.choice)
         out = stats.restarts(
             self.times_s, expected=shown
@@ -98,14 +102,15 @@ class Final:
         return {**out, **{(left[i], left[j]): ratio for (i, j), ratio in near.items()}}
 
     def in_turn(self, plans: Sequence[Plan], refused: Refused = nobody) -> Iterator[Plan]:
-        """Yield the plan to choose and, each time that plan is refused, the best of the others.
+        """Yield the plan to choose. If the caller refuses it and asks again, yield the best of the others.
 
-        Plans that left because they were slower come last until a plan is refused. Then they are started again with the others,
-        because only the refused plan may have beaten them, until the choice is decided or the time runs out.
+        At first, plans that left because they were slower are not considered. Once a plan is refused they are started again
+        with the others, because only the refused plan may have beaten them. This goes on until the choice is decided or the
+        time runs out.
 
         Args:
             plans: Plans to choose from.
-            refused: Tells whether a plan cannot be chosen any more; its answer may change between turns.
+            refused: Returns whether a plan cannot be chosen any more. Its answer may change while the caller works.
         """
         left = [plan for plan in dict.fromkeys(plans) if self.seconds(plan) and plan not in self.failed]
         running = [plan for plan in left if len(self._times(plan)) == self.starts] or left
@@ -122,7 +127,7 @@ class Final:
         return self.times_s[self.plans.index(plan)]
 
     def fate(self, plan: Plan, chosen: Plan) -> Fate | None:
-        """Why a plan that finished was not chosen; None for a plan that did not finish."""
+        """Return why a plan that finished was not chosen; None for a plan that did not finish."""
         ratio = self.ratio(chosen, plan)
         if ratio is None or plan in self.failed:
             return None
@@ -148,15 +153,15 @@ class Final:
 
     @property
     def to_choose(self) -> str:
-        """Words that restrict a sentence to plans that can be chosen, if fp32 is timed only for comparison; else empty."""
+        """The words " that can be chosen" if fp32 is timed only for comparison, else the empty string."""
         return " that can be chosen" if self.choice and FP32 not in self.choice else ""
 
     def _twin(self, plan: Plan) -> Plan | None:
-        """The plan that may be chosen and differs only in optimizer kernel or host memory."""
+        """Return the plan that may be chosen and differs from this plan only in optimizer kernel or host memory."""
         return next((one for one in self.choice if run_with(one, plan) == plan), None)
 
     def _ahead(self, plan: Plan, chosen: Plan) -> str:
-        """A plan that is known to be faster than this one, and by how much; empty if there is none."""
+        """Say which plan is known to be faster than this one, and by how much; empty if there is none."""
         for other in self.plans:
             ratio = self.ratio(other, plan)
             if ratio is not None and round(ratio.low, 2) > 1.0:
@@ -166,7 +171,7 @@ class Final:
         return f"{in_words(best)} was {ahead[best]:.2f} times as fast in the race" if best is not None else ""
 
     def _ahead_in_race(self, plan: Plan) -> dict[Plan, float]:
-        """Plans that were faster than this one in the race, with the ratio, if the final does not contradict it."""
+        """Return the plans that were faster in the race, with their ratios, unless the final contradicts it."""
         return {
             two: ahead
             for (one, two), ahead in self.behind.items()
@@ -177,7 +182,7 @@ class Final:
         }
 
     def doubt(self, chosen: Plan, refused: Refused = nobody) -> str:
-        """What to report if it is undecided whether another eligible plan is faster; empty if it is decided."""
+        """Say what is undecided if another plan that may be chosen may be faster; empty if the choice is decided."""
         if self.decision is None or self.decision.decided:
             return ""
         could = [one for one in self.choice or self.plans if one not in self.failed and not refused(one)]
@@ -197,11 +202,11 @@ class Final:
 
 
 _TOLD = 20.0
-"""Largest difference, in per cent, that the text quotes for an undecided pair: a wider interval tells nothing."""
+"""The largest difference, in per cent, that the text quotes for an undecided pair. A larger number would tell nothing."""
 
 
 def ran_as(plan: Plan) -> Fate:
-    """The fate of a plan that the final ran with other settings."""
+    """Return the fate of a plan that was timed in the final with another optimizer kernel or host memory."""
     return Fate("spared", f"timed in the final with other settings, as {in_words(plan)}", "final")
 
 

@@ -1,9 +1,10 @@
-"""Select the finalists, and the settings that they share.
+"""Select the plans that enter the final, and the settings that all of them share.
 
-Plans near the fastest in the race enter the final, all with the same settings among those that change no gradients.
+Plans that were nearly the fastest in the race enter the final. All of them use the same optimizer kernel and host memory, which
+change no gradients.
 
-The fused optimizer and kept memory are not raced for each plan. Each is decided once, by what it saves for the plan most likely
-to win (:mod:`castwise.lab.search.fusing`, :mod:`castwise.lab.search.keeping`).
+The fused optimizer and kept host memory are not raced for each plan. Each is decided once, by the time that it saves for the
+plan most likely to win (:mod:`castwise.lab.search.fusing`, :mod:`castwise.lab.search.keeping`).
 """
 
 from __future__ import annotations
@@ -29,50 +30,50 @@ FINALISTS = 5
 FAR = 1.1
 """A plan that takes this many times as long as the fastest in the race does not enter the final."""
 WORTH, AT_MOST = 1.01, 1.05
-"""A plan is unnecessary next to a simpler plan if its speed ratio in the race is below the first value and its
-interval ends below the second."""
+"""A plan is unnecessary next to a simpler plan if it is hardly faster: its speed ratio in the race is below ``WORTH``, and the
+upper end of the ratio's interval is below ``AT_MOST``."""
 AS_GOOD = "is no more complicated and about as fast in the race"
 FINAL_SHARE = 0.85
 """Share of the budget after which no start of the final begins, except the first."""
 START_S = 0.5
-"""Approximate seconds to start a process and build a model in it."""
+"""Approximate seconds that it takes to start a process and build a model in it."""
 SHOWN_ROUNDS = 3
-"""Rounds in the race for the model as given and for a repaired plan, so that they can enter the final."""
+"""Number of rounds that the model as given, or a repaired plan, runs in the race so that it can enter the final."""
 
 
 def room_in_final(context: Context, contest: Contest) -> int:
-    """How many plans fit into the final, given the required starts and time for fp32, autocast and some reserve.
+    """Return how many plans can take part in the final in the time left, besides fp32 and autocast.
 
-    At least two: the fastest of the race, and the simplest of those about as fast.
+    The result is at least two: the fastest plan of the race, and the simplest of those about as fast.
     """
     left_s = context.until(FINAL_SHARE) - context.ranks.now()
     return max(2, min(FINALISTS, int(left_s / STARTS / start_s(contest)) - 2))
 
 
 def start_s(contest: Contest) -> float:
-    """Approximate seconds for one start of one plan in the final."""
+    """Return the approximate seconds that one start of one plan takes in the final."""
     step_s = statistics.median(contest.entries[FP32].lap.seconds)
     return START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
 
 
 def _slowness(contest: Contest, sound: Sequence[Plan]) -> dict[Plan, float]:
-    """How many times as long as the fastest each plan takes; fastest first, including fp32."""
+    """Return, for fp32 and each sound plan, how many times as long as the fastest plan it takes; the fastest comes first."""
     order = contest.order([FP32, *(plan for plan in sound if plan != FP32)])
     return {plan: contest.times_as_fast(order[0], over=plan) if plan != order[0] else 1.0 for plan in order}
 
 
 def favourite(contest: Contest, sound: Sequence[Plan]) -> Plan:
-    """The simplest of the plans that are about as fast as the fastest; the final is most likely to choose it."""
+    """Return the simplest of the plans that are about as fast as the fastest. The final is most likely to choose it."""
     return min((p for p, slower in _slowness(contest, sound).items() if slower <= MARGIN), key=complexity)
 
 
 def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
-    """Plans other than fp32, the best candidates for the final first.
+    """Sort the plans other than fp32 by how much they promise for the final.
 
-    First comes the simplest plan of those about as fast as the fastest, then the fastest. Next comes one plan of each numerics
-    among the near ones, simpler numerics first, so that the final can fall back on each numerics whatever the noise of the
-    race; it is the simplest of those about as fast as the fastest of its numerics. Then come the other near plans, then the
-    rest by speed.
+    First comes the simplest of the plans that are about as fast as the fastest, then the fastest itself. Next comes one plan
+    for each kind of numerics (:func:`~castwise.lab.search.axes.numerics_of`) among the plans near the fastest, simpler numerics
+    first. The final can then fall back on any numerics, whatever the noise of the race. Each is the simplest plan of those
+    about as fast as the fastest with its numerics. Then come the other plans near the fastest, then the rest by speed.
     """
     over = _slowness(contest, plans)
     order = [plan for plan in over if plan != FP32]
@@ -96,11 +97,11 @@ def _is_far(contest: Contest, plan: Plan, over: Mapping[Plan, float]) -> bool:
 
 
 def in_vain(contest: Contest, plan: Plan, sound: Sequence[Plan]) -> Plan | None:
-    """A sound plan that makes another one unnecessary: no more complicated, and about as fast in the race.
+    """Return a sound plan that makes ``plan`` unnecessary: no more complicated, and about as fast in the race.
 
     One-line autocast is never unnecessary because it is always shown. Plans that store parameters differently are not compared,
-    because the race cannot separate them. As the sound plan may be refused later, it must be fp32, have the same numerics, or
-    be one of at least two that differ in more than operator rules.
+    because the race cannot separate them. The sound plan may be refused later. It must therefore be fp32 or have the same
+    numerics, unless at least two of the sound plans differ in more than operator rules.
     """
     if plan == AUTOCAST:
         return None
@@ -116,7 +117,10 @@ def in_vain(contest: Contest, plan: Plan, sound: Sequence[Plan]) -> Plan | None:
 
 
 def in_order_of_promise(contest: Contest, left: Sequence[Plan]) -> list[Plan]:
-    """The remaining plans in the order in which to test them: promising ones, with fp32 before the plans that it beats."""
+    """Return the remaining plans in the order in which to test them.
+
+    The promising plans come first (:func:`promising`), but fp32 comes before the plans that it beats.
+    """
     ahead = set(left[: left.index(FP32)]) if FP32 in left else set(left)
     order = promising(contest, left)
     return [
@@ -127,9 +131,10 @@ def in_order_of_promise(contest: Contest, left: Sequence[Plan]) -> list[Plan]:
 
 
 def likeliest(journal: Journal, contest: Contest, sound: Sequence[Plan], most: int = FINALISTS) -> list[Plan]:
-    """The promising plans, close to the fastest, that a final has time for; plans that others make unnecessary come last.
+    """Return the sound plans that enter the final: the most promising plans near the fastest, at most ``most``.
 
-    The fastest plan with fp32's numerics is always included.
+    Plans that others make unnecessary are considered last. fp32 and the fastest other plan with fp32's numerics are always
+    included, and do not count. The reason why a plan is left out is recorded in the journal.
     """
     over = _slowness(contest, sound)
     lossless = [plan for plan in over if numerics_of(plan) == FP32 != plan][:1]
@@ -155,7 +160,7 @@ def likeliest(journal: Journal, contest: Contest, sound: Sequence[Plan], most: i
 
 
 def race_repaired(contest: Contest, sound: Sequence[Plan]) -> list[Plan]:
-    """Race untimed repaired plans with fp32, and return the sound plans that can run."""
+    """Race the repaired plans that have not been timed, and return the sound plans that can run."""
     repaired = [plan for plan in sound if plan not in contest.entries]
     if not repaired:
         return list(sound)
@@ -164,7 +169,7 @@ def race_repaired(contest: Contest, sound: Sequence[Plan]) -> list[Plan]:
 
 
 def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
-    """The sound plans plus the fastest plan with fp32's numerics: repaired plans can be slower than it."""
+    """Add the fastest plan with fp32's numerics to the sound plans, because repaired plans can be slower than it."""
     raced = [plan for plan, entry in contest.entries.items() if entry.rounds and plan == as_raced(plan)]
     fastest = contest.order([plan for plan in raced if numerics_of(plan) == FP32])[0]
     if fastest in sound:
@@ -174,10 +179,15 @@ def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
 
 
 def run_as(journal: Journal, plans: Sequence[Plan], how: Plan) -> list[Plan]:
-    """Finalists, fastest first, with one plan's optimizer and host memory; includes fp32 if no other plan has its numerics.
+    """Give all plans of the final the optimizer kernel and host memory of one plan.
 
-    They do not enter the final as raced: the saving was measured directly, which is more precise than comparing the times of
-    both.
+    Plans without these settings do not enter the final: the time saved was measured directly, which is more precise than
+    comparing the times of both. fp32 without them takes part only if it is the fastest plan with its numerics.
+
+    Args:
+        journal: Records why the plans without these settings were spared.
+        plans: The plans, fastest first.
+        how: The plan with the optimizer kernel and host memory to use.
     """
     lossless = [plan for plan in plans if numerics_of(plan) == FP32]
     running = [plan for plan in plans if plan != FP32 or lossless[:1] == [FP32]]

@@ -1,8 +1,9 @@
-"""Decide whether finalists use the fused optimizer. It changes no gradients, so timing the optimizer alone is enough.
+"""Decide whether the plans of the final use the fused optimizer, by timing the optimizer alone.
 
-The optimizer's part of a step does not depend on the compute format. Timed separately, within steps of the plan most likely to
-win the final, a gain of 1 % of a step shows in a few rounds. As a separate candidate it would make every plan race twice, and
-the noise in the rest of the step would hide such a gain. If it gains enough, all finalists use it.
+The fused optimizer changes no gradients, and its time does not depend on the compute format. It is timed separately, within
+steps of the plan most likely to win the final. In this way a gain of 1 % of a step shows in a few rounds. If the fused
+optimizer were a separate candidate, every plan would race twice, and the noise in the rest of the step would hide such a gain.
+If it gains enough, all plans of the final use it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from castwise.lab.search.reference import Reference
 from castwise.lab.timing.timing import WARMUP, Lap, speedup
 
 LEAST_ROUNDS, ROUNDS, MOST_ROUNDS = 4, 8, 128
-"""Rounds run until they decide; this is checked after ``ROUNDS`` and after each doubling."""
+"""The fewest rounds, the rounds before the first check, and the most rounds. A check whether the times decide follows after
+``ROUNDS`` rounds and after each doubling."""
 SHARE, MOST_SHARE = 0.1, 0.2
-"""Shares of the budget: after ``SHARE`` only ``LEAST_ROUNDS`` run, and no round runs if these would take more than ``MOST_SHARE``."""
+"""Shares of the budget. After ``SHARE`` only ``LEAST_ROUNDS`` run. No round runs if these would take more than
+``MOST_SHARE``."""
 WORTH = 0.01
-"""Share of a step that the fused kernel must save for the finalists to use it."""
+"""Share of a step that the fused kernel must save, so that the plans of the final use it."""
 
 
 def fused_saves(context: Context, reference: Reference, contest: Contest, plan: Plan) -> float:
-    """The share of a plan's step that the fused kernel saves; 0 if that is not known to be enough on every rank.
+    """Return the share of a plan's step that the fused optimizer saves; 0 if a sufficient saving is not certain on every rank.
 
-    It adds a note with the time of each.
+    If it saves enough, a note with the times of both optimizers is added to the journal.
     """
     ranks, journal = context.ranks, context.journal
     optimizer = context.workload.optimizer(reference.model.parameters())
@@ -90,7 +93,11 @@ def fused_saves(context: Context, reference: Reference, contest: Contest, plan: 
 
 
 def _saved(given_s: Lap, fused_s: Lap, step_s: float) -> tuple[float, float, float] | None:
-    """The share of a step that the fused kernel saves: lower bound, estimate, upper bound; None if it cannot run."""
+    """Return bounds of the share of a step that the fused kernel saves.
+
+    Returns:
+        The lower bound, the estimate and the upper bound; None if one of the two plans cannot run.
+    """
     ratio = speedup(given_s, fused_s)
     if ratio is None:
         return None

@@ -1,11 +1,12 @@
-"""Results of earlier searches, in the user's cache folder, for the next search for the same job.
+"""Keep the results of searches in the user's cache folder, so that the next search for the same job can use them.
 
 A job is identified by the settings of the search, the structure of its model and optimizer, and the shapes of its first batch.
 The loss and the gradient norm on that batch tell whether weights, data and loss are the same. If device, threads and versions
-are the same too, the earlier evidence is the answer. A plan found elsewhere, by other code, with less time or with fewer
-measurements than now requested becomes a first candidate. Only completed searches are kept. Files that cannot be read or
-written are ignored, and so are files that a user other than this one or root has written or could write: the folder may be
-shared (``CASTWISE_CACHE_DIR``).
+are the same too, the stored result is the answer. Otherwise the stored plan is only tried first. That holds for a plan that was
+found on another device or with other code, with less time or with fewer measurements than are now requested.
+
+Only completed searches are kept. Files that cannot be read or written are ignored. The folder may be shared
+(``CASTWISE_CACHE_DIR``), so files are also ignored if a user other than this user or root has written or could write them.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from castwise.lab.timing.runners import build_model
 from castwise.lab.workloads.workload import Workload
 
 ALIKE = 0.01
-"""Two losses, and two norms, belong to one job if they differ by no more than this share."""
+"""Two results belong to the same job if their losses, and their norms, differ by no more than this share."""
 _FREE = ("budget_s", "memory", "verify_seeds", "seed")
-"""Settings that change how well a plan is known, but not which plan is sought."""
+"""Settings that change how well a plan is known, but not which plan the search looks for."""
 _LARGEST = 1 << 26
 _DEEPEST = 200
-"""Limits for an entry: its bytes, and the depth of its JSON; larger files were not written here."""
+"""Limits of an entry: its size in bytes, and the depth of its JSON. Larger files were not written by castwise."""
 _HEAP = re.compile("MALLOC_|GLIBC_TUNABLES$|LD_PRELOAD$")
-"""Variables that decide where host tensors are allocated, and thus whether each step meets page faults."""
+"""Environment variables that decide where host tensors are allocated, and thus whether each step meets page faults."""
 _SAID = (
     "Found on {date} for the same model, optimizer, loss, data and code, on the same device and with the same versions; nothing was "
     "measured again. --fresh, or tune(fresh=True), searches anew."
@@ -60,13 +61,13 @@ _SAID = (
 
 @dataclass(frozen=True)
 class Job:
-    """The identity of a job.
+    """The values by which a later search recognises the same tuning job.
 
     Attributes:
         digest: Digest of the settings and of the structures of model, optimizer and batch.
         loss: Loss on the first batch in fp32.
-        norm: Norm of its gradient.
-        code: Digest of the code of model, loss, optimizer and batches, and of the operators of a forward: they may change the
+        norm: Norm of the gradient of that loss.
+        code: Digest of the code of model, loss, optimizer and batches, and of the operators of a forward. They may change the
             speed of a step without changing its results.
     """
 
@@ -76,7 +77,7 @@ class Job:
     code: str
 
     def is_like(self, other: Mapping[str, float]) -> bool:
-        """Whether another job's loss and norm equal this one's up to rounding."""
+        """Whether another job's loss and norm equal this job's up to rounding."""
         return all(
             math.isclose(mine, other[name], rel_tol=ALIKE)
             for name, mine in (("loss", self.loss), ("norm", self.norm))
@@ -84,7 +85,7 @@ class Job:
 
 
 def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job | None:
-    """Identify a job by one forward and backward; None if they fail: the search then reports the failure."""
+    """Identify a job by one forward and backward pass; None if that fails, because the search then reports the failure."""
     try:
         with undisturbed():
             model = build_model(workload, device, settings.seed)
@@ -132,7 +133,11 @@ def _shapes(batch: Any) -> str:
 
 
 def folder() -> Path | None:
-    """The cache folder: ``CASTWISE_CACHE_DIR``, or ``castwise`` in the user's cache folder; None if that variable is empty."""
+    """Return the cache folder; None if ``CASTWISE_CACHE_DIR`` is empty.
+
+    It lies in the folder that this variable names. If the variable is not set, it lies in ``castwise`` in the user's cache
+    folder.
+    """
     chosen = os.environ.get("CASTWISE_CACHE_DIR")
     if chosen == "":
         return None
@@ -140,7 +145,7 @@ def folder() -> Path | None:
 
 
 def _users_cache() -> Path:
-    """``castwise`` in the system's folder for files that programs can recreate."""
+    """Return ``castwise`` in the system's folder for files that programs can recreate."""
     home = Path.home()
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "castwise" / "Cache"
@@ -150,7 +155,7 @@ def _users_cache() -> Path:
 
 
 def _place(device: torch.device) -> dict[str, Any]:
-    """Everything besides the job that a plan's speed and numerics depend on."""
+    """Return everything besides the job that a plan's speed and numerics depend on, such as device, threads and versions."""
     now = dataclasses.asdict(environment(device))
     place = {key: value for key, value in now.items() if key not in ("command", "date")}
     if device.type == "cpu" and (
@@ -161,7 +166,7 @@ def _place(device: torch.device) -> dict[str, Any]:
 
 
 def keep(job: Job, device: torch.device, plan: Plan, record: Mapping[str, Any]) -> None:
-    """Store the result of a search: its plan, and its evidence as JSON types."""
+    """Store the result of a search: the chosen plan, and the search's evidence as JSON types."""
     where, place = folder(), _place(device)
     if where is None:
         return
@@ -172,7 +177,7 @@ def keep(job: Job, device: torch.device, plan: Plan, record: Mapping[str, Any]) 
         where.parent.mkdir(parents=True, exist_ok=True)
         where.mkdir(mode=0o700, exist_ok=True)
         if where.stat().st_uid == getattr(os, "getuid", int)():
-            where.chmod(0o700)  # an earlier castwise created it with the umask's permissions
+            where.chmod(0o700)  # an earlier castwise created the folder with the umask's permissions
         if not _is_ours(where.stat()):
             return
         partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -209,21 +214,25 @@ def _read(path: Path) -> str:
 
 
 def _seal(found: Any) -> str:
-    """Digest of an entry's JSON, so that an edited answer is not used."""
+    """Return a digest of an entry's JSON, so that a result is not used if someone has edited it."""
     return _digest(json.dumps(found, sort_keys=True))
 
 
 def find(
     job: Job, device: torch.device, settings: Settings
 ) -> tuple[tuple[Plan, Evidence] | None, list[Plan]]:
-    """The stored answer to the current request, if there is one, and stored plans to try as candidates."""
+    """Find stored results for a job.
+
+    Returns:
+        The stored answer to the current request, if there is one, and stored plans for a new search to try first.
+    """
     here: tuple[Plan, Evidence] | None = None
     elsewhere: list[Plan] = []
     where, place = folder(), _place(device)
     with contextlib.suppress(OSError):
         where = None if where is None or not _is_ours(where.stat()) else where
     for path in sorted(where.glob(f"{job.digest}-*.json")) if where is not None else ():
-        with contextlib.suppress(Exception):  # from another version, truncated or edited: ignore it
+        with contextlib.suppress(Exception):  # from another version, truncated or edited: ignore the file
             entry = read_json(_read(path), deepest=_DEEPEST)
             if not job.is_like(entry["job"]) or _seal(entry["found"]) != entry["seal"]:
                 continue
@@ -239,7 +248,10 @@ def find(
 
 
 def _answers(found: Evidence, settings: Settings) -> bool:
-    """Whether a search with those ``_FREE`` settings determines everything that one with these would."""
+    """Whether a stored search answers everything that a search with ``settings`` would.
+
+    The settings of the two searches differ only in ``_FREE``.
+    """
     asked = found.settings
     if settings.verify_steps and settings.verify_seeds > asked["verify_seeds"]:
         return False
@@ -254,7 +266,7 @@ def _answers(found: Evidence, settings: Settings) -> bool:
 
 
 def restored(kind: Any, value: Any) -> Any:
-    """Rebuild records from JSON types by their fields' declared types; null becomes infinity for a float."""
+    """Rebuild dataclasses from JSON types by the declared types of their fields. Null becomes infinity for a float."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)

@@ -1,10 +1,10 @@
-"""Decide whether finalists keep freed memory: on a CPU page faults can take a tenth of a step, or half.
+"""Decide whether the plans of the final keep freed memory: on a CPU, page faults can take a tenth or half of a step.
 
 Page faults show only in a plan's own process, where memory is laid out as in training; in the race all plans share one process.
-The plan most likely to win the final therefore runs some steps in its own process, once as given and once keeping memory
-(blocks above 32 MiB are freed all the same). If the avoided faults cost enough, the finalists enter the final with
-``host_memory="keep"``. The finalists are not raced with and without it: counting faults is more precise than comparing times,
-whose noise comes mostly from faults.
+The plan most likely to win the final therefore runs some steps in processes of its own, first as given and then keeping freed
+memory (blocks above 32 MiB are freed all the same). If that avoids enough page faults, all plans enter the final with
+``host_memory="keep"``. They are not raced with and without kept memory. Counting page faults is more precise than comparing
+times, because the noise of the times comes mostly from page faults.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from castwise.lab.timing.processes import NotThereError
 
 STEPS, LEAST_DRAWS, DRAWS = 2, 2, 3
 SHARE = 0.05
-"""Share of the budget after which only the least number of processes is tried; several are tried because one may have few
-faults by chance."""
+"""Share of the budget after which only ``LEAST_DRAWS`` processes are tried. Several are tried because one process may have few
+page faults by chance."""
 LEFT = 0.25
-"""No process is started with less than this share of the budget left, which the final needs."""
+"""No process is started if less than this share of the budget is left, because the final needs it."""
 FAULT_S = 2.5e-7
-"""A low estimate of the seconds that a page fault takes."""
+"""A low estimate of the seconds that one page fault takes."""
 WORTH = 0.01
-"""Share of a step that its page faults must take for the finalists to keep memory."""
+"""Share of a step that its page faults must take, so that the plans of the final keep freed memory."""
 
 
 def keeping_saves(context: Context, plan: Plan) -> float:
-    """The share of a plan's step, in its own process, that keeping memory saves in page faults; 0 if it is small.
+    """Return the share of a plan's step that keeping freed memory saves by avoiding page faults; 0 if it is small.
 
-    On several ranks it is the largest share.
+    It is measured in processes of the plan's own. On several ranks the largest share counts.
     """
     if context.device.type != "cpu" or not can_keep():
         return 0.0
@@ -49,7 +49,7 @@ def keeping_saves(context: Context, plan: Plan) -> float:
     context.journal.tell(f"page faults of {in_words(plan)}")
     try:
         payload = context.payload()
-    except NotThereError:  # the final reports it
+    except NotThereError:  # the final will report that the workload does not run in another process
         return 0.0
     share, given, kept = context.ranks.at("page faults").worst(lambda: _met(context, payload, plan), tuple)
     if share <= WORTH:
@@ -62,9 +62,13 @@ def keeping_saves(context: Context, plan: Plan) -> float:
 
 
 def _met(context: Context, payload: bytes, plan: Plan) -> tuple[float, float, float]:
-    """Lower bound of the share of a step saved, and page faults per step as given and kept; zeros if the runs fail.
+    """Count the page faults of a plan with and without kept memory.
 
-    Several processes are tried, and the one that saves most counts: a training may meet any of them by chance.
+    Several processes are tried, and the process that saves most counts: a training may by chance be like any of them.
+
+    Returns:
+        The lower bound of the share of a step that is saved, the page faults per step as given, and those with kept memory. All
+        are zero if the runs fail.
     """
     until = time.monotonic() + SHARE * context.settings.budget_s
     try:
@@ -75,13 +79,13 @@ def _met(context: Context, payload: bytes, plan: Plan) -> tuple[float, float, fl
             most = max(most, ((given - kept) * FAULT_S / step_s, given, kept))
             if most[0] > WORTH or (draw + 1 >= LEAST_DRAWS and time.monotonic() > until):
                 break
-    except Exception:  # the final reports it
+    except Exception:  # the final will report the error
         return 0.0, 0.0, 0.0
     return most
 
 
 def _faults(context: Context, payload: bytes, plans: Sequence[Plan]) -> list[tuple[float, float]]:
-    """Page faults per step and seconds per step of each plan in its own process; all are built at once and step in turn."""
+    """Return page faults per step and seconds per step of each plan. Each has its own process, and they run steps in turn."""
     with contextlib.ExitStack() as stack:
         runs = [
             stack.enter_context(

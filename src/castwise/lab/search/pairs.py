@@ -1,9 +1,9 @@
-"""Short training runs of a plan against fp32, paired by seed, with a test of non-inferiority.
+"""Compare short training runs of a plan with fp32's, paired by seed, in a test of non-inferiority.
 
-Each pair gives the mean over the last steps of (loss under the plan - loss in fp32). The plan is *not worse* if the upper 95 %
-bound of the mean over pairs is below a margin. The margin is a fixed share of the decrease of fp32's loss: the cost of plans
-that pass by their gradients. A constant in the loss changes neither. No run can show that two plans are equal, so the smallest
-detectable difference is reported too.
+Each pair gives one difference: the loss under the plan minus the loss in fp32, averaged over the last steps. The plan is *not
+worse* if the upper 95 % bound of the mean difference is below a margin. The margin is a fixed share of the decrease of fp32's
+loss. It is what plans cost whose gradients pass the gradient test. A constant that is added to the loss changes neither the
+difference nor the margin. No run can show that two plans are equal, so the smallest detectable difference is reported too.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.workloads.workload import Workload
 
 FEWEST, MOST, LATE = 20, 100, 500
-"""Fewest and most steps of the training runs that decide about a plan whose gradients leave it in doubt, and most steps for a plan
-without masters, which can do harm late."""
+"""Fewest and most steps of the training runs that decide about a plan whose gradients leave it in doubt. ``LATE`` is the most
+for a plan without masters, which can do harm late."""
 DOUBT = 30.0
-"""Training runs may accept a plan whose damage is up to this many times the pass thresholds, or 3 times the fail thresholds."""
+"""Training runs may accept a plan whose damage is at most this many times the pass threshold, or 3 times the fail threshold."""
 LAST = 0.2
-"""Share of the steps, at the end of a run, whose losses count."""
+"""Share of the steps of a run, at its end, whose losses count."""
 MARGIN = 0.0056
-"""A plan's loss may be worse than fp32's by this share of the decrease of fp32's loss. It is the largest loss in the
-calibration among formats whose damage passes the gradient test. A margin from the spread of a few short runs would grow with
-their noise.
+"""Share of the decrease of fp32's loss by which a plan's loss may be worse than fp32's.
+
+In the calibration, it is the largest loss of a format whose damage passes the gradient test. If the margin came from the spread
+of a few short runs instead, it would grow with their noise.
 
 Source: bench/results/calibration-cpu.json, by bench/bench_calibration.py.
 """
@@ -58,11 +59,19 @@ def train_pairs(
     ranks: Lockstep = BY_ITSELF,
     until_hopeless: bool = False,
 ) -> Verification:
-    """Train pairs of runs, one with the plan and one in fp32, from equal weights on equal batches, and judge their losses.
+    """Train pairs of runs, one under the plan and one in fp32, from equal weights on equal batches, and judge their losses.
 
-    ``seeds`` is the number of pairs, starting at ``first_seed``; ``on_progress`` is called with the pairs done and the total.
-    With ``until_hopeless`` the runs stop after half of the pairs if the rest could not give "not worse" even without any
-    difference.
+    Args:
+        workload: The workload to train.
+        plan: The plan to compare with fp32.
+        device: The device to train on.
+        steps: Number of steps of each run.
+        seeds: Number of pairs.
+        first_seed: Seed of the first pair.
+        on_progress: Called with the number of pairs done and the total.
+        ranks: The ranks that train together.
+        until_hopeless: Whether to stop after half of the pairs or more if "not worse" has become impossible, even if the
+            remaining pairs showed no difference.
 
     Raises:
         PlanError: Fewer than 5 steps or 2 seeds.
@@ -99,7 +108,7 @@ def train_pairs(
 
 
 def _end(run: TrainingRun, steps: int, last: int) -> float:
-    """The mean of a run's last losses; NaN if the run diverges, whatever exception it raises then."""
+    """Train, and return the mean of the last losses. Return NaN if the run diverges, whatever exception it raises then."""
     try:
         run.block(steps)
     except Exception as error:
@@ -110,7 +119,7 @@ def _end(run: TrainingRun, steps: int, last: int) -> float:
 
 
 def is_doubtful(found: ParityResult) -> bool:
-    """Whether a plan that failed the gradient test is close enough to the thresholds for training runs to decide.
+    """Whether a plan that failed the gradient test is so close to the thresholds that training runs may decide about it.
 
     The thresholds come from a few workloads, and gradients at fresh weights can show damage that disappears after some steps.
     """
@@ -118,21 +127,21 @@ def is_doubtful(found: ParityResult) -> bool:
     near = found.severity <= DOUBT and own <= COMPARABLE * found.damage.value
     return (
         near and not found.strayed and not found.owners and not found.biased
-    )  # training losses do not depend on running statistics, and short runs do not average noise as long ones do
+    )  # training losses do not depend on running statistics, and short runs do not average out noise as long runs do
 
 
 def affordable_steps(room_s: float, a_pair_s: float, pairs: int, asked: int = 0, most: int = MOST) -> int:
-    """Steps that each run of this many pairs can have within ``room_s`` seconds; 0 if there is too little time.
+    """Return how many steps each of ``2 * pairs`` training runs can have in ``room_s`` seconds; 0 if there is too little time.
 
-    ``a_pair_s`` is the time of one step in fp32 and one of the plan, ``asked`` the requested number of steps, if any, and ``most``
-    the largest number otherwise.
+    ``a_pair_s`` is the time of one step in fp32 and one step of the plan. ``asked`` is the requested number of steps; if it is
+    0, ``most`` is the largest number.
     """
     steps = int(0.8 * room_s / (a_pair_s * pairs))  # building the models takes time too
     return min(asked or most, steps) if steps >= min(asked or FEWEST, FEWEST) else 0
 
 
 def is_hopeless(reference: Sequence[float], candidate: Sequence[float], pairs: int, margin: float) -> bool:
-    """Whether the result cannot be "not worse" any more, even if the remaining pairs show no difference."""
+    """Whether the result cannot become "not worse" any more, even if the remaining pairs show no difference."""
     left = [0.0] * (pairs - len(reference))
     best = judge_losses([*reference, *left], [*candidate, *left], 0, margin)
     return best.verdict != "not worse"
@@ -141,10 +150,11 @@ def is_hopeless(reference: Sequence[float], candidate: Sequence[float], pairs: i
 def judge_losses(
     reference: Sequence[float], candidate: Sequence[float], steps: int, margin: float
 ) -> Verification:
-    """Judge pairs of final losses, fp32's and the plan's by seed, after runs of this many steps.
+    """Judge pairs of final losses, after runs of this many steps.
 
-    ``not worse`` if the upper bound of the mean difference is not above the margin; ``worse`` if the lower bound is, or if a
-    loss of the plan is not finite; else ``not shown``, also if fp32's loss is not finite, which leaves nothing to compare with.
+    The verdict is ``not worse`` if the upper bound of the mean difference is not above the margin. It is ``worse`` if the lower
+    bound is above the margin or a loss of the plan is not finite. Else it is ``not shown``; so it is if a loss in fp32 is not
+    finite, which leaves nothing to compare with.
     """
     differences = [c - r for c, r in zip(candidate, reference, strict=True)]
     n = len(differences)
@@ -159,7 +169,7 @@ def judge_losses(
 
 
 def in_training(trained: Verification) -> str:
-    """The result of training runs, as a clause."""
+    """Return the result of training runs as a clause."""
     if not math.isfinite(trained.difference):
         whose = "its" if trained.verdict == "worse" else "fp32's own"
         return f"{whose} loss became non-finite within {trained.steps} steps"

@@ -1,8 +1,9 @@
-"""The cost of each region in each format: unique modules timed alone, forward and backward, casts included.
+"""Time each module alone in each format, forward and backward, including the casts of its inputs and outputs.
 
-A module is called with its inputs from a training step. Three cases are timed in turns: fp32 among fp32, low among low, and
-fp32 among low, which includes the casts at its border. If the third beats the second, keeping the region in fp32 saves time.
-This only selects candidates; a race on whole steps decides.
+A module is called with its inputs from a training step; modules of equal structure and inputs are timed once. Three cases are
+timed in turns: fp32 among fp32 modules, low among low modules, and fp32 among low modules. Only the third needs casts. If the
+third is faster than the second, keeping the module in fp32 saves time. These times only select plans to try; a race on whole
+steps decides.
 """
 
 from __future__ import annotations
@@ -30,33 +31,33 @@ from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 from castwise.lab.timing.timing import Calls, Name, race
 
 HOPELESS = 10.0
-"""A format that takes this many times fp32's time on a small piece of the input is not timed on the whole input."""
+"""If a format takes this many times fp32's time on a small piece of the input, it is not timed on the whole input."""
 SMALL_ELEMENTS = 1 << 14
-"""Elements in that piece."""
+"""Number of elements in that piece."""
 ROUNDS = 6
 FAR = 3.0
-"""A case that takes this many times fp32's time is timed only twice."""
+"""A case that takes this many times fp32's time is timed at most twice."""
 GAIN = 0.93
-"""The low format makes a region slower if fp32 with its casts takes less than this share of the low time. A format gains
-nothing if all regions, with the slower ones in fp32, take more than this share of fp32's time."""
+"""The low format makes a region slower if fp32 with its casts takes less than this share of the time in the low format. A
+format gains nothing if all regions together take more than this share of fp32's time, with the slower regions in fp32."""
 SLOWER = 1.15
-"""A format is dropped before the race if its regions' times add up to this many times fp32's: operations between regions can
-make up for less. If the device has no units for the format, so that most of the time would be ``FAR`` times as long, they
-cannot make up for it: the format is dropped if its regions gain nothing."""
+"""A format is dropped before the race if its regions' times add up to this many times fp32's. A smaller loss can be made up by
+operations between regions. If the device has no units for the format (:func:`lacks_units`), they cannot make up for it. Then
+the format is already dropped if its regions gain nothing (``GAIN``)."""
 MINOR = 0.25
-"""Parts with one region name are kept in fp32 together if those that are faster in the low format lose less than this share of
-what the region saves."""
+"""Parts that one region can name are kept in fp32 together although some of them are faster in the low format, if that costs
+less than this share of what the region saves."""
 WORTH = 0.004
-"""A region that saves less than this share of all regions' time is not worth a candidate."""
+"""No plan keeps a region in fp32 if that saves less than this share of all regions' time."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds that one training step spends in all modules of a part.
+    """The seconds that one training step spends in all modules of a part (:class:`~castwise.lab.search.regions.Part`).
 
     Attributes:
-        times_s: Per format, among regions of the same format; ``fp32`` is always there.
-        bordered_s: fp32 among regions of the low format, per low format.
+        times_s: Seconds by format, if the surrounding regions have the same format; ``fp32`` is always there.
+        bordered_s: By low format, the seconds in fp32 if the surrounding regions run in that low format.
         reasons: The reason for each format that was not timed.
     """
 
@@ -67,7 +68,7 @@ class Cost:
 
 @dataclass
 class _Call:
-    """A module with its inputs, and how often each part calls modules like it."""
+    """A module with its recorded inputs, and how often each part calls such a module with such inputs."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -76,7 +77,7 @@ class _Call:
 
     @property
     def work(self) -> int:
-        """Approximate amount of work: elements of the largest input, over all calls."""
+        """The approximate amount of work: elements of the largest input, times the number of calls."""
         return max((tensor.numel() for tensor in tensors_in(self.args)), default=1) * self.counts.total()
 
 
@@ -93,22 +94,23 @@ def measure_costs(
     on_progress: Callable[[str], None] = lambda _what: None,
     ranks: Lockstep = BY_ITSELF,
 ) -> dict[str, Cost]:
-    """Time every part without inner parts, those with the most work first.
+    """Time every part that contains no other part. Those with the most work come first.
 
     Args:
-        model: In fp32, on the device; its modules are copied first.
+        model: The model in fp32, on the device. Its modules are copied before they run.
         loss: Called with the model and the batch, to record the inputs of each module.
         batch: A batch on the device.
         parts: As returned by :func:`~castwise.lab.search.regions.find_parts`.
         formats: Low formats to time besides fp32.
         device: Device of model and batch.
         channels_last: Whether to time modules over images in this memory format.
-        budget_s: Once it is spent, the remaining modules are not timed.
-        on_progress: Called with the name of the timed module.
+        budget_s: Seconds after which the remaining modules are not timed.
+        on_progress: Called with the name of the module that is timed next.
         ranks: The ranks that measure together.
 
     Returns:
-        Costs by the part's pattern; parts with a module that does not run by itself are missing.
+        Costs by the part's pattern. A part is missing if one of its modules was not timed, for lack of time or because it does
+        not run by itself.
 
     Raises:
         Exception: An error of a module in a low format, unless it says that the module cannot run in that format.
@@ -144,15 +146,15 @@ def _sum(costs: list[tuple[int, Cost]]) -> Cost:
 
 
 def losing_parts(low: str, costs: dict[str, Cost], parts: Sequence[Part] = ()) -> list[tuple[str, ...]]:
-    """Parts that take less time in fp32, casts included, than in a low format.
+    """Return the parts that take less time in fp32, including the casts, than in a low format.
 
-    Parts of one kind that can be written as one region (``Part.like``) are grouped if this saves much more than it costs the
-    parts that are faster in the low format: timing noise then determines which parts are slower by themselves, and one region
-    is simpler than several. They are not grouped if one was not timed or cannot run low.
+    Parts of one kind that can be written as one region (``Part.like``) are grouped if that saves much more than it costs those
+    that are faster in the low format. Otherwise timing noise would determine which of them are slower, and one region is
+    simpler than several. They are not grouped if one of them was not timed or cannot run low.
 
     Args:
         low: The low format.
-        costs: By pattern.
+        costs: The costs of parts, by pattern.
         parts: Parts that may be grouped; without them each part stands alone.
 
     Returns:
@@ -176,12 +178,12 @@ def losing_parts(low: str, costs: dict[str, Cost], parts: Sequence[Part] = ()) -
 
 
 def _difference(low: str, cost: Cost) -> float:
-    """Seconds saved by running the part in fp32 inside a low format."""
+    """Return the seconds saved by running a part in fp32 while the rest of the model runs in a low format."""
     return cost.times_s.get(low, math.inf) - cost.bordered_s.get(low, cost.times_s["fp32"])
 
 
 def _saved(low: str, costs: Sequence[Cost], whole: float) -> float:
-    """Seconds saved by keeping these parts in fp32; 0 if that is not worth a candidate."""
+    """Return the seconds saved by keeping these parts in fp32; 0 if that is too little to try."""
     saved = sum(_difference(low, cost) for cost in costs)
     taken = sum(cost.times_s.get(low, math.inf) for cost in costs)
     worth = taken == math.inf or (taken - saved < GAIN * taken and saved > WORTH * whole)
@@ -191,7 +193,7 @@ def _saved(low: str, costs: Sequence[Cost], whole: float) -> float:
 def _calls(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, parts: Sequence[Part]
 ) -> list[_Call]:
-    """One call per unique module and input, with how often each part makes it."""
+    """Return one call per kind of module and input, with the number of times that each part makes it."""
     modules = dict(model.named_modules())
     found: dict[str, _Call] = {}
     with ExitStack() as hooks, unspoilt(model):
@@ -226,7 +228,7 @@ def _key(module: nn.Module, args: Any, kwargs: Any) -> str:
 def _time(
     call: _Call, formats: Sequence[str], device: torch.device, channels_last: bool, ranks: Lockstep
 ) -> Cost | None:
-    """Times of one call in each format; None for a module that does not run by itself."""
+    """Time one call in each format; None for a module that does not run by itself."""
 
     def alone() -> tuple[nn.Module, Any, Any, Callable[[], None]]:
         module, given = copy.deepcopy(call.module), (call.args, call.kwargs)
@@ -245,7 +247,7 @@ def _time(
 
     try:
         module, args, kwargs, in_fp32 = ranks.at("a module by itself").each(alone)
-    except Exception:  # it ran inside its model, so it needs something from there, or it cannot be copied
+    except Exception:  # the module needs something from the model around it, or it cannot be copied
         return None
     ways: dict[tuple[str, bool], Callable[[], None]] = {("fp32", False): in_fp32}
     reasons: dict[str, str] = {}
@@ -272,7 +274,10 @@ def _time(
 def _both(
     module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Run a module inside a low format, in that format and in fp32; each has run once, to build its kernels."""
+    """Return functions that run a module in a low format, and in fp32 with casts from and to that format.
+
+    Each has already been called once, so that its kernels are built.
+    """
     in_low, in_fp32 = (_runner(module, args, kwargs, low, bordered, device) for bordered in (False, True))
     in_low()
     in_fp32()
@@ -288,7 +293,10 @@ def _to_channels_last(tensor: Tensor) -> Tensor:
 def _least_s(
     ways: Mapping[Name, Callable[[], None]], device: torch.device, ranks: Lockstep, hopeless: float = FAR
 ) -> dict[Name, float]:
-    """The least seconds of each; one that takes ``hopeless`` times as long as the first is timed at most twice."""
+    """Return the fewest seconds that each function took.
+
+    A function that takes ``hopeless`` times as long as the first is timed at most twice.
+    """
     laps = race(
         [(name, Calls(way)) for name, way in ways.items()], rounds=ROUNDS, steps=1, device=device, warmup=0, hopeless=hopeless,
         ranks=ranks,
@@ -299,7 +307,11 @@ def _least_s(
 def _runner(
     module: nn.Module, args: Any, kwargs: Any, low: str | None, bordered: bool, device: torch.device
 ) -> Callable[[], None]:
-    """Forward and backward of a module in fp32, in a low format, or in fp32 with casts at its border."""
+    """Return a function that runs forward and backward of a module.
+
+    The module runs in fp32 if ``low`` is None, else in the low format. With ``bordered`` it runs in fp32, its inputs are cast
+    from the low format, and its output is cast back.
+    """
     dtype = None if low is None else FORMATS[low].dtype
     held = args if dtype is None else _as_leaves(cast_floating(args, dtype), args)
     named = kwargs if dtype is None else _as_leaves(cast_floating(kwargs, dtype), kwargs)
@@ -333,7 +345,10 @@ def _as_leaves(cast: Any, original: Any) -> Any:
 def _slowdown_on_a_piece(
     module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device, ranks: Lockstep
 ) -> float:
-    """How many times fp32's time a format without CPU units takes on a small piece of the input; 1 if no piece can be cut."""
+    """Return how many times fp32's time a format without CPU units takes on a small piece of the input.
+
+    Return 1 for other devices and formats, or if no piece can be cut that the module accepts.
+    """
     if device.type != "cpu" or (low == "bf16" and _torch.cpu.cpu_has_bf16()):
         return 1.0
     for features_first in (False, True):
@@ -352,10 +367,10 @@ def _slowdown_on_a_piece(
 
 
 def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:
-    """The first samples of a tensor, and the first of its pixels, tokens or frames; all of its features.
+    """Return a small piece of a tensor: its first samples, and of these the first pixels, tokens or frames with all features.
 
-    Three axes are ``[batch, tokens, features]`` for some modules and ``[batch, features, frames]`` for others: both are tried,
-    and a module rejects the wrong one.
+    Three axes are ``[batch, tokens, features]`` for some modules and ``[batch, features, frames]`` for others. Both cuts are
+    tried, and a module rejects the wrong one.
     """
     cut = tensor
     if cut.dim() == 4:
@@ -372,14 +387,17 @@ def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:
 
 
 def lacks_units(low: str, costs: Mapping[str, Cost]) -> bool:
-    """Whether most of the parts' time would be at least ``FAR`` times as long in a low format."""
+    """Whether the parts that make up most of the time in fp32 would take at least ``FAR`` times as long in a low format."""
     base_s = {pattern: cost.times_s["fp32"] for pattern, cost in costs.items()}
     far_s = sum(s for pattern, s in base_s.items() if costs[pattern].times_s.get(low, math.inf) >= FAR * s)
     return 2.0 * far_s > sum(base_s.values())
 
 
 def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str:
-    """Why a low format out of ``formats`` cannot be in the fastest plan, by the costs of parts alone; empty if it can."""
+    """Say why the costs of parts show that a low format cannot be in the fastest plan; empty if it can.
+
+    ``formats`` are the low formats with which it is compared.
+    """
     timed = {pattern: cost for pattern, cost in costs.items() if name in cost.times_s or name in cost.reasons}
     if not timed:
         return ""

@@ -1,4 +1,4 @@
-"""Peak memory of plans, each measured in a process of its own."""
+"""Measure the peak memory of plans, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def measure_peaks(
     plans: Sequence[Plan],
     compiles_s: Mapping[Plan, float] = MappingProxyType({}),
 ) -> Sequence[Plan]:
-    """Measure the peak memory, in bytes, of plans that are missing in ``peaks``, and add it there.
+    """Measure the peak memory, in bytes, of the plans that are missing in ``peaks``, and add it to ``peaks``.
 
     Args:
-        context: The search's context.
+        context: The job to tune.
         peaks: Bytes by plan.
         plans: The plans to measure.
-        compiles_s: Compile time of each plan that is compiled.
+        compiles_s: Seconds that compiling takes, for each plan that is compiled.
 
     Returns:
-        The plans that were not measured for lack of time.
+        The plans that were not measured because the time ran out.
     """
     journal = context.journal
 

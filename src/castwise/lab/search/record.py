@@ -1,4 +1,4 @@
-"""Convert the findings of a :class:`~castwise.lab.search.state.Search` to plain records."""
+"""Convert the findings of a search to the dataclasses of :mod:`castwise.lab.search.evidence`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from castwise.lab.timing import stats
 from castwise.lab.timing.environment import environment
 
 LAST = 5
-"""A candidate's loss is the mean over this many steps."""
+"""Number of steps over which a plan's reported loss is averaged."""
 _PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "tie", "rejected", "not tried")
 
 
 def evidence(search: Search) -> Evidence:
-    """The findings of a search so far, whether it has ended or was interrupted."""
+    """Return the findings of a search so far, whether it has ended or was interrupted."""
     asked, plan = dataclasses.asdict(search.context.settings), search.choice.plan
     test = search.begun.test if search.begun is not None else None
     where = environment(search.context.device)
@@ -61,7 +61,10 @@ def evidence(search: Search) -> Evidence:
 
 
 def _finding(search: Search, plan: Plan) -> ParityResult | None:
-    """The known result for a plan's gradients: on fresh batches if there is one, else on the search's own."""
+    """Return the known result of the test of a plan's gradients.
+
+    It is the result on fresh batches if there is one, else the result on the batches of the search.
+    """
     verified = search.choice.verified if plan == search.choice.plan else None
     return verified if verified is not None else search.parity.get(numerics_of(plan))
 
@@ -112,7 +115,10 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
 
 
 def _time(search: Search, times: Sequence[float], over_fp32: stats.Ratio | None) -> stats.Summary | None:
-    """Seconds per step: fp32's median divided by the plan's speed, because not all plans ran in the same starts."""
+    """Return a plan's seconds per step, as fp32's median divided by the plan's speed relative to fp32.
+
+    The plan's own times are not comparable with those of other plans, because not all plans ran in the same starts.
+    """
     if not times:
         return None
     own, final = stats.summarise(times), search.final
@@ -123,7 +129,7 @@ def _time(search: Search, times: Sequence[float], over_fp32: stats.Ratio | None)
 
 
 def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | None) -> tuple[Status, Fate]:
-    """The status of a plan, and the reason."""
+    """Return the status of a plan, and the reason for it."""
     final, noted = search.final, search.journal.fate(plan)
     if plan == search.choice.plan:
         return ("baseline" if plan == FP32 else "chosen"), Fate("spared", why_chosen(search))
@@ -157,7 +163,7 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
 
 
 def _heavier(search: Search, plan: Plan) -> Fate | None:
-    """Why a plan's peak memory counts against it, if memory is the goal."""
+    """Return why a plan's peak memory counts against it, if memory is the goal."""
     peaks = search.peaks
     if search.context.settings.goal != "memory" or plan not in peaks or search.choice.plan not in peaks:
         return None
@@ -168,7 +174,7 @@ def _heavier(search: Search, plan: Plan) -> Fate | None:
 
 
 def _race_speed(search: Search, plan: Plan) -> str:
-    """A plan's speed in the race, as a clause; only the final gives intervals."""
+    """Say how fast a plan was in the race, without an interval, because only the final gives intervals."""
     ratio = search.race.ratio(plan) if search.race is not None else None
     return f": about {ratio.value:.2f} times as fast as fp32 in the race" if ratio is not None else ""
 
@@ -183,7 +189,7 @@ def _not_asked(search: Search) -> str:
 
 
 def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | None:
-    """A parity result as a record: the plain damage, with the verdict over all tests."""
+    """Convert a parity result to a record with the plain damage and the verdict over all tests."""
     if found is None:
         return None
     d, trained = found.damage, search.training.get(numerics_of(plan))

@@ -1,4 +1,4 @@
-"""The first stage of a search: fp32 gradients on a few batches, and an inspection of the model."""
+"""Run the first stage of a search: compute fp32 gradients on a few batches, and inspect the model."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class Reference:
-    """The tuned model, and its fp32 results on a few batches.
+    """What the first stage of a search finds: the model, its fp32 gradients on a few batches, and its parts.
 
     Attributes:
-        model: As the workload builds it.
+        model: The model as the workload builds it.
         optimizer: Class name of its optimizer.
         arrived: Whether the user's model already stores some tensors in a low format.
-        as_given: The plan that runs such a model unchanged; it is shown, and never chosen.
+        as_given: The plan that runs such a model unchanged. It is shown in the results and never chosen.
         test: The parity test, with its reference gradients.
         parts: The model's regions.
-        numerics: Tests plans against the reference and repairs them.
-        used: ATen operators that a training step's forward runs.
-        images: Whether memory format matters: the model has convolutions over images.
+        numerics: Tests plans against the reference gradients, and repairs plans that fail.
+        used: ATen operators that run in the forward pass of a training step.
+        images: Whether the memory format matters, because the model has convolutions over images.
     """
 
     model: nn.Module
@@ -51,14 +51,14 @@ class Reference:
 
 
 def refer(context: Context) -> Reference:
-    """Run fp32 on a few batches, and inspect the model."""
+    """Compute fp32 gradients on a few batches, and inspect the model."""
     settings, workload, ranks, journal = context.settings, context.workload, context.ranks, context.journal
     model = build_model(workload, context.device, settings.seed)
     trained = model.parameters()
     optimizer = (
         workload.optimizer(trained) if settings.goal == "numerics" else make_optimizer(workload, trained)
     )
-    if context.device.type == "cpu":  # an accelerator that has been queried does not survive a fork
+    if context.device.type == "cpu":  # an accelerator that was queried does not survive a fork
         context.home.import_soon(libraries(type(made).__module__ for made in (*model.modules(), optimizer)))
     adam = ranks.at("the optimizer").same(is_adam(optimizer))
     prober = Prober(

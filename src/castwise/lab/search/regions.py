@@ -1,13 +1,13 @@
-"""Find the regions that a search may decide about in a model's module tree.
+"""Find the regions of a model for which a search can choose a format.
 
-A *part* is a module that computes something itself, or modules of equal structure at the same place in repeated blocks
-(``blocks.*.norm``): identical blocks share one probe and one timing. A run shows what a module computes itself: operators, and
-Python functions with their own backward, are attributed to the innermost module whose ``forward`` is running. Views, copies and
-sums of its children's outputs (a residual connection) need no decision, so a module that does only these joins its
-surroundings.
+A *part* is a module that computes something itself, or a group of modules of equal structure at the same place in repeated
+blocks (``blocks.*.norm``). A group is tested and timed once. A run of the model shows what each module computes itself.
+Operators, and Python functions with their own backward, are attributed to the innermost module whose ``forward`` is running. A
+module may only make views, copies and sums of its children's outputs (residual connections). Such a module needs no format of
+its own, and is no part.
 
-A called module around parts is a *container*. The search can decide about it as a whole, including what it computes between its
-parts. If all its parts get the same decision, it becomes one region.
+A module that is called and contains parts is a *container*. The search can also choose a format for a container as a whole,
+including what it computes between its parts. If all parts of a container get the same format, the container becomes one region.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _TRIVIAL = frozenset({
 })  # fmt: skip
 """Operators that neither round nor amplify: they move values, or add values that are already rounded."""
 _SUMS = frozenset({"add", "add_"})
-"""Of these operators, additions; an addition of a number, or in a module without children, is no residual connection."""
+"""The additions among these operators. An addition is no residual connection if it adds a number or runs in a module without
+children."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """A module around parts, or modules of equal structure at the same place in repeated blocks.
+    """A module that contains parts, or a group of such modules of equal structure at the same place in repeated blocks.
 
     Attributes:
         pattern: The pattern in a plan's region.
@@ -57,19 +58,19 @@ class Container:
 
 @dataclass(frozen=True)
 class Part:
-    """A region of a model, as a search sees it.
+    """A module, or a group of modules of equal structure, for which a search can choose a format.
 
     Attributes:
         pattern: The pattern in a plan's region; matches exactly ``paths``.
         kind: Class name of its modules.
         paths: Module paths, in model order.
-        parameters: Number of elements in its modules' own parameters (not their children's).
-        inner: Patterns of parts inside it. If it has any, the part itself is what its modules' ``forward`` computes besides
-            calling them.
-        like: The pattern with every number replaced by ``*``, if all modules that it matches belong to parts that share it;
-            else empty. It lets parts with equal decisions form one region.
-        around: Containers around it, innermost first, starting with itself if it has inner parts; the whole model is
-            not a container.
+        parameters: Number of elements in its modules' own parameters, without their children's.
+        inner: Patterns of other parts inside this part. If there are any, the part stands only for what its modules'
+            ``forward`` computes between the calls of the inner parts.
+        like: The pattern with every number replaced by ``*``. Parts with the same ``like`` and the same format can form one
+            region. It is empty if it would also match modules that belong to other parts.
+        around: Containers that contain this part, innermost first. If the part has inner parts, it is itself the first. The
+            whole model is not a container.
     """
 
     pattern: str
@@ -82,7 +83,7 @@ class Part:
 
 
 class _Attribution(Observer):
-    """Record which modules compute on floating tensors themselves."""
+    """Record which modules compute on floating tensors themselves, and not only in their children."""
 
     def __init__(self) -> None:
         self.leaves: set[str] = set()
@@ -96,7 +97,7 @@ class _Attribution(Observer):
         return modules.items()
 
     def enter(self, call: Call, args: Args, kwargs: Kwargs) -> None:
-        self._look_back(args)  # the surrounding module made these arguments
+        self._look_back(args)  # the module that makes this call has computed these arguments
         self.called.add(call.path)
 
     def leave(self, call: Call, output: Any) -> None:
@@ -114,7 +115,10 @@ class _Attribution(Observer):
         return self.running[-1].path in self.leaves or not all(isinstance(arg, Tensor) for arg in args[:2])
 
     def _look_back(self, values: Any) -> None:
-        """Find the functions with their own backward that made these values since the last look."""
+        """Find the Python functions with their own backward that computed these values, and attribute them to a module.
+
+        The module is the one that is running. The search goes back to the functions that were found before.
+        """
         nodes = [tensor.grad_fn for tensor in tensors_in(values)]
         while nodes:
             node = nodes.pop()
@@ -127,9 +131,9 @@ class _Attribution(Observer):
 
 
 def find_parts(model: nn.Module, forward: Callable[[], Any]) -> tuple[Part, ...]:
-    """Find the parts of a model in fp32, in model order; modules that are never called belong to none.
+    """Find the parts of a model in fp32, in model order. Modules that are never called belong to no part.
 
-    ``forward`` runs the forward pass of training: ``lambda: loss(model, batch)``.
+    ``forward`` runs the forward pass of training, for example ``lambda: loss(model, batch)``.
     """
     seen = _Attribution()
     with torch.enable_grad(), observed(model, seen):
@@ -153,7 +157,7 @@ def find_parts(model: nn.Module, forward: Callable[[], Any]) -> tuple[Part, ...]
 
 
 def _grouped(model: nn.Module, keys: Mapping[str, str], paths: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Group modules so that regions can name them: equal structure, under a pattern that matches exactly these."""
+    """Group modules of equal structure, so that the pattern of each group matches exactly its modules."""
     modules = dict(model.named_modules())
     groups: dict[tuple[str, str], list[str]] = {}
     for path in paths:
@@ -168,7 +172,7 @@ def _grouped(model: nn.Module, keys: Mapping[str, str], paths: Iterable[str]) ->
 
 
 def _alike(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """By pattern, the pattern with its numbers replaced, if that matches only the given modules."""
+    """Map each pattern to the same pattern with its numbers replaced by ``*``, where that matches no other modules."""
     together: dict[str, list[str]] = {}
     for pattern, own in paths.items():
         together.setdefault(_numberless(pattern), []).extend(own)
@@ -178,7 +182,10 @@ def _alike(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> dict[str, st
 def _with_containers(
     model: nn.Module, parts: Sequence[Part], nests: Sequence[tuple[str, list[str]]]
 ) -> list[Part]:
-    """The parts, each with the modules around it that contain every other part wholly or not at all."""
+    """Return the parts with their containers.
+
+    A module becomes a container only if it contains each part wholly or not at all.
+    """
     held: dict[str, list[Part]] = {}
     for pattern, paths in nests:
         inside = [[_is_in(path, paths) for path in part.paths] for part in parts]
@@ -205,9 +212,10 @@ def _is_in(path: str, outer: Iterable[str]) -> bool:
 
 
 def operators_used(forward: Callable[[], Any]) -> frozenset[str]:
-    """Names of the ATen operators that run in a forward pass; composite ones appear as their components.
+    """Return the names of the ATen operators that run in a forward pass. A composite operator appears as its components.
 
-    Attention also appears under the name of the called function, because with dropout on a CPU only its components run.
+    Attention also appears under the name of the function that was called, because with dropout on a CPU only its components
+    run.
     """
     seen, called = Operators(), _Called()
     with torch.no_grad(), observed(nn.Module(), seen), called:
@@ -216,7 +224,7 @@ def operators_used(forward: Callable[[], Any]) -> frozenset[str]:
 
 
 class _Called(TorchFunctionMode):
-    """Record functions by name, because torch decomposes them before any observer of operators sees them."""
+    """Record the names of called functions that torch decomposes before an observer of operators can see them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,13 +256,13 @@ def _literal(path: str, module: nn.Module) -> str:
 
 
 def _structure(module: nn.Module) -> str:
-    """A key that is equal for two modules that differ only in their weights."""
+    """Return a key that is equal for two modules that differ only in their weights."""
     shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
     return f"{type(module).__module__}.{type(module).__qualname__} {module!r} {shapes}"
 
 
 def _keys(model: nn.Module) -> dict[str, str]:
-    """Path -> pattern in which ``*`` replaces the numbers of structurally equal siblings."""
+    """Map the path of each module to a pattern, in which ``*`` replaces the numbers of structurally equal siblings."""
     keys = {"": f"type:{type(model).__name__}"}
 
     def walk(module: nn.Module, path: str) -> None:
@@ -282,16 +290,17 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
 
 
 def exempt(plan: Plan, parts: Sequence[Part], kept: Iterable[str]) -> Plan:
-    """A plan with regions that keep parts of these patterns in fp32, and keep containers whole if all their parts are kept.
+    """Return a plan with regions that keep the parts of these patterns in fp32.
 
-    Inner parts that are not among the patterns return to the plan's own format.
+    A container is kept as a whole if all its parts are kept. If an inner part is not among the patterns, it returns to the
+    plan's own format.
     """
     regions = _nested(parts, set(kept), "fp32", plan.compute)
     return dataclasses.replace(plan, regions=(*plan.regions, *regions))
 
 
 def only(low: Plan, parts: Sequence[Part], chosen: Iterable[str]) -> Plan:
-    """Run only the parts of these patterns by a low plan's format, rules and loss scale; the rest runs in fp32."""
+    """Run only the parts of these patterns with the format, rules and loss scale of a low plan. The rest runs in fp32."""
     regions = _nested(parts, set(chosen), low.compute, "fp32")
     return dataclasses.replace(
         low, compute="fp32", params="fp32", master="fp32", regions=tuple(regions), memory_format="as_is",
@@ -300,13 +309,13 @@ def only(low: Plan, parts: Sequence[Part], chosen: Iterable[str]) -> Plan:
 
 
 def whole(parts: Sequence[Part], container: Container) -> tuple[str, ...]:
-    """Patterns that select a container: those of its parts; if it has only one part, also its own."""
+    """Return the patterns that select a container: those of its parts, and its own if it has only one part."""
     own = tuple(part.pattern for part in parts if container in part.around)
     return own if len(own) > 1 else (*own, container.pattern)
 
 
 def _nested(parts: Sequence[Part], chosen: set[str], inner: str, outer: str) -> list[Region]:
-    """Nested regions that put exactly the selected parts into a format."""
+    """Return nested regions that give the chosen parts the format ``inner``, and parts inside them the format ``outer``."""
     held = {c: whole(parts, c) for part in parts for c in part.around}
     chosen_whole = {c for c, patterns in held.items() if chosen.issuperset(patterns)}
     regions: list[tuple[int, bool, str, str]] = []
@@ -327,7 +336,7 @@ def _nested(parts: Sequence[Part], chosen: set[str], inner: str, outer: str) -> 
             same = len(like) > 1 and (like <= chosen or not like & chosen)
             wanted = inner if part.pattern in chosen else outer
             regions.append((len(part.inner), False, _name(part, same), wanted))
-    # the last match wins, so outer regions come first, and a part's own forward before a container inside it
+    # the last match wins, so outer regions come first, and a part's own forward comes before a container inside that part
     regions.sort(key=lambda region: (-region[0], region[1]))
     return [Region(name, compute=wanted) for name, wanted in dict.fromkeys(region[2:] for region in regions)]
 

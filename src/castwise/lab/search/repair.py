@@ -1,13 +1,15 @@
-"""The numerics side of a search: does a plan pass, and if not, which parts must stay in fp32?
+"""Test whether the gradients under a plan pass, and if not, find the parts of the model that must stay in fp32.
 
-Damage is additive over the parts that run low (measured: the sum is 0.99 to 1.03 of the joint damage), so bisection finds its
-source: run one half of the parts low and the rest in fp32, then the other half, and continue in the worse one until the
-unexplained rest is below the threshold. One bad part among n costs about 4 log2(n) passes at any depth, because blocks of equal
+*Damage* is the relative error that a plan adds to an update. *Parts* are groups of modules
+(:class:`~castwise.lab.search.regions.Part`). The damage of all parts that run in a low format is nearly the sum of the damages
+that each causes alone (measured: the sum is 0.99 to 1.03 of the joint damage). Bisection therefore finds its source. One half
+of the parts runs low and the rest in fp32, then the other half. This goes on with the worse half until the damage that is not
+yet explained is below the threshold. One bad part among n costs about 4 log2(n) passes at any depth, because blocks of equal
 structure are one part.
 
-If the parts do not add up to the measured damage, it arises between them: between two parts that are harmless alone, or between
-two parts in fp32 whose outputs are cast to the low format at their borders. The smallest container that explains or cures it is
-then kept whole.
+If the damages of the parts do not add up to the measured damage, it arises between parts. It may arise between two parts that
+are harmless alone, or between two parts in fp32 whose outputs are cast to the low format. The smallest
+:class:`~castwise.lab.search.regions.Container` that explains or cures the damage is then kept in fp32 as a whole.
 """
 
 from __future__ import annotations
@@ -35,33 +37,34 @@ from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 T = TypeVar("T")
 
 EXTRA_SHARE = 0.3
-"""If more microbatches would probably decide, they may take this share of the time left."""
+"""Share of the time left that further microbatches may take if they would probably decide the test."""
 MOST_VALUES = 1 << 28
-"""Gradient elements kept of all microbatches together: 1 GiB."""
+"""Largest number of gradient elements that are kept of all microbatches together: 1 GiB."""
 MOST_PASSES = 120
-"""Forward/backward passes that the numerics of one search may take, whatever the model's depth."""
+"""Forward/backward passes that one search may spend on testing gradients, whatever the model's depth."""
 QUICK = 2
-"""Microbatches of a probe that searches for the source of damage."""
+"""Number of microbatches in each test that searches for the source of damage."""
 JOINT = 4
-"""Microbatches on which a repaired plan is tried before it is verified."""
+"""Number of microbatches on which a repaired plan is tried before it is verified."""
 VERIFYING = 2 * (LEAST - JOINT)
-"""Passes reserved for the chosen plan: fresh microbatches in fp32 and under the plan."""
+"""Passes that are reserved to verify the chosen plan on fresh microbatches, in fp32 and under the plan."""
 SPENT = 0.7
-"""Share of the threshold that the parts which stay low may use together; the rest allows for damage that does not add up."""
+"""Share of the threshold that the parts which stay low may use together. The rest allows for damage that does not add up."""
 MISFIT = 3.0
-"""Damage above this many times the sum over parts does not come from the parts: probes of few microbatches err by less."""
+"""Damage above this many times the sum over parts arises between parts: tests on few microbatches err by less."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Result of a probe of some parts alone.
+    """The damage that was measured when only some parts of the model ran in a low format.
 
     Attributes:
         patterns: The parts that ran low.
-        severity: Damage over its threshold; above 1 it is too much.
-        damage: Plain damage.
+        severity: Damage divided by its threshold; above 1 it is too much.
+        damage: The damage itself.
         reason: Why the damage is infinite, if it is.
-        whole: Whether they form a container whose damage exceeds that of its parts, so that it is kept whole.
+        whole: Whether the parts form a container with more damage than the sum over its parts, which must be kept in fp32 as a
+            whole.
     """
 
     patterns: tuple[str, ...]
@@ -73,13 +76,13 @@ class Blame:
 
 @dataclass
 class Repair:
-    """A repaired plan.
+    """A plan that was changed to keep some parts of the model in fp32.
 
     Attributes:
         plan: The plan with its regions.
-        kept: For each part that is kept in fp32, the reason; for a container kept whole, each of its parts, and itself if it is
-            a part.
-        result: Result on the search's microbatches, None if the passes ran out first.
+        kept: The reason for each part that is kept in fp32. A container that is kept as a whole is entered by each of its
+            parts, and by itself if it is a part.
+        result: Result of the test on the search's microbatches, None if the allowed passes ran out before.
     """
 
     plan: Plan
@@ -88,13 +91,13 @@ class Repair:
 
 
 class NumericsSearch:
-    """Judge plans against one reference, and repair them.
+    """Test the gradients of plans against fp32's, and repair plans that fail.
 
-    The test's reference must have run. ``on_progress`` is called with the current subject, ``left_s`` returns the seconds left
-    of the search. All ranks use the worst result of any rank.
+    The fp32 gradients of ``test`` must have been computed. ``on_progress`` is called with the plan or parts that are tested
+    next, and ``left_s`` returns the seconds that are left for the search. All ranks use the worst result of any rank.
 
     Attributes:
-        alone: Results of single parts that ran low alone, by pattern.
+        alone: By pattern, the result for each part that ran low while the rest of the model ran in fp32.
     """
 
     def __init__(
@@ -112,28 +115,31 @@ class NumericsSearch:
         self._ranks = ranks
         self._left_s = left_s
         self._first = len(test.prober.micros)
-        self._followed: set[Plan] = set()  # by numerics: plans whose state evolves as in fp32
+        self._followed: set[Plan] = (
+            set()
+        )  # numerics of plans under which the model's state changes as in fp32
         self._below: dict[
             Plan, int
-        ] = {}  # by numerics: number of microbatches on which the plan was shown to pass
+        ] = {}  # by numerics of a plan: number of microbatches on which the plan was shown to pass
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
         self._joints: dict[Plan, ParityResult | None] = {}
         self._extra = (
-            0  # passes of microbatches beyond the usual number, which time limits and not their count
+            0  # passes of microbatches beyond the usual number: they are limited by time, not by MOST_PASSES
         )
         self.alone: dict[str, Blame] = {}
 
     def left(self) -> int:
-        """Forward/backward passes that are left."""
+        """Return how many forward/backward passes are still allowed."""
         return MOST_PASSES - (self._test.prober.passes - self._extra)
 
     def find(self, plan: Plan) -> ParityResult:
-        """Test a plan on the search's microbatches, and on fresh ones while only the interval exceeds the threshold.
+        """Test a plan's gradients on the search's microbatches.
 
-        :meth:`verify` looks for faults that so few microbatches cannot show.
+        Fresh microbatches are added while the damage is below its threshold and only its confidence interval reaches above.
+        Faults that so few microbatches cannot show are left to :meth:`verify`.
 
         Raises:
-            Exception: Raised by the plan, if it cannot run.
+            Exception: The plan cannot run.
         """
         self._say(f"gradients under {plan}")
 
@@ -143,9 +149,10 @@ class NumericsSearch:
         return self._with_state(self._judged(plan, 0, self._first, hangs))
 
     def verify(self, plan: Plan) -> ParityResult:
-        """Test a plan on fresh microbatches, which were not used to choose it, on as many as a pass requires.
+        """Test a plan's gradients on fresh microbatches, which were not used to choose the plan.
 
-        If the result is open, the test uses more while passes are left.
+        The number of microbatches is the number that a pass requires. If the result is undecided, more are tested while passes
+        are left.
         """
         self._say("fresh batches")
         before, least = self._below.get(numerics_of(plan), 0), self._test.least()
@@ -166,7 +173,7 @@ class NumericsSearch:
         before: int = 0,
         least: int = 0,
     ) -> ParityResult:
-        """Judge a plan on microbatches from ``start`` on; add more while its verdict is open and more may settle it."""
+        """Test a plan's gradients on microbatches from ``start`` on. Add more as long as they may settle an open verdict."""
         test, prober, probe, end = self._test, self._test.prober, Probe(plan), start
         began, most, extended, usual = time.monotonic(), MOST * count, False, 0
         while True:
@@ -193,7 +200,7 @@ class NumericsSearch:
             extended, most, usual = True, found.needed or most, prober.passes
 
     def _affords(self, needed: int | None, drawn: int, took_s: float) -> bool:
-        """Whether time and memory suffice for as many microbatches as would probably decide; collective."""
+        """Whether time and memory suffice for the microbatches that would probably decide; all ranks must call it together."""
         if needed is None:
             return False
         values = sum(gradient.numel() for gradient in self._test.prober.micros[0].gradients)
@@ -203,7 +210,10 @@ class NumericsSearch:
         return self._ranks.at("more microbatches").same(enough)
 
     def _with_state(self, found: ParityResult) -> ParityResult:
-        """If a result passes, also test the state that the model keeps besides its weights; done once per numerics."""
+        """If the gradients pass, also test the state that the model keeps besides its weights.
+
+        This is done once for all plans with the same numerics.
+        """
         key = numerics_of(found.plan)
         if found.verdict != "pass" or key in self._followed:
             return found
@@ -213,7 +223,10 @@ class NumericsSearch:
         return looked
 
     def _worst(self, what: str, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
-        """The worst result over ranks in lockstep; all ranks then count the same number of passes."""
+        """Call ``work`` on all ranks together, and return the worst result of any rank.
+
+        All ranks then count the same number of passes.
+        """
         prober = self._test.prober
         try:
             found = self._ranks.at(what).worst(work, weight)
@@ -228,18 +241,23 @@ class NumericsSearch:
         return ("pass", "undecided", "fail").index(found.verdict), math.inf if math.isnan(size) else size
 
     def repair(self, plan: Plan, found: ParityResult | None = None, reserve: int = 0) -> Repair:
-        """Repair a plan that failed or, without ``found``, could not run: keep as few parts in fp32 as possible.
+        """Repair a plan by keeping as few parts in fp32 as possible.
 
-        The ``result`` of the repair says whether it passes. ``reserve`` passes are left for later work.
+        The ``result`` of the repair says whether the repaired plan passes.
+
+        Args:
+            plan: The plan that failed.
+            found: The result of its test; None if the plan could not run.
+            reserve: Number of passes that are left for later work.
 
         Raises:
-            Exception: Raised by a part in a low format, unless it says that the part cannot run there.
+            Exception: An error of a part in a low format, unless it means that the part cannot run there.
         """
         patterns = tuple(part.pattern for part in self._parts)
         kept: dict[str, str] = {}
         together: dict[
             frozenset[str], float
-        ] = {}  # groups that can return to the low format only as one, with their severity
+        ] = {}  # groups of parts that can return to the low format only together, with their severity
         order = itertools.count()
         start = math.inf if found is None else found.severity
         queue = [(-start, next(order), Blame(patterns, start, math.nan))]
@@ -267,18 +285,21 @@ class NumericsSearch:
                     return self._pruned(plan, wider, together | dict.fromkeys(added, 0.0), cured, reserve)
             if not queue:
                 break
-            # the rest does not add up to the measured damage: keep its worst part too
+            # the parts that stay low do more damage together than alone: keep the worst of them too
             for pattern in heapq.heappop(queue)[-1].patterns:
                 kept.setdefault(pattern, "the rest of the model fails unless this is in fp32 too")
         return Repair(exempt(plan, self._parts, kept), kept, result)
 
     def _traced(self, plan: Plan, group: Blame, reserve: int) -> list[Blame]:
-        """Probe each half of a group; if the halves do not add up to the group, also find a container that does."""
+        """Test each half of a group of parts.
+
+        If the damages of the halves do not add up to the group's damage, also find a container that explains the difference.
+        """
         middle = len(group.patterns) // 2
         halves = [self._probe(plan, half) for half in (group.patterns[:middle], group.patterns[middle:])]
         if group.severity <= MISFIT * sum(half.severity for half in halves):
             return halves
-        cut = [  # containers that neither half ran whole
+        cut = [  # containers that neither half of the group ran as a whole
             patterns
             for patterns in self._containers()
             if not any(
@@ -295,17 +316,18 @@ class NumericsSearch:
         return halves
 
     def _containers(self) -> list[tuple[str, ...]]:
-        """The patterns that select each container."""
+        """Return, for each container, the patterns that select it."""
         containers = dict.fromkeys(container for part in self._parts for container in part.around)
         return [whole(self._parts, container) for container in containers]
 
     def _widened(
         self, plan: Plan, kept: dict[str, str], reserve: int
     ) -> tuple[dict[str, str], ParityResult | None, list[frozenset[str]]]:
-        """Keep ever wider containers around the kept parts, until the plan passes or would be fp32 everywhere.
+        """Keep wider and wider containers around the kept parts, until the plan passes or all parts would be in fp32.
 
         Returns:
-            The kept parts, the result with them, and the parts added at each step, last first.
+            The kept parts with their reasons, the result of the test with them, and the parts added at each step, last step
+            first.
         """
         result: ParityResult | None = None
         steps: list[frozenset[str]] = []
@@ -332,7 +354,10 @@ class NumericsSearch:
         result: ParityResult,
         reserve: int,
     ) -> Repair:
-        """Return parts to the low format while the plan passes, least suspicious first; skip containers that fail in each part."""
+        """Return parts to the low format one after another, as long as the plan passes.
+
+        Those that did the least damage alone come first. The parts of a container that all fail alone return only together.
+        """
         for container in self._containers():
             if all(p in kept and p in self.alone and self.alone[p].severity >= 1.0 for p in container):
                 together = together | {frozenset(container): max(self.alone[p].severity for p in container)}
@@ -357,11 +382,11 @@ class NumericsSearch:
             except Exception as error:
                 if not cannot_run(error):
                     raise
-                self._joints[plan] = None  # more must be kept
+                self._joints[plan] = None  # more parts must be kept in fp32
         return self._joints[plan]
 
     def _probe(self, plan: Plan, patterns: tuple[str, ...]) -> Blame:
-        """Run some parts low and the rest in fp32."""
+        """Measure the damage when only these parts run low and the rest of the model runs in fp32."""
         key = (plan, patterns)
         if key in self._probes:
             return self._probes[key]

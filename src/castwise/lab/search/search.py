@@ -1,21 +1,23 @@
-"""The search: race plans, test the fast ones, and test the fastest sound plan again on fresh data.
+"""Run a search: race plans, test the gradients of the fast ones, and test the best one again on fresh data.
 
-1. *Reference.* fp32 gradients of a few microbatches: a loss that is not differentiable, data with NaN and a loss that is
-   not deterministic are found here.
-2. *Costs.* Every unique module is timed alone in each format, casts included. A format that is faster nowhere is
-   dropped; parts that lose by the low format become regions of further candidates.
-3. *Race.* Every combination of the whole-step axes, and of the regions, on real steps by successive halving.
-4. *Parity.* The finalists' gradients; what fails is traced to its source and repaired with regions in fp32. Where the
-   gradients leave in doubt what is faster than all that is sound, training runs against fp32 decide.
-5. *Final.* Sound plans once more, for longer, with the fused optimizer and memory that is kept where these save time; a tie goes
-   to the simpler one.
-6. *Verification.* The winner's gradients on fresh batches; where it fails there, the next one, once it is decided.
+1. *Reference.* The fp32 gradients of a few microbatches are computed. This finds a loss that is not differentiable, data with
+   NaN, and a loss that is not deterministic.
+2. *Costs.* Every unique module is timed alone in each format, including casts. A format that is faster in no module is dropped.
+   The parts of the model that are slower in the low format become fp32 regions of further plans.
+3. *Race.* Every combination of the settings of a whole step, and of those regions, is timed on real steps by successive
+   halving.
+4. *Parity.* The gradients of the remaining plans are tested. If a plan fails, the source is found, and fp32 regions repair the
+   plan. If a plan is faster than every sound plan and its gradients leave it in doubt, training runs against fp32 decide.
+5. *Final.* The sound plans are timed once more, for longer. They use the fused optimizer and keep freed memory, if these save
+   time. Among equally fast plans the simplest is chosen.
+6. *Verification.* The gradients of the chosen plan are tested on fresh batches. If it fails there, the final decides on the
+   next plan.
 
-The ranks of a process group search in lockstep: each runs all of this, and what could differ between them goes through
-:mod:`castwise.lab.timing.ranks`.
+The ranks of a process group search in lockstep: each rank runs all stages, and every value that could differ between ranks is
+agreed through :mod:`castwise.lab.timing.ranks`.
 
-Steps 2 to 6 are :mod:`castwise.lab.search.fastest`; with ``goal="numerics"`` the regions alone are sought
-(:mod:`castwise.lab.search.exemptions`).
+Stages 2 to 6 are in :mod:`castwise.lab.search.fastest`. With ``goal="numerics"``, :mod:`castwise.lab.search.exemptions`
+replaces them and only searches for the regions that must stay in fp32.
 """
 
 from __future__ import annotations
@@ -47,17 +49,17 @@ from castwise.lab.search.state import Choice, Search
 from castwise.lab.timing.runners import build_model
 
 LEAST_S = 5.0
-"""A search with less time than this cannot give any result."""
+"""A search with fewer seconds than this cannot give any result."""
 PATIENCE_S, SLOWER = 60.0, 3.0
-"""A process counts as hung if it is silent for this many seconds, for the whole budget, and for this many times as long as the
-reference took here."""
+"""A process counts as hung only if it is silent for ``PATIENCE_S`` seconds, for the whole budget, and for ``SLOWER`` times as
+long as the first stage took in this process."""
 
 
 def run(search: Search) -> None:
-    """Run the search; on an exception, including KeyboardInterrupt, the findings so far are kept.
+    """Run the search. If an exception interrupts it, including KeyboardInterrupt, ``search`` keeps the findings so far.
 
     Raises:
-        CastwiseError: The workload cannot be tuned: it fails in fp32, or there is no time.
+        CastwiseError: The workload cannot be tuned because it fails in fp32 or there is no time.
     """
     context, journal = search.context, search.journal
     settings, ranks = context.settings, context.ranks
@@ -112,7 +114,7 @@ def run(search: Search) -> None:
 
 
 def _second_look(search: Search) -> None:
-    """Test the chosen plan again after some fp32 steps: trained weights differ from fresh ones."""
+    """Test the chosen plan again after some fp32 training steps, because trained weights differ from fresh weights."""
     context, journal, reference = search.context, search.journal, search.reference
     settings, workload = context.settings, epochs_of(context.workload)
     seed_all(settings.seed)
@@ -136,7 +138,7 @@ def _second_look(search: Search) -> None:
     plan, result = search.choice.plan, numerics.find(search.choice.plan)
     trained = search.choice.verification is not None and is_doubtful(
         result
-    )  # training runs have already shown that it trains
+    )  # training runs have already shown that the plan trains like fp32
     if result.verdict == "pass" or trained:
         search.choice = dataclasses.replace(search.choice, verified=result)
     else:

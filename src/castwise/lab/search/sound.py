@@ -1,7 +1,9 @@
-"""Find the sound plans: their gradients pass, perhaps after repair, or training runs decide if the test is undecided.
+"""Find the plans that are sound, which means that their gradients pass the test or that they train like fp32.
 
-Training runs take at most a third of the budget and come before the final, which then compares only sound plans and has the
-remaining time. Only plans that were faster in the race than every sound plan are trained.
+A plan that fails is repaired with fp32 regions if possible. If the test leaves a plan in doubt, training runs decide.
+
+Training runs take at most a third of the budget. They come before the final, which then compares only sound plans and has the
+remaining time. A plan is trained only if it was faster in the race than every sound plan.
 """
 
 from __future__ import annotations
@@ -32,16 +34,16 @@ from castwise.lab.search.state import Search
 from castwise.lab.timing.failures import cannot_run, unfit
 
 BY_NAME = 0.1
-"""A plan that runs less than this share of the model's time low is almost entirely fp32, and no candidate."""
+"""A plan that runs less than this share of the model's time low is almost entirely fp32. It is not tried."""
 TRAINING_SHARE = 0.35
-"""Training runs may take this share of the budget, or half of it if finalists are compiled afterwards."""
+"""Share of the budget that training runs may take; half of it if plans are compiled afterwards."""
 UPDATES_SHARE = 0.2
-"""Updates are compared for at most this share of the time left, except for the first steps."""
+"""Share of the time left that the comparison of updates may take. The first steps are always compared."""
 _TRAINING = "training runs"
 
 
 def low_share(reference: Reference, costs: Mapping[str, Cost], plan: Plan) -> float:
-    """The share of the parts' fp32 time spent in parts that a plan runs low; 1 if none was timed."""
+    """Return the share of the time, in fp32, of those parts that a plan runs in a low format; 1 if no part was timed."""
     assigned = assign(
         reference.test.prober.model, [region for region in plan.regions if region.compute is not None]
     )
@@ -56,12 +58,12 @@ def low_share(reference: Reference, costs: Mapping[str, Cost], plan: Plan) -> fl
 
 @dataclass
 class Sound:
-    """Results of testing the gradients of plans.
+    """The plans that are known to be sound, and those that are in doubt.
 
     Attributes:
-        plans: Plans that pass, as given or repaired; fp32 if there is no other.
-        doubtful: Plans that training runs may decide about.
-        kept: By numerics and pattern, why repaired plans keep parts in fp32.
+        plans: Plans whose gradients pass, as given or repaired; fp32 if there is no other.
+        doubtful: Plans for which training runs may decide.
+        kept: By numerics of a repaired plan, the reason for each part that stays in fp32, by pattern.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -70,9 +72,9 @@ class Sound:
 
 
 def find_sound(search: Search, plans: Sequence[Plan]) -> Sound:
-    """Test the gradients of plans in this order, and repair those that fail with more regions in fp32.
+    """Test the gradients of plans in the given order, and repair those that fail by keeping more regions in fp32.
 
-    A plan is not tested if a sound plan is simpler and about as fast.
+    A plan is not tested if a plan that has already passed is simpler and about as fast.
     """
     out, journal, parts = Sound(), search.journal, search.reference.parts
     for plan in plans:
@@ -96,7 +98,7 @@ def find_sound(search: Search, plans: Sequence[Plan]) -> Sound:
         if may_train(search, found):
             out.doubtful.append(plan)
         if plan.params != "fp32" or left < VERIFYING + FLOOR or out.plans:
-            continue  # a more promising sound plan exists, or the same plan with fp32 parameters is repaired
+            continue  # a better plan has passed, or the same plan with fp32 parameters is repaired instead
         repair = search.repaired(plan, found)
         kept = sum(part.pattern in repair.kept for part in parts)
         share = low_share(search.reference, search.costs, repair.plan)
@@ -120,7 +122,10 @@ def may_train(search: Search, found: ParityResult | None) -> bool:
 
 
 def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> list[Plan]:
-    """The doubtful plans whose numerics train like fp32; a plan is not trained if a sound one was as fast in the race."""
+    """Train the plans that are in doubt, and return those that train like fp32.
+
+    A plan is not trained if a sound plan was as fast in the race. Plans with the same numerics are trained once.
+    """
     contest, journal = search.contest, search.journal
     each: dict[Plan, list[Plan]] = {}
     for plan in contest.order(doubtful):
@@ -147,9 +152,9 @@ def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> 
 
 
 def against_updates(search: Search, plan: Plan) -> str:
-    """Why a plan that stores parameters low fails the test of updates, as a clause; empty if it passes.
+    """Say why a plan that stores parameters low fails the test of its updates, as a clause; empty if it passes.
 
-    A plan without masters must also train like fp32, since steps that were compared say nothing of later ones.
+    A plan without masters must also train like fp32, because the compared steps show nothing about later steps.
     """
     updates = updates_of(search, plan)
     if updates is None or updates.why or not plan.lacks_masters:
@@ -163,9 +168,10 @@ def against_updates(search: Search, plan: Plan) -> str:
 
 
 def updates_of(search: Search, plan: Plan) -> UpdateLoss | None:
-    """The comparison of a plan's updates with fp32's, the worst of all ranks; None for plans that store nothing low.
+    """Compare a plan's updates with fp32's, and return the worst result of all ranks; None for a plan that stores nothing low.
 
-    All ranks compare as many stages: without time for the next one on any of them, or once one has found a fault, all stop.
+    The comparison has several stages, and all ranks run the same number. They stop when a rank has found a fault or has no time
+    for another stage.
     """
     if not is_needed(plan):
         return None
@@ -192,9 +198,10 @@ def updates_of(search: Search, plan: Plan) -> UpdateLoss | None:
 
 
 def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verification | None:
-    """Train pairs of the raced form of a plan and fp32, once for all plans with the same numerics; None if training is impossible.
+    """Train pairs of runs, in fp32 and under the plan as it was raced, and return the result; None if that is impossible.
 
-    ``after_s`` is the time that must be left of the budget afterwards.
+    Plans with the same numerics are trained once. ``after_s`` is the number of seconds of the budget that must be left
+    afterwards.
     """
     plan, numerics, contest, context = as_raced(plan), numerics_of(plan), search.contest, search.context
     why = "stores parameters without masters" if plan.lacks_masters else "has an undecided gradient test"
@@ -225,7 +232,7 @@ def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verificat
                 on_progress=lambda done, total: journal.tell("pairs of training runs", done, total),
             )  # fmt: skip
     except Exception as error:
-        if ranks.size > 1 or not cannot_run(error):  # the other ranks are still in the runs
+        if ranks.size > 1 or not cannot_run(error):  # with several ranks, the others are still in the runs
             raise
         journal.notes.append(f"{in_words(plan)} {why}, and training runs could not decide: {unfit(error)}.")
         return None

@@ -1,4 +1,4 @@
-"""Start the plans of the final, each in its own process or, if that is impossible, all in this one."""
+"""Start the plans of the final, each in its own process or, if that is impossible, all in this process."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def race_final(
     beside: Collection[Plan] = (),
     as_given: Plan | None = None,
 ) -> Final:
-    """Time plans until the decision is made.
+    """Start and time plans repeatedly, until their times decide which to choose.
 
     Args:
-        context: The search's context.
-        contest: The race that they took part in; its models are released.
+        context: The job to tune.
+        contest: The race in which the plans took part. Its models are released.
         eligible: The plans to choose from; fp32 is always added.
-        until: Clock time by which the third and later starts must end; the first start always runs.
-        beside: Those of the eligible plans and fp32 that cannot be chosen.
-        as_given: The plan of a model that arrived low; it is shown like autocast, if it was raced.
+        until: Clock time by which the third and later starts must end. The first start always runs.
+        beside: Plans among the eligible ones and fp32 that are only shown and cannot be chosen.
+        as_given: The plan that runs a low model unchanged. It is shown for comparison like autocast, if it was raced.
 
     Raises:
-        Exception: An error under fp32 in this process; or an error under another plan, unless it says that the plan
+        Exception: An error under fp32 in this process. An error under another plan is raised too, unless it means that the plan
             cannot run.
     """
     ranks, journal, runs = context.ranks, context.journal, contest.entries
@@ -58,13 +58,13 @@ def race_final(
 
     def over() -> bool:
         last = until if starts >= LEAST else context.until(OVERRUN)
-        nothing = choice.issubset(final.failed)  # none of the remaining plans can be chosen
+        nothing = choice.issubset(final.failed)  # every plan that may be chosen has failed
         return starts > 0 and (ranks.now() + taken_s > last or nothing)
 
     def note(found: Mapping[int, Timed]) -> dict[int, Sequence[float]]:
         for index, timed in found.items():
             if timed.error is not None:
-                if plans[index] == FP32:  # it has already run here
+                if plans[index] == FP32:  # fp32 has already run in this process
                     raise not_there(context.spec or context.workload, timed.error) from timed.error
                 if not cannot_run(timed.error):
                     raise timed.error
@@ -112,7 +112,7 @@ def race_final(
 
     def go_on(left: Collection[Plan], refused: Refused) -> None:
         nonlocal until
-        if all(numerics_of(plan) == FP32 for plan in left):  # none of these needs verification afterwards
+        if all(numerics_of(plan) == FP32 for plan in left):  # no time for verification is needed afterwards
             until = max(until, context.until(1.0) - PEAKS_S)
         try:
             with journal.stage("final"):
@@ -132,7 +132,7 @@ def race_final(
 
 
 def _behind_in_race(contest: Contest, plans: Collection[Plan]) -> dict[tuple[Plan, Plan], float]:
-    """By pair (slower, faster), how many times as fast the second was in the race, if it is known to be faster."""
+    """Return how many times as fast the second plan of each pair (slower, faster) was in the race, if that is certain."""
     eager = [plan for plan in plans if plan.compile == "as_given"]
     out = {}
     for one, two in itertools.permutations(eager, 2):
@@ -147,7 +147,7 @@ def _behind_in_race(contest: Contest, plans: Collection[Plan]) -> dict[tuple[Pla
 def _here(
     contest: Contest, plans: Sequence[Plan], indices: Sequence[int], until: float
 ) -> dict[int, list[float]]:
-    """Times of one start of plans in this process, by index."""
+    """Run one start of plans in this process, and return their times by index."""
     before = len(contest.entries[FP32].times_s)
     for plan in plans:  # a plan that left the race may run again here
         if plan in contest.entries:

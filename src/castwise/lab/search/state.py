@@ -1,4 +1,4 @@
-"""The findings of a search so far, and the operations that every kind of search shares."""
+"""Hold the findings of a search so far, with the operations that every kind of search uses."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from castwise.lab.timing.failures import cannot_run, unfit
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan that is known to be sound.
+    """The plan that a search has chosen, which is known to be sound.
 
     Attributes:
         plan: Initially fp32.
-        verified: Its result on fresh batches; None for fp32, which needs none.
-        kept: By pattern, why it keeps parts in fp32.
-        verification: Its training runs against fp32.
+        verified: The result of its gradient test on fresh batches; None for fp32, which needs none.
+        kept: By pattern, the reason why each part stays in fp32.
+        verification: The training runs of the plan against fp32.
     """
 
     plan: Plan = FP32
@@ -42,19 +42,19 @@ class Choice:
 
 @dataclass
 class Search:
-    """One search with its findings so far.
+    """A search with its findings so far.
 
     Attributes:
         context: The job to tune, and how and where to measure it.
         begun: Result of the first stage; None before its end.
-        costs: Costs of the parts, by pattern.
-        race: The race that selects finalists; None before it and for ``goal="numerics"``.
-        parity: Parity result by numerics.
-        training: By numerics, the training runs of plans whose gradients left them in doubt.
+        costs: The time of each part in each format, by pattern.
+        race: The race that selects the plans of the final; None before it and for ``goal="numerics"``.
+        parity: Results of the gradient test. The key is the numerics of a plan (:func:`~castwise.lab.search.axes.numerics_of`).
+        training: Training runs of plans whose gradients left them in doubt, by the numerics of the plan.
         trials: Results of compiling plans.
-        final: The deciding race, once it has run.
-        peaks: Peak bytes per plan.
-        updates_as_given: The comparison of updates with fp32's for a model that arrives low.
+        final: The repeated starts that decide, once they have run.
+        peaks: Peak memory in bytes, by plan.
+        updates_as_given: For a model that was given in a low format, the comparison of its updates with fp32's.
         choice: The plan chosen so far.
         complete: Whether the search finished.
     """
@@ -73,7 +73,7 @@ class Search:
     complete: bool = False
 
     def __post_init__(self) -> None:
-        """Connect the journal's counter to this search."""
+        """Let the journal count the passes and steps of this search."""
         self.journal.count = self._count
 
     def _count(self) -> tuple[int, int]:
@@ -87,28 +87,28 @@ class Search:
 
     @property
     def reference(self) -> Reference:
-        """The result of the first stage."""
+        """The result of the first stage, which must have ended."""
         assert self.begun is not None, "no reference before the first stage has ended"
         return self.begun
 
     @property
     def contest(self) -> Contest:
-        """The race."""
+        """The race, which must have begun."""
         assert self.race is not None, "no race before the costs of parts are known"
         return self.race
 
     @property
     def as_given(self) -> Plan | None:
-        """The plan of a model with low parameters; None for other models."""
+        """The plan that runs a model with low parameters unchanged; None for other models."""
         return None if self.begun is None else self.begun.as_given
 
     def known(self) -> str:
-        """The findings so far, in a few words."""
+        """Say in a few words which plan is the fastest so far; empty before two plans were timed."""
         if self.race is None:
             return ""
         entries = self.race.entries
         rounds = len(entries[BASELINE].lap.times_s) if BASELINE in entries else 0
-        # in the middle of a round some plans have one time more than others
+        # in the middle of a round some plans have one more time than others
         timed = [p for p, entry in entries.items() if entry.rounds and len(entry.lap.times_s) == rounds]
         if len(timed) < 2:
             return ""
@@ -117,16 +117,18 @@ class Search:
         return f"fastest so far {in_words(leader)}, {ratio.value:.2f}x fp32" if ratio is not None else ""
 
     def scaled(self, plan: Plan) -> Plan:
-        """Set a plan's initial loss scale from the gradients seen so far, if needed."""
+        """Return the plan with its initial loss scale set from the gradients seen so far, if it needs a scale."""
         return self.context.ranks.at("a loss scale").same(
             with_measured_scale(plan, self.reference.test.range)
         )
 
     def find(self, plan: Plan) -> ParityResult | None:
-        """Test a plan on the search's microbatches, once per numerics; None and a reason if it cannot run.
+        """Test a plan's gradients on the search's microbatches, once for all plans with the same numerics.
+
+        If the plan cannot run, None is returned and the reason is recorded in the journal.
 
         Raises:
-            Exception: Raised by the plan, unless it says that the plan cannot run.
+            Exception: An error under the plan, unless it means that the plan cannot run.
         """
         key = numerics_of(plan)
         if key not in self.parity:
@@ -140,25 +142,25 @@ class Search:
         return self.parity[key]
 
     def why(self, plan: Plan, found: ParityResult | None) -> str:
-        """The reason that a result gives against a plan, as a clause."""
+        """Return the reason that a test result gives against a plan, as a clause."""
         if found is None:
             return self.journal.refusal(plan) or "it cannot run"
         return found.reason
 
     def repaired(self, plan: Plan, found: ParityResult | None) -> Repair:
-        """Repair a failed plan by keeping as few parts in fp32 as possible; ``parity`` then has its new result."""
+        """Repair a failed plan by keeping as few parts in fp32 as possible, and store the new result in ``parity``."""
         if found is not None and found.owners:
             return self._with_owners(plan, found)
         repair = self.reference.numerics.repair(plan, found, reserve=VERIFYING)
         if (result := repair.result) is not None:
-            hangs = result.verdict == "undecided" and result.severity < 1.0  # on a few microbatches
+            hangs = result.verdict == "undecided" and result.severity < 1.0  # more microbatches may decide
             self.parity[numerics_of(repair.plan)] = (
                 self.reference.numerics.find(repair.plan) if hangs else result
             )
         return repair
 
     def _with_owners(self, plan: Plan, found: ParityResult) -> Repair:
-        """Keep parts in fp32 whose state stops changing in the low format, or whose choices it changes."""
+        """Keep parts in fp32 whose buffers stop changing in the low format, or whose integers or masks are wrong in it."""
         why = (
             "its buffers or untrained parameters stop changing in a low format"
             if found.stopped
