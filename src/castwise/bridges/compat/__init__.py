@@ -1,8 +1,8 @@
-"""Drop-ins: scripts written for other libraries run on castwise, by its public names alone.
+"""Replacements of other libraries, under those libraries' names: scripts written for the libraries run on castwise.
 
-``apex``: ``apex.amp`` and the parts of Apex that scripts import along with it. ``colossalai``: Colossal-AI's AMP with
-its engine and trainer. ``coverage``: which names they have, from each ``coverage.toml``. ``devices``: supported
-devices. ``installing``: ``import apex`` and ``import colossalai`` from castwise.
+``apex`` replaces ``apex.amp`` and the parts of Apex that scripts import along with it. ``colossalai`` replaces
+Colossal-AI's AMP, engine and trainer. ``coverage`` says which names of the libraries are available. ``installing`` makes
+``import apex`` and ``import colossalai`` find the replacements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The coverage of a drop-in: every public name of the original with its status, from ``coverage.toml``."""
+"""Reads ``coverage.toml``, which says of every public name of Apex or Colossal-AI whether castwise replaces it, and how."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ __all__ = ["STATUSES", "Covered", "Status", "covered", "instead", "missing_attri
 
 Status = Literal["works", "differs", "absent"]
 STATUSES: Final[tuple[Status, ...]] = get_args(Status)
-"""``works``: as in the original. ``differs``: available with another behaviour; the note says what differs and why.
-``absent``: using it raises, and the note says what to use instead."""
+"""``works``: the name behaves as in the original library. ``differs``: the name is available but behaves differently, and
+its note says how and why. ``absent``: using the name raises an error, and its note says what to use instead."""
 
 
 @dataclass(frozen=True)
 class Covered:
-    """One public name of the original.
+    """One public name of the original library (Apex or Colossal-AI), and what castwise's replacement does for it.
 
     Attributes:
-        name: As a script writes it, from the package on: ``apex.amp.initialize``; an argument is
-            ``apex.amp.initialize(opt_level)``, and ``module.*`` stands for everything else in the original's module.
+        name: The full name, beginning with the package: ``apex.amp.initialize``. An argument is written
+            ``apex.amp.initialize(opt_level)``. ``module.*`` stands for all names of the module that are not listed.
         status: One of `STATUSES`.
-        note: What differs and why, or what to use instead. May be empty for ``works``. Markdown, one line, no ``|``.
+        note: What differs and why, or what to use instead. It is one line of Markdown without ``|``, and may be empty for
+            ``works``.
     """
 
     name: str
@@ -38,16 +39,18 @@ class Covered:
 
 @functools.cache
 def covered(package: str) -> tuple[Covered, ...]:
-    """Every public name of ``apex`` or ``colossalai``, in the order in which docs list them."""
+    """Return every public name of ``apex`` or ``colossalai`` with its status, in the order of the documentation."""
     text = resources.files(__package__).joinpath(package, "coverage.toml").read_text(encoding="utf-8")
     parts = {name: said.partition(": ") for name, said in tomllib.loads(text).items()}
     return tuple(Covered(name, status, note) for name, (status, _, note) in parts.items())
 
 
 def instead(*names: str, inside: str = "") -> str:
-    """The replacement of an absent name: the note of the nearest absent row, for the name or for what contains it.
+    """Return the text that says what to use instead of a name that castwise does not replace.
 
-    If there is none, the first such row of what is ``inside`` a module; empty if there is none either.
+    The text is the note of the name's own ``absent`` row in ``coverage.toml``, or that of the nearest class or module
+    around the name. If no such row exists, the text is the note of the first ``absent`` row in the module ``inside``. If
+    that does not exist either, the text is empty.
     """
     rows = {row.name: row for row in covered(names[0].partition(".")[0]) if row.status == "absent"}
     nearest = (around for name in names for around in _outwards(name))
@@ -57,7 +60,7 @@ def instead(*names: str, inside: str = "") -> str:
 
 
 def _outwards(name: str) -> Iterator[str]:
-    """A name, then what contains it: ``a.b``, the rest of ``a``, ``a``."""
+    """Yield a dotted name, then each name that contains it. For ``a.b.c`` it begins ``a.b.c``, ``a.b.*``, ``a.b``, ``a.*``."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -65,10 +68,10 @@ def _outwards(name: str) -> Iterator[str]:
 
 
 def missing_attribute(module: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module, such as ``apex.optimizers``: an error that says what to use instead.
+    """Return a ``__getattr__`` for a module such as ``apex.optimizers``, whose errors say what to use instead.
 
-    It is an AttributeError, so that ``hasattr`` is False, except for ``from module import name``, whose own message
-    would replace it: there it is an ImportError.
+    The error is an AttributeError, so that ``hasattr`` returns False. For ``from module import name``, Python would replace
+    the message of an AttributeError. There the error is therefore an ImportError.
     """
 
     def lookup(name: str) -> NoReturn:
@@ -88,7 +91,10 @@ def missing_attribute(module: str) -> Callable[[str], Any]:
 
 
 def _imports(caller: FrameType) -> bool:
-    """Whether a frame reads an attribute for ``from module import name``: itself, or the import system for a package."""
+    """Whether a stack frame is reading an attribute for the statement ``from module import name``.
+
+    The frame is that of the statement itself or, for a package, that of Python's import system.
+    """
     if caller.f_code.co_name == "_handle_fromlist":
         return True
     return caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]

@@ -1,4 +1,4 @@
-"""``import apex`` and ``import colossalai`` from castwise, if the real package is missing or no longer contains amp."""
+"""Makes ``import apex`` and ``import colossalai`` find castwise's replacements, if the real package or its amp is missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGES = ("apex", "colossalai")
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds packages and their modules under ``castwise.compat``."""
+    """An import finder that finds ``apex``, ``colossalai`` and their modules under ``castwise.compat``."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = tuple(packages)
@@ -28,7 +28,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: object = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find a module for the import system."""
+        """Return the spec of a module under ``castwise.compat``, or None if the module belongs to another package."""
         if fullname.partition(".")[0] not in self.packages:
             return None
         home = _home_of(fullname)
@@ -43,13 +43,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _home_of(fullname: str) -> str:
-    # the location of all parts in later versions of the original
+    # later versions of Colossal-AI keep all these modules under colossalai.legacy
     legacy = f"{fullname}.".startswith("colossalai.legacy.")
     return f"{_HOME}.{fullname.replace('.legacy', '', 1) if legacy else fullname}"
 
 
 def _asked(fullname: str) -> str:
-    """The module being imported, if a package on its path is being found."""
+    """Return the name of the module that the script imports; ``fullname`` may be only a parent package of that module."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_find_and_load":
@@ -60,41 +60,44 @@ def _asked(fullname: str) -> str:
 
 
 class _Loader(importlib.abc.Loader):
-    """Returns the module under ``castwise.compat`` itself, so that each exists only once."""
+    """An import loader that returns the module under ``castwise.compat`` itself, so that each module exists only once."""
 
     def __init__(self, home: str) -> None:
         self.home = home
         self._spec: object = None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Return the module. Modules that it has already imported get their short names too, before they are used."""
+        """Return the module under ``castwise.compat``.
+
+        The submodules that this module has already imported get their short names, such as ``apex.amp``, in ``sys.modules``.
+        """
         module = importlib.import_module(self.home)
         self._spec = module.__spec__
         for name, part in list(sys.modules.items()):
             if f"{name}.".startswith(f"{self.home}."):
                 sys.modules.setdefault(name.removeprefix(f"{_HOME}."), part)
-                # in a package without a folder, so that access to its contents raises the error with the replacement
+                # makes every module a package, so that importing a submodule that it lacks reaches _Finder and its error
                 vars(part).setdefault("__path__", [])
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: it has run already, and keeps its spec."""
+        """Restore the module's own spec. The code of the module has run already."""
         module.__spec__ = self._spec  # type: ignore[assignment]
 
 
 def install(*packages: str) -> tuple[str, ...]:
-    """Let ``import apex`` and ``import colossalai`` find castwise's drop-ins in this process.
+    """Make ``import apex`` and ``import colossalai`` find castwise's replacements in this process.
 
-    A real package takes precedence: the drop-in is used only if the package is missing, or is an Apex without ``amp``.
+    A real package takes precedence. The replacement is used only if the package is missing, or is an Apex without ``amp``.
 
     Args:
-        packages: The packages to install; all that castwise has if none is named.
+        packages: The packages to replace. If none is named, castwise replaces both.
 
     Returns:
-        The packages that come from castwise now.
+        The packages that are imported from castwise now.
 
     Raises:
-        ValueError: castwise has no drop-in for a package.
+        ValueError: castwise has no replacement for a package.
     """
     unknown = [name for name in packages if name not in _PACKAGES]
     if unknown:
@@ -108,7 +111,7 @@ def install(*packages: str) -> tuple[str, ...]:
 
 
 def _is_real(package: str) -> bool:
-    """Whether a package is installed and complete."""
+    """Whether the real package is installed and, for Apex, contains ``amp``."""
     try:
         if importlib.util.find_spec(package) is None:
             return False
@@ -118,7 +121,7 @@ def _is_real(package: str) -> bool:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: modules imported meanwhile are removed under their short names."""
+    """Undo :func:`install`, and remove the modules imported meanwhile, such as ``apex.amp``, from ``sys.modules``."""
     for finder in [finder for finder in sys.meta_path if isinstance(finder, _Finder)]:
         _remove(finder)
 
@@ -131,7 +134,10 @@ def _remove(finder: _Finder) -> None:
 
 @contextlib.contextmanager
 def serving(package: str) -> Iterator[None]:
-    """Install a drop-in for the duration of a block, unless it is installed already, or the real package is available."""
+    """Install castwise's replacement of a package inside a ``with`` block.
+
+    Nothing is installed if the real package is available or the replacement is installed already.
+    """
     if package in sys.modules or importlib.util.find_spec(package) is not None:
         yield
         return

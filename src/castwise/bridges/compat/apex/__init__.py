@@ -1,7 +1,7 @@
-"""Apex, as far as training scripts use it.
+"""Replaces NVIDIA Apex, as far as training scripts use it.
 
 ``amp``: mixed precision. ``parallel``, ``optimizers``, ``normalization``, ``fp16_utils``, ``multi_tensor_apply``:
-further modules that such scripts import, implemented with torch under Apex's paths.
+further modules of Apex that such scripts import. They are implemented with torch under Apex's paths.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Final
 from castwise.bridges.compat.coverage import missing_attribute
 
 PARTS: Final = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
-"""The available modules, each imported at its first use."""
+"""The modules of Apex that castwise replaces. Each is imported at its first use."""
 __all__ = list(PARTS)
 _missing = missing_attribute("apex")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import a part of Apex when it is first used."""
+    """Import a module of :data:`PARTS` when it is first used."""
     if name not in PARTS:
         _missing(name)
     return importlib.import_module(f"{__name__}.{name}")

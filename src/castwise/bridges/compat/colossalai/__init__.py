@@ -1,16 +1,17 @@
-"""Colossal-AI's AMP with its engine and trainer, run by castwise.
+"""Replaces Colossal-AI's AMP, engine and trainer, implemented with castwise.
 
     from castwise.compat import colossalai
 
     colossalai.launch_from_torch(config=dict(fp16=dict(mode=colossalai.amp.AMP_TYPE.TORCH), clip_grad_norm=1.0))
     engine, train_dataloader, _, _ = colossalai.initialize(model, optimizer, criterion, train_dataloader)
 
-or, with the original import lines, after ``castwise.compat.install()``.
+After ``castwise.compat.install()``, the import lines of Colossal-AI work unchanged.
 
-``plans``: translates the modes' options to plans. ``amp``: ``convert_to_amp``. ``context``, ``core``: the configuration
-and the process groups. ``initialize``: from a configuration to an engine. ``engine``: it, its schedules and
-accumulation. ``sharding``: what ``zero`` configures. ``trainer``: the loop, with hooks. ``nn``, ``utils``, ``logging``,
-``builder``, ``registry``: further modules that scripts import.
+``plans`` translates the options of the AMP modes to castwise plans, and ``amp`` defines ``convert_to_amp``. ``context`` and
+``core`` hold the configuration and the process groups. ``initialize`` makes an engine from a configuration. ``engine``
+defines the engine, its schedules and gradient accumulation. ``sharding`` implements the option ``zero``. ``trainer`` is the
+training loop with its hooks. ``nn``, ``utils``, ``logging``, ``builder`` and ``registry`` are further modules that scripts
+import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``colossalai.builder``: this rank's part of a model that is a sequence of layers."""
+"""``colossalai.builder``: cuts a sequence of layers into pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ __getattr__ = missing_attribute("colossalai.builder")
 
 
 def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bool = False) -> nn.Module:
-    """Take this rank's share of a sequence of layers; shares differ by one layer at most.
+    """Return this rank's pipeline stage, or stages, of a sequence of layers.
+
+    The numbers of layers of two stages differ by one at most.
 
     Args:
         layers: The whole model, the same on every rank.
-        num_chunks: Shares per rank, for an interleaved pipeline.
-        verbose: Accepted for compatibility.
+        num_chunks: The number of stages per rank, for an interleaved pipeline.
+        verbose: Accepted and ignored.
 
     Returns:
-        ``nn.Sequential`` with the layers under their former names; an ``nn.ModuleList`` of several if ``num_chunks`` is
-        above 1.
+        An ``nn.Sequential`` of the stage's layers, under the names that they have in ``layers``. If ``num_chunks`` is above
+        1, an ``nn.ModuleList`` of such stages.
 
     Raises:
-        PlanError: ``layers`` is not a sequence, or has fewer layers than shares.
+        PlanError: ``layers`` is not an ``nn.Sequential``, or has fewer layers than there are stages.
     """
     ranks, rank = gpc.pipeline_parallel_size, gpc.get_local_rank(ParallelMode.PIPELINE)
     shares = ranks * num_chunks
@@ -41,7 +43,7 @@ def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bo
     for index in range(rank, shares, ranks):
         part = nn.Sequential()
         for name, layer in named[bounds[index] : bounds[index + 1]]:
-            # under its former name, so that a checkpoint of all stages is one of the whole model
+            # the layer keeps its name, so that the checkpoints of all stages together match the whole model
             part.add_module(name, layer)
         parts.append(part)
     return parts[0] if num_chunks == 1 else nn.ModuleList(parts)

@@ -1,4 +1,4 @@
-"""``colossalai.core``: the context of this process, usually imported as ``global_context as gpc``."""
+"""``colossalai.core``: the global :class:`ParallelContext` of this process, which scripts import as ``gpc``."""
 
 from __future__ import annotations
 

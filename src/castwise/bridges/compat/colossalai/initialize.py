@@ -1,4 +1,4 @@
-"""``colossalai.initialize`` and ``launch``: from a configuration to an engine."""
+"""``colossalai.launch``, which starts the processes' communication, and ``initialize``, which makes an engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _Configuration = Mapping[str, Any] | str | os.PathLike[str]
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """A parser with ``--config``, ``--host``, ``--port``, ``--world_size``, ``--rank``, ``--local_rank``, ``--backend``."""
+    """Return an argument parser for the arguments of :func:`launch`, such as ``--config``, ``--host`` and ``--rank``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=str, help="path of the configuration, a Python file")
     parser.add_argument("--host", type=str, help="address of the first process")
@@ -67,7 +67,7 @@ def launch(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """Start torch.distributed, read the configuration, create its process groups and seed the random generators.
+    """Start torch.distributed, read the configuration, create the process groups and seed the random generators.
 
     Args:
         config: A dict, or the path of a Python file.
@@ -75,13 +75,13 @@ def launch(
         world_size: Number of processes.
         host: Address of the first process.
         port: Port of the first process.
-        backend: For torch.distributed; ``nccl`` becomes ``gloo`` if there is no CUDA device.
-        local_rank: Rank of this process on its machine: the index of its accelerator; by default the rank modulo the
-            number of accelerators.
-        seed: For Python, NumPy and torch, equal on all ranks.
+        backend: The backend of torch.distributed. ``nccl`` becomes ``gloo`` if there is no CUDA device.
+        local_rank: Rank of this process on its machine, which is the index of its accelerator. By default it is the rank
+            modulo the number of accelerators.
+        seed: The seed of Python, NumPy and torch, equal on all ranks.
         verbose: Log a line at the end.
 
-    If torch.distributed is initialised already, it is used unchanged.
+    If torch.distributed is initialised already, it is not started again.
     """
     kind = default_device_type()
     if kind != "cpu":
@@ -110,7 +110,10 @@ def launch(
 def _launch_by(
     call: str, starter: str, config: _Configuration, names: Mapping[str, str], **given: Any
 ) -> None:
-    """``launch`` with further arguments from the environment: a host, and integers."""
+    """Call :func:`launch` with arguments that are read from environment variables.
+
+    ``names`` maps arguments to variables. Every argument except the host is an integer.
+    """
     try:
         for key, name in names.items():
             given[key] = os.environ[name] if key == "host" else int(os.environ[name])
@@ -124,7 +127,10 @@ def _launch_by(
 def launch_from_torch(
     config: _Configuration, backend: str = "nccl", seed: int = 1024, verbose: bool = True
 ) -> None:
-    """``launch`` by torchrun's variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+    """Call :func:`launch` with the ranks, host and port that torchrun has put into environment variables.
+
+    The variables are RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """
     names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
     names |= {"host": "MASTER_ADDR", "port": "MASTER_PORT"}
     starter = "torchrun --nproc-per-node N script.py"
@@ -139,7 +145,7 @@ def launch_from_slurm(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """``launch`` by SLURM's variables: SLURM_PROCID and SLURM_NPROCS."""
+    """Call :func:`launch` with the rank and world size of SLURM's variables SLURM_PROCID and SLURM_NPROCS."""
     names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NPROCS"}
     given = {"host": host, "port": port, "backend": backend, "seed": seed, "verbose": verbose}
     _launch_by("slurm", "srun", config, names, **given)
@@ -153,7 +159,7 @@ def launch_from_openmpi(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """``launch`` by Open MPI's variables."""
+    """Call :func:`launch` with the ranks and world size of Open MPI's variables, such as OMPI_COMM_WORLD_RANK."""
     names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "SIZE"}
     names = {key: f"OMPI_COMM_WORLD_{name}" for key, name in names.items()}
     given = {"host": host, "port": port, "backend": backend, "seed": seed, "verbose": verbose}
@@ -170,27 +176,27 @@ def initialize(
     ophooks: Any = None,
     verbose: bool = True,
 ) -> tuple[Engine, Any, Any, Any]:
-    """Create an engine from training components, by ``gpc.config``.
+    """Create an engine from training components, as the configuration ``gpc.config`` says.
 
-    Of the configuration it reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``zero``, ``parallel``,
+    The options that are read are ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``zero``, ``parallel``,
     ``NUM_MICRO_BATCHES``, ``torch_ddp``, ``cudnn_benchmark`` and ``cudnn_deterministic``.
 
     Args:
-        model: The model, on any device, or a function that creates it. In a pipeline, this rank's stage, see
+        model: The model, on any device, or a function that creates the model. In a pipeline, it is this rank's stage. See
             :func:`castwise.compat.colossalai.builder.build_pipeline_model`.
         optimizer: A torch optimizer, or a function from parameters to an optimizer.
         criterion: Computes the loss from outputs and targets.
         train_dataloader: Yields ``(inputs, targets)``.
         test_dataloader: Yields ``(inputs, targets)`` for evaluation.
-        lr_scheduler: A scheduler of torch or of this package, for the optimizer.
-        ophooks: Not supported.
+        lr_scheduler: A learning-rate scheduler of the optimizer, from torch or from this package.
+        ophooks: Not supported; must be empty.
         verbose: Log the configuration.
 
     Returns:
         ``(engine, train_dataloader, test_dataloader, lr_scheduler)``.
 
     Raises:
-        StateError: Called before ``launch``, or with ``ophooks``.
+        StateError: ``launch`` has not been called, or ``ophooks`` are given.
         PlanError: The configuration is invalid.
     """
     if ophooks:

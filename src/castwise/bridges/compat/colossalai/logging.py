@@ -1,4 +1,4 @@
-"""``colossalai.logging``: a logger that can log on some ranks only."""
+"""``colossalai.logging``: a logger that can log on chosen ranks only."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _loggers: dict[str, DistributedLogger] = {}
 
 
 class _Stderr(logging.StreamHandler[Any]):
-    """Writes to the current ``sys.stderr``, so that redirection works."""
+    """A log handler that writes to the current ``sys.stderr``, so that messages follow a redirection of ``sys.stderr``."""
 
     stream = property(lambda self: sys.stderr, lambda self, value: None)
 
 
 class DistributedLogger:
-    """Logs on all ranks, or on given ones, with a logger of :mod:`logging`."""
+    """Logs on all ranks, or on the ranks given with a message, through a logger of :mod:`logging`."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
@@ -40,7 +40,7 @@ class DistributedLogger:
 
     @staticmethod
     def get_instance(name: str) -> DistributedLogger:
-        """The logger of a name, created at its first use."""
+        """Return the logger of a name, which is created at its first use."""
         return get_dist_logger(name)
 
     def set_level(self, level: str) -> None:
@@ -48,7 +48,7 @@ class DistributedLogger:
         self._logger.setLevel(level)
 
     def log_to_file(self, path: str, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
-        """Also write to ``path/rank_<n>[_suffix].log``; the folder is created if it does not exist."""
+        """Write messages to the file ``path/rank_<n>[_suffix].log`` too. The folder is created if it does not exist."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"rank_{gpc.get_global_rank()}" + (f"_{suffix}" if suffix else "")
@@ -64,7 +64,7 @@ class DistributedLogger:
         parallel_mode: ParallelMode = ParallelMode.GLOBAL,
         ranks: Iterable[int] | None = None,
     ) -> None:
-        """Log on the ranks of a group, by default on all ranks."""
+        """Log a message on the given ranks of the group ``parallel_mode``, by default on all ranks."""
         is_global = parallel_mode is ParallelMode.GLOBAL
         rank = gpc.get_global_rank() if is_global else gpc.get_local_rank(parallel_mode)
         if ranks is None or rank in ranks:
@@ -77,12 +77,15 @@ class DistributedLogger:
 
 
 def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
-    """The logger of a name; the same object each time."""
+    """Return the logger of a name. The same name always returns the same object."""
     return _loggers.setdefault(name, DistributedLogger(name))
 
 
 def disable_existing_loggers(include: list[str] | None = None, exclude: list[str] | None = None) -> None:
-    """Set all loggers, or those in ``include``, to level WARNING, except those in ``exclude`` (``colossalai``)."""
+    """Set all loggers, or those named in ``include``, to level WARNING.
+
+    The loggers named in ``exclude`` are left unchanged. By default this is the logger ``colossalai``.
+    """
     kept = ["colossalai"] if exclude is None else exclude
     for name in include if include is not None else list(logging.root.manager.loggerDict):
         if name not in kept:

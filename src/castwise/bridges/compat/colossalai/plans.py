@@ -1,7 +1,7 @@
-"""Translate the options of Colossal-AI's three AMP modes to castwise plans.
+"""Translates the options of Colossal-AI's three AMP modes to a :class:`castwise.Plan`.
 
-A pure function: a mode and a mapping of options in, a :class:`castwise.Plan` out. Options are accepted under the names
-in Colossal-AI's documentation and those in its code.
+The translation depends on nothing but the mode and its options. An option is accepted under its name in Colossal-AI's
+documentation and under its name in Colossal-AI's code.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _FLOOR: Final = LossScale().floor
 
 @dataclass(frozen=True)
 class Recipe:
-    """The translation of a mode and its options.
+    """What an AMP mode and its options mean in castwise.
 
     Attributes:
-        plan: The plan.
+        plan: The castwise plan, which says in which formats the model is stored and computed.
         mode: ``torch``, ``apex``, ``naive``, or ``none`` if the configuration asks for no AMP.
-        covers_loss: Whether the criterion runs under the plan too, as in the original mode.
-        clip_grad_norm: Largest norm of the gradients, 0 for no clipping; an option of the naive mode.
-        verbose: Log the scale when it changes.
-        counts_zeros: The naive optimizer's ``step`` also returns how many gradient elements are zero.
+        covers_loss: Whether the criterion is cast under the plan too, as in Colossal-AI's mode.
+        clip_grad_norm: The global norm to which gradients are clipped, or 0 for no clipping. Only the naive mode has this
+            option.
+        verbose: Whether a line is logged when a step is skipped.
+        counts_zeros: Whether the naive optimizer's ``step`` also returns how many gradient elements are zero.
     """
 
     plan: Plan
@@ -44,16 +45,18 @@ class Recipe:
 
 
 def fp32_recipe() -> Recipe:
-    """No AMP: nothing is cast, and norms are still computed over all ranks."""
+    """Return the recipe for training without AMP: nothing is cast. Gradient norms are still computed over all ranks."""
     return Recipe(Plan(compute="fp32", output="as_is"), "none")
 
 
 def recipe_of(mode: Any, options: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe of ``fp16 = dict(mode=mode, **options)``; the mode is a member of ``AMP_TYPE`` or its value.
+    """Return the recipe for the configuration ``fp16 = dict(mode=mode, **options)``.
+
+    The mode is a member of ``AMP_TYPE`` or the value of such a member.
 
     Raises:
-        PlanError: A mode or a value is not allowed.
-        UnknownNameError: The mode does not have an option.
+        PlanError: There is no such mode, or the value of an option is not allowed.
+        UnknownNameError: The mode has no option of a given name.
     """
     makers = {"torch": torch_recipe, "apex": apex_recipe, "naive": naive_recipe}
     name = getattr(mode, "value", mode)
@@ -65,7 +68,7 @@ def recipe_of(mode: Any, options: Mapping[str, Any] | None = None) -> Recipe:
 
 
 class _Options:
-    """The options of one mode, removed one by one as they are read."""
+    """The options of an AMP mode. Reading an option removes it, so that unknown options are left at the end."""
 
     def __init__(self, mode: str, given: dict[str, Any]) -> None:
         self.mode = mode
@@ -73,7 +76,11 @@ class _Options:
         self.known: list[str] = []
 
     def take(self, *names: str, default: Any = None) -> Any:
-        """Remove and return the value of an option under any of its names; two names with different values are an error."""
+        """Remove an option and return its value. The option may be given under any of ``names``.
+
+        Raises:
+            PlanError: The option is given under two names with different values.
+        """
         self.known += names
         found = {name: self.given.pop(name) for name in names if name in self.given}
         if len({repr(value) for value in found.values()}) > 1:
@@ -84,7 +91,7 @@ class _Options:
         return next(iter(found.values()), default)
 
     def done(self) -> None:
-        """Refuse the options that are left."""
+        """Raise UnknownNameError if options are left that were not read."""
         for name in self.given:
             close = difflib.get_close_matches(name, self.known, n=2)
             hint = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
@@ -93,12 +100,16 @@ class _Options:
             )
 
     def low_format(self) -> str:
-        """The format to use instead of fp16, if the user names one."""
+        """Read the option ``dtype``: the format of low-precision computation, ``fp16`` (the default) or ``bf16``."""
         return _format(f"AMP_TYPE.{self.mode}: dtype", self.take("dtype", default="fp16"), "fp16", "bf16")
 
 
 def _format(option: str, value: Any, *allowed: str) -> str:
-    """A plan's name for a format that is given by that name, by torch's name or by dtype."""
+    """Return castwise's name of a format, which may be given as that name, as torch's name or as a dtype.
+
+    Raises:
+        PlanError: The format is not among ``allowed``.
+    """
     with contextlib.suppress(PlanError):
         name = Plan(compute=value).compute
         if name in allowed:
@@ -107,9 +118,10 @@ def _format(option: str, value: Any, *allowed: str) -> str:
 
 
 def torch_recipe(options: dict[str, Any]) -> Recipe:
-    """``AMP_TYPE.TORCH``: CUDA's autocast lists, on every device, and torch's scaler.
+    """Return the recipe of ``AMP_TYPE.TORCH``: autocast and a loss scale, as ``torch.amp`` does on CUDA.
 
-    ``enabled=False`` disables scaling but not autocast; ``dtype`` (fp16 or bf16) is an addition of castwise.
+    CUDA's lists of operators to cast are used on every device. ``enabled=False`` disables the loss scale but not autocast.
+    castwise adds the option ``dtype``, which is fp16 or bf16.
     """
     given = _Options("TORCH", options)
     init = float(given.take("init_scale", default=2.0**16))
@@ -128,10 +140,10 @@ def torch_recipe(options: dict[str, Any]) -> Recipe:
 
 
 def naive_recipe(options: dict[str, Any]) -> Recipe:
-    """``AMP_TYPE.NAIVE``: everything in fp16, BatchNorm too, with fp32 masters and outputs.
+    """Return the recipe of ``AMP_TYPE.NAIVE``: the whole model in fp16, with fp32 master weights and fp32 outputs.
 
-    ``initial_scale`` is 2**16 by default, as in the code; the documentation shows 2**32. ``dtype`` (fp16 or bf16) is
-    an addition of castwise.
+    BatchNorm is in fp16 too. ``initial_scale`` is 2**16 by default, as in Colossal-AI's code; its documentation shows 2**32.
+    castwise adds the option ``dtype``, which is fp16 or bf16.
     """
     given = _Options("NAIVE", options)
     init = float(given.take("initial_scale", "init_scale", default=2.0**16))
@@ -146,7 +158,9 @@ def naive_recipe(options: dict[str, Any]) -> Recipe:
         dynamic=bool(given.take("dynamic_grad_scale", default=True)),
     )
     low = given.low_format()
-    every = (Region("**", params=low),)  # buffers and statistics included, as in the original
+    every = (
+        Region("**", params=low),
+    )  # buffers, such as BatchNorm's statistics, are stored low too, as in Colossal-AI
     recipe = Recipe(
         dataclasses.replace(Plan.preset("naive"), compute=low, loss_scale=scale, regions=every),
         "naive",
@@ -162,7 +176,7 @@ _CASTS: Final = ("fp32", "fp16", "bf16")
 
 
 def apex_recipe(options: dict[str, Any]) -> Recipe:
-    """``AMP_TYPE.APEX``: the keywords of ``apex.amp.initialize``."""
+    """Return the recipe of ``AMP_TYPE.APEX``, whose options are the arguments of ``apex.amp.initialize``."""
     given = _Options("APEX", options)
     level = given.take("opt_level", default="O1")
     if level not in LEVELS:
@@ -238,7 +252,11 @@ def _apex_scale(value: Any, smallest: Any, largest: Any) -> LossScale | None:
 
 
 def _floor(value: Any, init: float) -> float | None:
-    """The floor of castwise; the originals let the scale fall to zero, after which every step is skipped."""
+    """Return the smallest allowed loss scale, which is ``value`` if that is given.
+
+    Otherwise it is the smaller of castwise's default floor and the initial scale ``init``.
+    Colossal-AI lets the scale fall to zero, after which every step is skipped.
+    """
     if value:
         return float(value)
     return None if _FLOOR is None else min(_FLOOR, init)

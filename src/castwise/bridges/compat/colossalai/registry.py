@@ -1,4 +1,4 @@
-"""``colossalai.registry``: classes by name, as scripts register their losses and hooks."""
+"""``colossalai.registry``: registries in which scripts register losses, hooks and other classes by name."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _Registered = TypeVar("_Registered")
 
 
 class Registry:
-    """Classes and functions under the names with which they were defined."""
+    """Holds classes and functions under the names with which they were defined."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._held: dict[str, Any] = {}
 
     def register_module(self, module: _Registered) -> _Registered:
-        """Register a class or a function, replacing another one of the same name; a decorator."""
+        """Register a class or a function, as a decorator. An earlier entry of the same name is replaced."""
         self._held[module.__name__] = module  # type: ignore[attr-defined]
         return module
 
     def has(self, module_name: str) -> bool:
-        """Whether something is registered under a name."""
+        """Whether a class or function is registered under a name."""
         return module_name in self._held
 
     def get_module(self, module_name: str) -> Any:
-        """The object registered under a name.
+        """Return the class or function that is registered under a name.
 
         Raises:
-            UnknownNameError: Nothing is registered under this name. Colossal-AI's registered objects, such as layers,
-                are not available here.
+            UnknownNameError: Nothing is registered under this name. The layers and other objects that Colossal-AI itself
+                registers are not available here.
         """
         if module_name not in self._held:
             raise UnknownNameError(

@@ -1,6 +1,7 @@
-"""``zero = dict(...)``: parameters, gradients and optimizer state sharded over data parallel ranks, by FSDP2.
+"""Implements the option ``zero = dict(...)``: FSDP2 shards parameters, gradients and optimizer state over data parallel ranks.
 
-Colossal-AI refuses ``zero`` with ``fp16``; here the plan of any mode decides in which format shards are gathered.
+Colossal-AI refuses ``zero`` together with ``fp16``. Here they work together: the castwise plan of the AMP mode decides in which
+format FSDP2 gathers the shards.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _READ = ("level", "reshard_after_forward", "model_config", "optimizer_config")
 
 
 def zero_recipe(zero: Mapping[str, Any]) -> Recipe:
-    """The recipe for ``zero`` without ``fp16``: the naive plan, since Colossal-AI uses fp16 with fp32 masters there.
+    """Return the :class:`Recipe` for a configuration that has ``zero`` but no ``fp16``.
 
-    The loss scale's options are those of ``optimizer_config``.
+    Its plan is that of the naive AMP mode, since Colossal-AI uses fp16 with fp32 master weights in this case. The options of
+    the loss scale are read from ``optimizer_config``.
     """
     given = zero.get("optimizer_config") or {}
     recipe = naive_recipe({key: given[key] for key in _SCALES if key in given})
@@ -37,17 +39,18 @@ def zero_recipe(zero: Mapping[str, Any]) -> Recipe:
 
 
 def shard(amp: Amp, model: nn.Module, optimizer: Optimizer, zero: dict[str, Any]) -> None:
-    """Shard a model over the data parallel ranks, in place, and let its optimizer update the shards.
+    """Shard a model over the data parallel ranks, in place, and make its optimizer update the shards.
 
     Args:
-        amp: The session, whose plan decides the formats.
-        model: The whole model, equal on every rank; each module of its ``nn.ModuleList`` and ``nn.Sequential`` is
-            gathered separately.
-        optimizer: Optimizer of the whole parameters; it has not stepped yet.
-        zero: ``level`` (3 frees weights after the forward pass, 1 and 2 keep them) or ``reshard_after_forward``.
+        amp: The castwise session. Its plan decides in which format shards are gathered.
+        model: The unsharded model, equal on every rank. The children of each ``nn.ModuleList`` and ``nn.Sequential`` in it
+            are gathered separately.
+        optimizer: The optimizer of the unsharded parameters, before its first step.
+        zero: The option ``zero``. ``level`` 3, or ``reshard_after_forward=True``, frees gathered weights after the forward
+            pass. Levels 1 and 2 keep the weights.
 
     Raises:
-        StateError: The optimizer has state already.
+        StateError: The optimizer has made a step already.
     """
     if optimizer.state:
         raise StateError(

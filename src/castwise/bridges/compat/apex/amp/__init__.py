@@ -1,4 +1,4 @@
-"""``apex.amp``, which Apex removed in 2025, on castwise.
+"""``apex.amp``, which Apex removed in 2025, implemented with castwise.
 
     from castwise.compat.apex import amp
 
@@ -10,9 +10,10 @@
         optimizer.step()
         optimizer.zero_grad()
 
-``frontend``: initialize, init and the state dict. ``properties``: the levels. ``models``: what casts models. ``stash``: what
-is kept with an optimizer. ``handle``: scale_loss and the handle. ``ambient``: the casts of O1. ``functions``: functions of
-the user's own. ``scaler``: the loss scale. ``opt``: the first API's optimizer.
+``frontend`` defines ``initialize``, ``init`` and the state dict. ``properties`` defines the optimization levels, ``O0`` to
+``O3``. ``ambient`` casts around operators, as ``O1`` does, and ``functions`` around functions that the user names. ``models``
+casts whole models, as the other levels do. ``scaler`` keeps the loss scale, ``stash`` the state of an optimizer, and
+``handle`` defines ``scale_loss``. ``opt`` is the optimizer wrapper of Apex's first API.
 
 Source: the contract of NVIDIA/apex at e13873de, the last commit that held ``apex.amp``.
 """

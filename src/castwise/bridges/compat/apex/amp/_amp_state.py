@@ -1,4 +1,4 @@
-"""The state of the drop-in: one per process, as in Apex, because scripts read it and write to it."""
+"""The global state of ``apex.amp``. As in Apex there is one object per process, which scripts may read and change."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ __all__ = ["AmpState", "master_params", "maybe_print", "warn_or_err"]
 
 
 class AmpState:
-    """The decisions of :func:`~castwise.compat.apex.amp.initialize`.
+    """The options and loss scales that :func:`~castwise.compat.apex.amp.initialize` has set.
 
     Attributes:
-        opt_properties: The active options; missing until the first ``initialize``, which scripts test with hasattr.
-        loss_scalers: One per ``loss_id``.
-        handle: The handle of O1's casts; None if there are none.
+        opt_properties: The active options. The attribute does not exist before the first ``initialize``; scripts test
+            this with hasattr.
+        loss_scalers: The loss scales; ``loss_id`` is an index of this list.
+        handle: The handle that ends the casts of level ``O1``; None if there are no such casts.
         verbosity: 0 prints nothing.
         hard_override: Print contradictions in the arguments as warnings instead of raising.
         allow_incoming_model_not_fp32: Accept models that are stored in half already.
-        min_loss_scale: Floor of dynamic scales, or None.
-        max_loss_scale: Ceiling of dynamic scales.
+        min_loss_scale: The smallest value of dynamic loss scales, or None.
+        max_loss_scale: The largest value of dynamic loss scales, or None.
     """
 
     opt_properties: Any
@@ -40,14 +41,14 @@ _amp_state = AmpState()
 
 
 def warn_or_err(msg: str) -> None:
-    """Raise RuntimeError, or print if ``_amp_state.hard_override`` is set."""
+    """Raise RuntimeError with a message. If ``_amp_state.hard_override`` is set, print the message instead."""
     if not _amp_state.hard_override:
         raise RuntimeError(msg)
     print("Warning:  " + msg)
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print unless verbosity is 0; with ``rank0``, only on the first rank."""
+    """Print a message unless the verbosity is 0. With ``rank0``, only rank 0 prints."""
     if _amp_state.verbosity <= 0:
         return
     dist = torch.distributed
@@ -57,6 +58,6 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The parameters that an optimizer updates, group by group: the fp32 masters if there are any."""
+    """Yield the parameters that an optimizer updates, group by group. These are the fp32 master weights, if there are any."""
     for group in optimizer.param_groups:
         yield from group["params"]

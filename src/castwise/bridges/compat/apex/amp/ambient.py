@@ -1,8 +1,9 @@
-"""The casts of O1: active in all code from ``initialize`` until the handle is deactivated.
+"""The casts that optimization level ``O1`` inserts around operators, as autocast does.
 
-castwise runs them below Python, except for functions that are not ATen operators or cannot be cast there:
-``Tensor.cpu``, ``**=``, the in-place matrix products, ``local_response_norm``, and ``x += y`` and similar operators,
-which make ``x`` a new fp32 tensor if it is half and ``y`` is fp32. These are patched while the casts are active.
+The casts are active in all code, from ``initialize`` until their handle is deactivated. castwise inserts them in torch's
+dispatcher. A few functions cannot be cast there, and are patched in Python while the casts are active: ``Tensor.cpu``, ``**=``,
+the in-place matrix products, ``local_response_norm``, and operators such as ``x += y``. For the last, ``x`` becomes a new fp32
+tensor if ``x`` is half and ``y`` is fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from castwise.core.plans.rules import overrides
 __all__ = ["FORMATS", "begin_caching", "casts_of_o1", "end_caching", "patch_torch"]
 
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-"""The dtypes that half can stand for, with castwise's names."""
+"""The dtypes that "half" can mean, with castwise's names for them."""
 _MEET = (*FORMATS, torch.float32)
 _BCE = (
     "\namp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` "
@@ -39,7 +40,10 @@ _BCE = (
 
 
 def casts_of_o1(device_type: str, dtype: torch.dtype, allow_banned: bool = False) -> AmbientAutocast:
-    """Apex's casts on one device type, not entered yet; if ``allow_banned``, binary_cross_entropy runs in fp32."""
+    """Return the casts of level ``O1`` for one device type, without activating them.
+
+    With ``allow_banned``, ``binary_cross_entropy`` runs in fp32. Otherwise it raises an error.
+    """
     banned = [row.op for row in overrides("apex", (), device_type).values() if row.rule == "banned"]
     messages = {op: f"Cannot call in-place method {op} on fp16 Tensors." for op in banned}
     allowed = (("binary_cross_entropy", "fp32"),) if allow_banned else ()
@@ -48,18 +52,18 @@ def casts_of_o1(device_type: str, dtype: torch.dtype, allow_banned: bool = False
 
 
 def begin_caching(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a model: inside one call a weight is cast once.
+    """Turn on the cache of cast weights, as a forward pre-hook, so that each weight is cast once in a call of the model.
 
-    Between calls nothing is cached, so that weights may change in any way: a cached copy that outlived a change of its
-    weight was a defect of Apex. Nothing is cached without gradients either, since such a copy has no graph. A copy of
-    the model that outlives the casts finds no handle.
+    Nothing is cached between calls, so that weights may change in any way. In Apex, a cached copy could outlive a change of
+    its weight. Nothing is cached without gradients either, since the copy would have no autograd graph. The hook does
+    nothing after the casts of ``O1`` have ended, in a copy of the model that still has the hook.
     """
     if torch.is_grad_enabled() and _caches():
         torch.set_autocast_cache_enabled(True)
 
 
 def end_caching(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook; runs after an exception too."""
+    """Empty the cache of cast weights and turn it off, as a forward hook. The hook also runs after an exception."""
     if _caches():
         torch.set_autocast_cache_enabled(False)
         _amp_state.handle._clear_cache()
@@ -132,7 +136,7 @@ _PATCHES: dict[tuple[Any, str], Callable[[Callable[..., Any], str], Callable[...
 
 
 def patch_torch(device_type: str, undo: ExitStack) -> None:
-    """Install the patches, until ``undo`` is closed."""
+    """Patch the functions that cannot be cast in torch's dispatcher, until ``undo`` is closed."""
     for (owner, name), make in _PATCHES.items():
         original = getattr(owner, name)
         patch(owner, name, functools.wraps(original)(make(original, device_type)), undo)

@@ -1,4 +1,4 @@
-"""``initialize``, ``init`` and the state dict."""
+"""The functions ``initialize``, ``init``, ``state_dict`` and ``load_state_dict`` of ``apex.amp``."""
 
 from __future__ import annotations
 
@@ -46,32 +46,34 @@ def initialize(
     *,
     patch_torch_functions_type: torch.dtype | None = None,
 ) -> Any:
-    """Make models and optimizers train by an optimization level, in place.
+    """Prepare models and optimizers, in place, for training in mixed precision at one of Apex's optimization levels.
 
     Args:
         models: A module, or a list of modules.
         optimizers: An optimizer, a list of optimizers, or None for inference.
         enabled: False makes everything in ``amp`` do nothing.
-        opt_level: ``O0`` fp32; ``O1`` casts around operators, everywhere; ``O2`` half with fp32 masters; ``O3`` half.
-        cast_model_type: Storage dtype of models: fp16, bf16, fp32, or False for no cast.
-        patch_torch_functions: False leaves the casts of O1 out.
-        keep_batchnorm_fp32: Keep BatchNorm with weights in fp32; ``"True"`` and ``"False"`` are accepted too.
-        master_weights: Keep fp32 masters in the optimizers.
+        opt_level: ``O0`` is fp32. ``O1`` casts around operators, in all code. ``O2`` stores models in half, with fp32 master
+            weights. ``O3`` stores models in half.
+        cast_model_type: The dtype in which models are stored: fp16, bf16 or fp32. False leaves models unchanged.
+        patch_torch_functions: False leaves out the casts of ``O1``.
+        keep_batchnorm_fp32: Keep BatchNorm modules that have weights in fp32. ``"True"`` and ``"False"`` are accepted too.
+        master_weights: Keep fp32 master weights in the optimizers.
         loss_scale: ``"dynamic"`` or a number, also as text.
-        cast_model_outputs: Dtype of the models' floating outputs.
-        num_losses: Number of loss scales; ``scale_loss(loss_id=...)`` chooses a scale.
+        cast_model_outputs: The dtype to which the models' floating outputs are cast.
+        num_losses: Number of loss scales. ``scale_loss(loss_id=...)`` chooses a scale.
         verbosity: 0 prints nothing.
-        min_loss_scale: Floor of dynamic scales.
-        max_loss_scale: Ceiling of dynamic scales.
-        patch_torch_functions_type: bf16 for the casts of O1, as in AMD's Apex; fp16 if None.
+        min_loss_scale: The smallest value of dynamic loss scales.
+        max_loss_scale: The largest value of dynamic loss scales.
+        patch_torch_functions_type: The dtype of the casts of ``O1``: fp16 or bf16, as in AMD's Apex. None means fp16.
 
     Returns:
-        ``models``, or ``models, optimizers``; lists where lists were given.
+        ``models``, or ``models, optimizers`` if optimizers were given. Lists are returned where lists were given.
 
     Raises:
-        RuntimeError: The level does not exist, options contradict each other, a model is in half or wrapped already, or
-            an optimizer is given twice.
-        TypeError: A container is not a list, or parameters are neither fp32 nor half.
+        RuntimeError: The level does not exist, options contradict each other, an optimizer is given twice, or a model
+            is already stored in half or wrapped for data parallelism.
+        TypeError: Models or optimizers are in a container other than a list, or an optimizer's parameters are neither fp32
+            nor half.
     """
     _amp_state.opt_properties = properties = Properties()
     _amp_state.verbosity = verbosity
@@ -151,7 +153,7 @@ def _as_list(what: str, given: Any, fits: Callable[[Any], bool]) -> list[Any]:
 
 
 def _end_casts() -> bool:
-    """End the casts of an earlier ``initialize``, which Apex would stack; return whether there were any."""
+    """End the ``O1`` casts of an earlier ``initialize``, and return whether they were active. Apex would stack them."""
     handle = _amp_state.handle
     if handle is None:
         return False
@@ -201,11 +203,11 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Any:
-    """Activate the casts of O1, as Apex's first API did; returns their handle.
+    """Activate the casts of level ``O1``, as Apex's first API did, and return their handle.
 
-    Does nothing with ``enabled=False``. ``enable_caching`` and ``verbose`` are stored without effect: without
-    ``initialize`` there is no model whose weights could be cached. With ``allow_banned``, ``binary_cross_entropy`` runs
-    in fp32 instead of raising.
+    With ``enabled=False``, the handle is returned and no casts are made. ``enable_caching`` and ``verbose`` are stored without
+    effect: no model is passed here whose cast weights could be cached. With ``allow_banned``, ``binary_cross_entropy``
+    runs in fp32 instead of raising an error.
     """
     _end_casts()
     where, half = casting.device_type_of([]), torch.float16
@@ -216,9 +218,9 @@ def init(
 
 
 def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
-    """The loss scales, in Apex's structure: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``.
+    """Return the loss scales as Apex does: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``.
 
-    They are written to ``destination``, if given; there are none if ``amp`` is disabled.
+    They are written to ``destination``, if given. If ``amp`` is disabled, the result has no entries.
     """
     destination = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(_amp_state.loss_scalers):
@@ -230,7 +232,9 @@ def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load saved loss scales, also those of real Apex; if the numbers differ, the first ones are used.
+    """Load loss scales saved by this module or by real Apex.
+
+    If fewer or more scales were saved than ``num_losses``, as many are loaded as both have, from the first one on.
 
     Raises:
         RuntimeError: A key does not belong to a loss scale.

@@ -1,4 +1,4 @@
-"""Casts of user functions: decorators, and functions of modules registered before ``initialize``."""
+"""Casts around functions that the user names, by a decorator or by registering them before ``initialize``."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
 
 
 _ONE_OPERATOR = {"cross_entropy", "grid_sample", "interpolate", "softmin"}
-"""Python functions of torch that run one operator of the lists, under another name."""
+"""Python functions of torch that call a single operator of Apex's cast lists, under another name."""
 
 
 def _is_listed(function: Any) -> bool:
-    """Whether a function can be on Apex's lists, rather than user code that calls several of them."""
+    """Whether a function may be on Apex's lists of torch functions to cast. The user's own functions are not."""
     if isinstance(function, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)):
         return True
     name, home = (getattr(function, key, "") or "" for key in ("__name__", "__module__"))
@@ -69,13 +69,13 @@ def _casting(
     choose: Callable[[Any, Any], torch.dtype | None],
     alone: Callable[[_F], _F] | None = None,
 ) -> _F:
-    """Cast the arguments and run the function with the casts of O1 active inside, as Apex does.
+    """Return a function that casts its arguments, then calls ``function``, in which the casts of level ``O1`` stay active.
 
     Args:
         function: The function to decorate.
-        choose: Returns the dtype, from the handle and the arguments; None for no cast.
-        alone: Decorator for a function that may be on the lists, used instead, so that the lists do not apply
-            inside.
+        choose: Called with the :class:`AmpHandle` and the arguments; returns the dtype, or None for no cast.
+        alone: The decorator to use instead if the function may be on Apex's lists of torch functions to cast. These lists
+            then do not apply inside the function.
     """
     listed = alone(function) if alone is not None and _is_listed(function) else None
 
@@ -97,23 +97,26 @@ def _casting(
 
 
 def half_function(fn: _F) -> _F:
-    """Cast floating arguments to half (bf16 if O1 uses it) while the casts of O1 are active.
+    """Decorate a function so that floating arguments are cast to half while the casts of level ``O1`` are active.
 
-    A torch function on Apex's lists runs in half, whatever the lists say.
+    Half is bf16 if ``O1`` uses bf16, else fp16. A torch function on Apex's cast lists runs in half, whatever the lists say.
     """
     return _casting(fn, lambda handle, _: handle.dtype, lower_function)
 
 
 def float_function(fn: _F) -> _F:
-    """Cast floating arguments to fp32 while the casts of O1 are active.
+    """Decorate a function so that floating arguments are cast to fp32 while the casts of level ``O1`` are active.
 
-    A torch function on Apex's lists runs in fp32, whatever the lists say.
+    A torch function on Apex's cast lists runs in fp32, whatever the lists say.
     """
     return _casting(fn, lambda _handle, _values: torch.float32, fp32_function)
 
 
 def promote_function(fn: _F) -> _F:
-    """Cast floating arguments to the widest type among them while the casts of O1 are active; Apex's lists take precedence."""
+    """Decorate a function so that floating arguments are cast to the widest dtype among them.
+
+    They are cast while the casts of level ``O1`` are active. Apex's cast lists take precedence inside the function.
+    """
 
     def choose(handle: Any, values: Any) -> torch.dtype | None:
         found = {tensor.dtype for tensor in _floating(values, handle.device_type)}
@@ -145,7 +148,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def patch(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
-    """Replace an attribute of a module or a class by ``value``; ``undo`` restores it."""
+    """Replace an attribute of a module or a class by ``value``, until ``undo`` is closed."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
     if own is None:
@@ -155,7 +158,7 @@ def patch(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
 
 
 def patch_registered(undo: ExitStack) -> None:
-    """Install the registered decorators, until ``undo`` is closed. They stay registered for a later ``initialize``."""
+    """Decorate the registered functions, until ``undo`` is closed. They stay registered for a later ``initialize``."""
     for module, name, decorator in _registered:
         wrapped = decorator(getattr(module, name))
         static = isinstance(inspect.getattr_static(module, name, None), (staticmethod, classmethod))

@@ -1,4 +1,4 @@
-"""Loss scaling around a backward pass, and the handle of O1's casts."""
+"""Loss scaling around a backward pass, and the handle that ends the casts of level ``O1``."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ def scale_loss(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    Earlier gradients are set aside and then added, so that losses and micro-batches accumulate. If a new gradient is
-    not finite, the scale is halved and the next step of each optimizer does nothing. The casts of O1 are off inside the
-    block, since backward needs none.
+    Gradients that exist already are set aside and added afterwards, so that gradients accumulate over losses and
+    microbatches. If a new gradient is not finite, the loss scale is halved and the next step of each optimizer does
+    nothing. The casts of ``O1`` are off inside the block, since backward needs none.
 
     Args:
         loss: The loss, of any shape and floating dtype; it is scaled in fp32.
-        optimizers: Every optimizer whose parameters get gradients from this loss: one, or a list or tuple.
+        optimizers: The optimizers whose parameters get gradients from this loss: a single optimizer, or a list or tuple.
         loss_id: Index of the loss scale to use, below ``num_losses``.
         model: Ignored, as in Apex.
-        delay_unscale: Leave gradients scaled and the scale unchanged, for a later pass to complete.
-        delay_overflow_check: Leave the scale unchanged.
+        delay_unscale: Leave the gradients scaled and the loss scale unchanged. A later block without this argument unscales
+            and checks them.
+        delay_overflow_check: Unscale the gradients, but leave the loss scale unchanged and skip no step.
 
     Raises:
         RuntimeError: Called before ``initialize``.
         IndexError: ``loss_id`` is ``num_losses`` or more.
-        LossScaleError: Gradients overflow although the scale is at fp32's smallest number.
+        LossScaleError: Gradients still are not finite although the loss scale has fallen to fp32's smallest normal number.
     """
     properties = getattr(_amp_state, "opt_properties", None)
     if properties is None:
@@ -70,23 +71,25 @@ def scale_loss(
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Turn the casts of O1 off inside the block; restores them also after an exception."""
+    """Turn the casts of level ``O1`` off inside a ``with`` block. They are restored also after an exception."""
     with contextlib.nullcontext() if _amp_state.handle is None else _amp_state.handle.suspended():
         yield
 
 
 class AmpHandle:
-    """The casts of O1, from :func:`~castwise.compat.apex.amp.init` or ``initialize`` until :meth:`_deactivate`.
+    """Controls the casts of level ``O1``, which last until :meth:`_deactivate` is called.
+
+    :func:`~castwise.compat.apex.amp.init` and ``initialize`` create the handle.
 
     Args:
-        ambient: The casts; the handle does nothing before they are entered or after they have ended.
-        dtype: The dtype that half stands for.
-        loss_scale: For losses scaled by :meth:`scale_loss`.
-        enable_caching: Whether weights are cast once in each call of an initialised model.
+        ambient: The casts. The handle does nothing before they are entered or after they have ended.
+        dtype: The dtype that "half" means: fp16 or bf16.
+        loss_scale: The loss scale that :meth:`scale_loss` uses: ``"dynamic"`` or a number.
+        enable_caching: Whether each weight is cast only once in a call of a model that ``initialize`` prepared.
         verbose: Stored without effect.
 
     Attributes:
-        undo: Called when the casts end.
+        undo: The exit stack that restores patched functions and removes hooks. It is closed when the casts end.
     """
 
     def __init__(
@@ -106,11 +109,11 @@ class AmpHandle:
         self.undo = contextlib.ExitStack()
 
     def is_active(self) -> bool:
-        """Whether operators are cast on this thread now."""
+        """Whether the casts of level ``O1`` are active in this thread now."""
         return self._ambient.entered and torch.is_autocast_enabled(self.device_type)
 
     def suspended(self) -> Any:
-        """A block without casts."""
+        """Return a context manager that turns the casts off."""
         return self._ambient.suspended() if self._ambient.entered else contextlib.nullcontext()
 
     _disable_casts = suspended
@@ -123,10 +126,10 @@ class AmpHandle:
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Any:
-        """Scale a loss, as in Apex's first API.
+        """Scale a loss for its backward pass, as in Apex's first API. See :func:`scale_loss`.
 
         Raises:
-            RuntimeError: Called after :meth:`wrap_optimizer`, whose optimizer scales losses itself.
+            RuntimeError: Called after :meth:`wrap_optimizer`. The optimizer that this method returned scales losses itself.
         """
         if not self.is_active():
             return contextlib.nullcontext(loss)
@@ -145,8 +148,8 @@ class AmpHandle:
         """End the casts, and restore every patched function.
 
         Raises:
-            StateError: Called on another thread than the one that began them, or inside a region that was entered after
-                them.
+            StateError: The calling thread is not the thread that began the casts, or a region of castwise that was entered
+                after the casts is still active.
         """
         try:
             self._ambient.leave()
@@ -160,9 +163,9 @@ class AmpHandle:
 
     @property
     def cache(self) -> dict[Any, Any]:
-        """Always empty: torch holds the copies."""
+        """An empty dict, kept because Apex has this attribute. torch itself caches the cast weights."""
         return {}
 
     def remove_cache(self, param: torch.Tensor) -> None:
-        """Drop the low-precision copies of weights."""
+        """Drop the cached half-precision copies of all weights."""
         self._clear_cache()

@@ -1,4 +1,4 @@
-"""Models and optimizers under the levels that cast: O0, O2, O3."""
+"""Casts whole models and prepares their optimizers, for the optimization levels ``O0``, ``O2`` and ``O3``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
 
 
 def base_of(optimizer: Any) -> Any:
-    """The torch optimizer inside LARC; any other optimizer is returned unchanged."""
+    """Return the torch optimizer that a LARC wrapper holds. Any other optimizer is returned unchanged."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def device_type_of(models: Sequence[nn.Module]) -> str:
-    """The device type of models; if they have no tensors, the available accelerator, else the CPU."""
+    """Return the device type of the models' tensors. Without tensors it is the available accelerator's, else ``cpu``."""
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
             if torch.amp.is_autocast_available(tensor.device.type):
@@ -50,7 +50,7 @@ def check_models(models: Sequence[nn.Module]) -> None:
     """Raise if a model is already wrapped for data parallelism.
 
     Raises:
-        RuntimeError: A model is; the message is Apex's.
+        RuntimeError: A model is an instance of a data-parallel wrapper. The message is Apex's.
     """
     from castwise.bridges.compat.apex.parallel import DistributedDataParallel
 
@@ -71,7 +71,7 @@ def check_params_fp32(models: Sequence[nn.Module]) -> None:
     """Raise if a model is already stored in half.
 
     Raises:
-        RuntimeError: A model is; the message is Apex's.
+        RuntimeError: A parameter or buffer has dtype fp16 or bf16. The message is Apex's.
     """
     for model in models:
         for what, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -86,11 +86,13 @@ def check_params_fp32(models: Sequence[nn.Module]) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Any], cast: Sequence[nn.Module] = ()) -> None:
-    """Raise if an optimizer is given twice, or if parameters, except those of models to be cast, are neither fp32 nor half.
+    """Raise if an optimizer is given twice, or if its parameters are neither fp32 nor half.
+
+    Parameters of the models in ``cast`` may have any dtype, since they will be cast.
 
     Raises:
-        RuntimeError: ``initialize`` has seen the optimizer before.
-        TypeError: Parameters have another type.
+        RuntimeError: An optimizer is given twice, or an earlier ``initialize`` has prepared it.
+        TypeError: Parameters have another dtype.
     """
     seen: set[int] = set()
     will_fit = {id(parameter) for model in cast for parameter in model.parameters()}
@@ -110,7 +112,10 @@ def check_optimizers(optimizers: Sequence[Any], cast: Sequence[nn.Module] = ()) 
 
 
 def _regions(model: nn.Module, keep: bool, low: str) -> tuple[Region, ...]:
-    """Regions that store all parameters and buffers low, except, if kept, BatchNorm with weights in fp32: as in Apex."""
+    """Return the regions of a castwise plan that store a model in the format ``low``.
+
+    If ``keep``, BatchNorm modules that have weights are stored in fp32, as in Apex.
+    """
     every = Region("**", params=low)
     if not keep:
         return (every,)
@@ -125,12 +130,13 @@ def cast_models(
     properties: Any,
     outputs: torch.dtype | None,
 ) -> None:
-    """Store models in ``properties.cast_model_type``, cast inputs and outputs, and give optimizers their masters.
+    """Store models in ``properties.cast_model_type``, and cast their inputs and outputs.
 
-    Models return ``outputs``, fp32 if that is None.
+    Floating outputs are cast to ``outputs``, or to fp32 if that is None. Optimizers get fp32 master weights if
+    ``properties.master_weights`` is set.
 
     Raises:
-        RuntimeError: Models cannot be cast to the type.
+        RuntimeError: ``cast_model_type`` is none of fp16, bf16 and fp32.
     """
     dtype = properties.cast_model_type
     if dtype is not torch.float32 and dtype not in FORMATS:
@@ -150,7 +156,7 @@ def cast_models(
         )
         own = {id(parameter) for parameter in model.parameters()}
         mine = [o for o in optimizers if any(id(model_param_of(p)) in own for p in master_params(o))]
-        # Apex's scalers decide what is skipped
+        # Apex's loss scalers, not castwise, decide which steps are skipped
         Amp(plan, device=device_type_of([model]), nonfinite="allow").prepare(model, *map(base_of, mine))
     install_casts(models, dtype, torch.float32 if outputs is None else outputs)
     for model in models:
@@ -163,7 +169,10 @@ def _in_fp64(model: nn.Module) -> bool:
 
 
 def _store_in_fp32(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-    """Cast models to fp32, and the optimizers' state of their parameters too, as in Apex, by loading it again."""
+    """Cast models to fp32, and the optimizer state of their parameters with them, as Apex does.
+
+    The state is cast by loading it into the optimizer again.
+    """
     params = [parameter for model in models for parameter in model.parameters()]
     cast = {id(parameter) for parameter in params if parameter.dtype is not torch.float32}
     for model in models:
@@ -174,7 +183,7 @@ def _store_in_fp32(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> No
 
 
 def install_casts(models: Sequence[nn.Module], inputs: torch.dtype | None, outputs: torch.dtype) -> None:
-    """Cast the inputs of models, unless ``inputs`` is None, and their outputs."""
+    """Install forward hooks that cast the outputs of models and, unless ``inputs`` is None, their inputs."""
     casts = Casts(inputs, outputs)
     make_pickles_plain()
     for model in models:
@@ -185,25 +194,28 @@ def install_casts(models: Sequence[nn.Module], inputs: torch.dtype | None, outpu
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """Forward hooks that cast as Apex does: containers of any kind, and objects with a method ``to``."""
+    """Forward hooks that cast floating tensors to ``inputs`` and ``outputs``, as Apex does.
+
+    Tensors in containers of any kind are cast, and objects that have a method ``to``.
+    """
 
     inputs: torch.dtype | None
     outputs: torch.dtype
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Forward pre-hook."""
+        """Cast the arguments of the model, as a forward pre-hook."""
         assert self.inputs is not None
         return apply_cast(args, self.inputs), apply_cast(kwargs, self.inputs)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook."""
+        """Cast the output of the model, as a forward hook."""
         return apply_cast(output, self.outputs)
 
 
 def apply_cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating tensors in a value: a tensor, or a container, which is rebuilt with its type.
+    """Cast a floating tensor, or the floating tensors in a container. A container is rebuilt as the same type.
 
-    Named tuples, dataclasses and user objects with ``to(dtype)`` are cast too; anything else is returned unchanged.
+    Named tuples, dataclasses and objects with a method ``to(dtype)`` are cast too. Anything else is returned unchanged.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype is not dtype and value.is_floating_point() else value
@@ -233,10 +245,10 @@ def apply_cast(value: Any, dtype: torch.dtype) -> Any:
 def state_dict_in_fp32(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """Hook of a module: its direct entries in the state dict are not stored low.
+    """Replace a module's own half-precision entries in the state dict by fp32 ones, as a state-dict hook of the module.
 
-    Apex rounds weights to half and converts them back; here a weight has its master's full value, so that a
-    training resumed from it continues exactly. With ``keep_vars``, the parameters themselves are returned.
+    A weight gets the value of its fp32 master weight, so that a training resumed from the state dict continues exactly. Apex
+    instead converts the weights rounded to half. With ``keep_vars``, the parameters themselves are returned.
     """
     own = (
         *module.named_parameters(recurse=False, remove_duplicate=False),

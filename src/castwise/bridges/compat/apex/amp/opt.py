@@ -1,4 +1,4 @@
-"""``handle.wrap_optimizer``: loss scaling as in Apex's first API."""
+"""The optimizer wrapper that ``handle.wrap_optimizer`` returns, for loss scaling as in Apex's first API."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ __all__ = ["OptimWrapper"]
 
 
 class OptimWrapper:
-    """An optimizer that scales its losses and skips steps itself; other attributes are those of the inner optimizer.
+    """Wraps an optimizer, scales the losses of its steps, and skips the steps whose gradients are not finite.
 
-    Each of the ``num_loss`` losses of a step has a separate scale, by the order of the calls.
+    Each of the ``num_loss`` losses of a step has its own loss scale, in the order of the calls to :meth:`scale_loss`. Other
+    attributes are those of the wrapped optimizer.
     """
 
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
@@ -30,7 +31,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Scale the next loss of this step.
+        """Scale the next loss of this step for its backward pass, as a context manager.
 
         Raises:
             RuntimeError: There were more losses than ``num_loss`` since the last step.
@@ -49,10 +50,10 @@ class OptimWrapper:
         self._loss_idx += 1
 
     def step(self, closure: Any = None) -> Any:
-        """Step, unless a loss has overflowed since the last step.
+        """Step the optimizer, unless a loss since the last step had gradients that are not finite.
 
         Raises:
-            NotImplementedError: With a closure.
+            NotImplementedError: A closure is given while the casts of ``O1`` are active.
         """
         self._loss_idx = 0
         if closure is None:

@@ -1,4 +1,4 @@
-"""The options of an optimization level, and which of them may be overridden."""
+"""The options of each optimization level, and the checks of options that the user overrides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BRIEFS = {
     "O2": "FP16 training with FP32 batchnorm and FP32 master weights.\n",
     "O3": "Pure FP16 training.",
 }
-"""Apex's description of each level, as printed."""
+"""Apex's description of each level, as ``initialize`` prints it."""
 LEVELS: dict[str, tuple[Any, ...]] = {
     "O0": (torch.float32, False, None, False, 1.0),
     "O1": (None, True, None, None, "dynamic"),
@@ -27,7 +27,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
 
 
 class Properties:
-    """The active options, as attributes; setting one checks it against the level.
+    """The active options, as attributes. Setting an option checks whether the optimization level allows the value.
 
     Attributes:
         options: All options by name, in Apex's order.
@@ -47,7 +47,7 @@ class Properties:
         }
 
     def set_level(self, level: str) -> None:
-        """Set a level's options without checks."""
+        """Set all options to the defaults of a level, without checks."""
         self.options.update(zip(self.options, (True, level, *LEVELS[level]), strict=True))
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +64,7 @@ class Properties:
 
 
 def _checked(name: str, value: Any, o1: bool) -> Any:
-    """The normalised value of an option, or an error message."""
+    """Return the normalised value of an option. If the level does not allow the value, call :func:`warn_or_err`."""
     match name:
         case "cast_model_type" if o1 and value not in (None, False, torch.float32):
             warn_or_err(

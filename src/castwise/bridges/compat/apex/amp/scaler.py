@@ -1,4 +1,4 @@
-"""The loss scale with Apex's update rule: updated at backward passes, with a number on the host."""
+"""A loss scale with Apex's update rule. The scale is a Python number, and is updated after backward passes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ _PATIENCE = 10
 
 
 class LossScaler:
-    """One loss scale.
+    """A dynamic or static loss scale.
 
-    A dynamic scale starts at ``min(max_loss_scale, 2**16)``, doubles after 2000 backward passes with finite gradients
-    and halves after one without. A static one never changes and never skips a step.
+    A dynamic scale starts at ``min(max_loss_scale, 2**16)``. By default it doubles after 2000 backward passes in a row with
+    finite gradients, and halves after a backward pass whose gradients are not finite. A static scale never changes, and no
+    step is skipped.
 
     Args:
         loss_scale: ``"dynamic"``, or the static scale.
-        init_scale: First dynamic scale.
-        scale_factor: Growth factor; its inverse is the backoff factor.
-        scale_window: Backward passes with finite gradients before the scale grows.
-        min_loss_scale: Floor of a dynamic scale. Without a floor the scale stops at fp32's smallest normal number;
-            Apex let it fall to zero and divided by it.
-        max_loss_scale: Ceiling of a dynamic scale.
+        init_scale: The initial value of a dynamic scale.
+        scale_factor: The factor by which a dynamic scale grows, and by which it is divided when it shrinks.
+        scale_window: The number of backward passes in a row with finite gradients after which a dynamic scale grows.
+        min_loss_scale: The smallest value of a dynamic scale. None means fp32's smallest normal number. Apex let the scale
+            fall to zero and divided by zero.
+        max_loss_scale: The largest value of a dynamic scale.
     """
 
     def __init__(
@@ -54,17 +55,17 @@ class LossScaler:
         self._inverse: tuple[float, torch.Tensor] | None = None
 
     def loss_scale(self) -> float:
-        """The scale, a number that the host knows without waiting."""
+        """Return the scale, a Python number, without waiting for the device."""
         return self._loss_scale
 
     def clear_overflow_state(self) -> None:
-        """Clear the result of :meth:`unscale_`."""
+        """Forget whether the gradients of the last :meth:`unscale_` were finite."""
         self._has_overflow, self._flag = False, None
 
     def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
-        """Divide gradients, of any floating dtypes and devices, by the scale, in place; record whether all were finite.
+        """Divide gradients by the scale, in place, and record whether all were finite, without waiting for the device.
 
-        Does not wait for the device.
+        The gradients may have any floating dtypes and devices.
         """
         if not grads:
             return
@@ -76,14 +77,14 @@ class LossScaler:
         self._flag = flag if self._flag is None else torch.maximum(self._flag, flag.to(self._flag.device))
 
     def update_scale(self) -> bool:
-        """Update the scale by the recorded result. Synchronises with the device if the scale is dynamic.
+        """Grow or shrink a dynamic scale by what :meth:`unscale_` recorded, which synchronises with the device.
 
         Returns:
             Whether the next step must be skipped.
 
         Raises:
-            LossScaleError: There is no floor, the scale has reached fp32's smallest number, and gradients still are
-                not finite.
+            LossScaleError: No ``min_loss_scale`` was given, the scale has reached fp32's smallest normal number, and
+                the gradients were not finite in ten backward passes in a row.
         """
         if self.dynamic and self._flag is not None:
             self._has_overflow = bool(self._flag.item())

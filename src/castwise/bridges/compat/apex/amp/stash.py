@@ -1,4 +1,4 @@
-"""The drop-in's data on an optimizer, and a step that can be skipped."""
+"""What ``apex.amp`` adds to an optimizer: the attribute ``_amp_stash``, and a step that can be skipped."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _NO_CLOSURES = "Currently, Amp does not support closure use with optimizers."
 
 
 class Stash:
-    """``optimizer._amp_stash``: named as in Apex, since scripts read it.
+    """The state that ``apex.amp`` keeps on an optimizer, as ``optimizer._amp_stash``. Scripts read it under Apex's names.
 
     Attributes:
-        has_masters: Whether the options ask for fp32 masters.
+        has_masters: Whether the options ask for fp32 master weights.
         params_have_scaled_gradients: Whether a backward pass with ``delay_unscale`` has left scaled gradients.
-        overflow: The loss, by number, and its scale for which the next step will be skipped; None if it will be made.
-        lazy_init_called: True; masters are made by ``initialize``.
+        overflow: None, or the index and the scaler of the loss whose gradients were not finite. The optimizer then skips its
+            next step.
+        lazy_init_called: True, since ``initialize`` has made the master weights already.
     """
 
     lazy_init_called = True
@@ -41,22 +42,22 @@ class Stash:
 
     @property
     def already_patched(self) -> bool:
-        """Whether the next step will be skipped."""
+        """Whether the optimizer will skip its next step."""
         return self.overflow is not None
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
-        """The masters."""
+        """The fp32 master weights of the parameters that are stored in half, as a list."""
         return [p for p in master_params(self._optimizer) if model_param_of(p) is not p]
 
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
-        """The model's parameters in half: those that have masters, or those in the optimizer itself."""
+        """The model's parameters that are stored in half, with or without master weights, as a list."""
         return [p for p in map(model_param_of, master_params(self._optimizer)) if p.dtype in FORMATS]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
-        """Parameters stored in fp32."""
+        """The model's parameters that are stored in fp32, as a list."""
         params = master_params(self._optimizer)
         return [p for p in params if model_param_of(p) is p and p.dtype not in FORMATS]
 
@@ -64,9 +65,12 @@ class Stash:
 
 
 def equip(optimizer: Any, has_masters: bool) -> None:
-    """Give a torch optimizer, or LARC around one, its stash and a step that can be skipped."""
+    """Give an optimizer its :class:`Stash` and a step that can be skipped.
+
+    The optimizer is a torch optimizer, or a LARC wrapper around a torch optimizer.
+    """
     optimizer._amp_stash = Stash(optimizer, has_masters)
-    # A bound method with the attributes of the one it replaces: torch's schedulers check both.
+    # torch's schedulers expect a bound method that has the attributes of the original step.
     optimizer.step = types.MethodType(_skippable(optimizer.step), optimizer)
     for name, method in (
         ("_amp_lazy_init", lambda self: None),
@@ -77,7 +81,7 @@ def equip(optimizer: Any, has_masters: bool) -> None:
 
 
 def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
-    # step is bound already; only its metadata is copied
+    # step is already bound: wraps copies the metadata of its function
     @functools.wraps(getattr(step, "__func__", step))
     def skippable_step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         stash: Stash = self._amp_stash
@@ -105,9 +109,10 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checked(closure: Callable[[], Any], stash: Stash) -> Callable[[], Any]:
-    """A closure that ends its step if its gradients overflow: a step that has begun cannot be skipped.
+    """Return a closure that raises RuntimeError if its gradients are not finite.
 
-    Apex makes the step, so that every weight becomes NaN.
+    The error ends the optimizer step that called the closure, since a step that has begun cannot be skipped. Apex completes
+    such a step, after which every weight is NaN.
     """
 
     def evaluate() -> Any:
@@ -127,7 +132,7 @@ def _checked(closure: Callable[[], Any], stash: Stash) -> Callable[[], Any]:
 
 
 def _params(optimizers: Sequence[Any]) -> list[torch.Tensor]:
-    """Every parameter of some optimizers, once."""
+    """Return the parameters of all the optimizers, each only once."""
     params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if len(optimizers) > 1:
         params = list({id(parameter): parameter for parameter in params}.values())
@@ -135,14 +140,16 @@ def _params(optimizers: Sequence[Any]) -> list[torch.Tensor]:
 
 
 class Scaled:
-    """The block of a backward pass of a loss, in fp32 and scaled, in which the casts of O1 are off.
+    """The context manager of ``scale_loss``: returns the scaled loss in fp32, and unscales the gradients on exit.
 
-    Existing unscaled gradients are set aside, so that the pass leaves only its own; these are then unscaled
-    and added. If one is not finite, each of the optimizers skips its next step. It is a class because a generator takes
-    longer to enter and leave.
+    On entry, existing unscaled gradients are set aside, so that backward leaves only new gradients. On exit, the new
+    gradients are unscaled and the existing ones are added. If a new gradient is not finite, each of the optimizers skips its
+    next step. The casts of level ``O1`` are off inside the block. This is a class, since a generator would take longer to
+    enter and leave.
 
-    ``delay_unscale`` leaves gradients and scale unchanged, for a later pass to complete; ``delay_overflow_check``
-    leaves only the scale unchanged. Without optimizers the loss is scaled, and nothing else.
+    With ``delay_unscale``, the gradients stay scaled and the loss scale unchanged until a later block. With
+    ``delay_overflow_check``, only the loss scale stays unchanged. Without optimizers, the loss is scaled and nothing else
+    happens.
     """
 
     def __init__(
@@ -188,5 +195,5 @@ class Scaled:
         self._scaler.unscale_([g for p in _params(self._optimizers) if (g := p.grad) is not None])
         add_up(self._aside)
         if not self._unchecked and self._scaler.update_scale():
-            for stash in stashes:  # once, however many losses request it
+            for stash in stashes:  # one skipped step, however many losses request it
                 stash.overflow = stash.overflow or (self._loss_id, self._scaler)

@@ -1,4 +1,4 @@
-"""``apex.fp16_utils``: the helpers that scripts import with a star."""
+"""``apex.fp16_utils``: the helpers that scripts import by ``from apex.fp16_utils import *``."""
 
 from __future__ import annotations
 

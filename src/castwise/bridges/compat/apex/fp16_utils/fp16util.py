@@ -1,4 +1,4 @@
-"""``apex.fp16_utils.fp16util``: the helpers for hand-written O2."""
+"""``apex.fp16_utils.fp16util``: helpers for a training loop that manages an fp16 model and fp32 master weights by hand."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ clip_grad_norm = nn.utils.clip_grad_norm_
 
 
 def to_python_float(t: Any) -> float:
-    """The number in a tensor of one element; synchronises with the device."""
+    """Return the number in a tensor of one element, which synchronises with the device."""
     return float(t.item() if hasattr(t, "item") else t[0])
 
 
 class tofp16(nn.Module):  # noqa: N801 - Apex's name
-    """Casts its input to fp16."""
+    """A module that casts its input to fp16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Cast."""
+        """Return the input in fp16."""
         return input.half()
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Store a module's direct floating parameters and buffers in ``dtype``, not its children's."""
+    """Store a module's own floating parameters and buffers in ``dtype``. Those of its submodules are unchanged."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
@@ -48,7 +48,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Store a model in ``dtype``, except BatchNorm with weights."""
+    """Store a model in ``dtype``, in place, except its BatchNorm modules that have weights. Return the model."""
     for module in network.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
             continue
@@ -59,7 +59,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's name
-    """Store every BatchNorm with weights in fp32."""
+    """Store every BatchNorm of a model that has weights in fp32, in place. Return the model."""
     for child in module.modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.affine:
             child.float()
@@ -67,14 +67,17 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's nam
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
-    """A model in fp16 with BatchNorm in fp32, preceded by a cast of its input."""
+    """Convert a model to fp16 in place, with BatchNorm in fp32, and return it behind a module that casts its input to fp16."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def prep_param_lists(
     model: nn.Module, flat_master: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A model's trainable parameters, and their fp32 masters; with ``flat_master`` one master for all."""
+    """Return a model's trainable parameters, and new fp32 master weights for them.
+
+    With ``flat_master``, one flat tensor holds the master weights of all parameters.
+    """
     params: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
     if flat_master:
         flat = nn.utils.parameters_to_vector([p.detach() for p in params]).float()
@@ -88,7 +91,7 @@ def prep_param_lists(
 def model_grads_to_master_grads(
     model_params: list[torch.Tensor], master_params: list[torch.Tensor], flat_master: bool = False
 ) -> None:
-    """Copy gradients to the masters."""
+    """Copy the gradients of the model's parameters to their fp32 master weights."""
     if flat_master:
         grads = [p.grad.reshape(-1) for p in model_params if p.grad is not None]
         master_params[0].grad = torch.cat(grads).float()
@@ -101,7 +104,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: list[torch.Tensor], master_params: list[torch.Tensor], flat_master: bool = False
 ) -> None:
-    """Copy masters to the parameters."""
+    """Copy the fp32 master weights to the model's parameters."""
     if flat_master:
         start = 0
         for model in model_params:

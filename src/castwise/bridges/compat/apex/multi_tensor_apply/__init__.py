@@ -1,4 +1,4 @@
-"""``apex.multi_tensor_apply``: imported by many scripts, called by few."""
+"""``apex.multi_tensor_apply``, which can be imported but not called: many scripts import it, and few call it."""
 
 from __future__ import annotations
 

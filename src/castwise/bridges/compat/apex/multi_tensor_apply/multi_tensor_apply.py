@@ -1,4 +1,4 @@
-"""``apex.multi_tensor_apply.multi_tensor_apply``: the class under its full path."""
+"""The class ``MultiTensorApply``, in the module in which Apex defines it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["MultiTensorApply"]
 
 
 class MultiTensorApply:
-    """Placeholder that reports that Apex's kernels are not available."""
+    """A placeholder whose call raises an error, because Apex's CUDA kernels are not available."""
 
     available = False
     import_err = ImportError("Apex's CUDA extension amp_C is not part of castwise")
@@ -20,7 +20,7 @@ class MultiTensorApply:
         """Raise an error.
 
         Raises:
-            RuntimeError: Always: there is no ``op`` to call.
+            RuntimeError: Always, since castwise has no kernels to call.
         """
         raise RuntimeError(
             "multi_tensor_applier: castwise does not include Apex's kernels; use torch.nn.utils.get_total_norm for norms and "

@@ -1,4 +1,4 @@
-"""``apex.normalization``: the layers; the functions are in ``fused_layer_norm``, as in Apex."""
+"""``apex.normalization``, which holds the layers. The functions are in ``fused_layer_norm``, as in Apex."""
 
 from __future__ import annotations
 

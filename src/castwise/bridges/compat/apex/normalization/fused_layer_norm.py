@@ -1,4 +1,7 @@
-"""``apex.normalization.fused_layer_norm`` with torch's norms, fused if the device supports it; ``memory_efficient`` is ignored."""
+"""``apex.normalization.fused_layer_norm``, implemented with torch's layer norm and RMS norm.
+
+The argument ``memory_efficient`` is ignored everywhere.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +47,11 @@ class _Fused:
 
 
 class FusedLayerNorm(_Fused, nn.LayerNorm):
-    """``torch.nn.LayerNorm``."""
+    """``torch.nn.LayerNorm`` with Apex's arguments."""
 
 
 class FusedRMSNorm(_Fused, nn.RMSNorm):
-    """``torch.nn.RMSNorm``."""
+    """``torch.nn.RMSNorm`` with Apex's arguments."""
 
 
 class _Mixed:
@@ -59,7 +62,7 @@ class _Mixed:
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
-    """Layer norm of inputs in any format with weights in any format; the result has the weights' format.
+    """A layer norm whose input and weights may have different dtypes. The result has the weights' dtype.
 
     Raises:
         RuntimeError: ``elementwise_affine=False``.
@@ -73,7 +76,7 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
 
 
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
-    """RMS norm of inputs in any format with weights in any format; the result has the weights' format.
+    """An RMS norm whose input and weights may have different dtypes. The result has the weights' dtype.
 
     Raises:
         RuntimeError: ``elementwise_affine=False``.
@@ -92,14 +95,14 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm with weights, all of one format."""
+    """Apply layer norm with weights. The input and the weights must have the same dtype."""
     return layer_norm(input, _as_shape(normalized_shape), weight, bias, eps)
 
 
 def fused_layer_norm(
     input: Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Layer norm without weights."""
+    """Apply layer norm without weights."""
     return layer_norm(input, _as_shape(normalized_shape), None, None, eps)
 
 
@@ -111,7 +114,7 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm of an input in any format; computed in fp32, returned in the weights' format."""
+    """Apply layer norm to an input of any floating dtype, in fp32, and return the result in the weights' dtype."""
     out = fused_layer_norm_affine(input.float(), weight.float(), bias.float(), normalized_shape, eps)
     return out.to(weight.dtype)
 
@@ -123,14 +126,14 @@ def fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """RMS norm with weights, all of one format."""
+    """Apply RMS norm with weights. The input and the weights must have the same dtype."""
     return rms_norm(input, _as_shape(normalized_shape), weight, eps)
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS norm without weights."""
+    """Apply RMS norm without weights."""
     return rms_norm(input, _as_shape(normalized_shape), None, eps)
 
 
@@ -141,24 +144,24 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """RMS norm of an input in any format; computed in fp32, returned in the weights' format."""
+    """Apply RMS norm to an input of any floating dtype, in fp32, and return the result in the weights' dtype."""
     return fused_rms_norm_affine(input.float(), weight.float(), normalized_shape, eps).to(weight.dtype)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: _Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm, under the name of Apex's reference implementation."""
+    """Apply RMS norm, with or without weights. Apex uses this name for its reference implementation."""
     if weight is None:
         return fused_rms_norm(input, normalized_shape, eps)
     return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps)
 
 
 class FusedLayerNormAffineFunction:
-    """:func:`fused_layer_norm_affine`, for scripts that call Apex's autograd Function by ``apply``."""
+    """Stands in for Apex's autograd Function of this name: its ``apply`` is :func:`fused_layer_norm_affine`."""
 
     forward = apply = staticmethod(fused_layer_norm_affine)
 
 
 class FusedLayerNormFunction:
-    """:func:`fused_layer_norm`, for scripts that call Apex's autograd Function by ``apply``."""
+    """Stands in for Apex's autograd Function of this name: its ``apply`` is :func:`fused_layer_norm`."""
 
     forward = apply = staticmethod(fused_layer_norm)

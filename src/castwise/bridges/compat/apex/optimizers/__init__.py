@@ -1,4 +1,4 @@
-"""``apex.optimizers``: torch's optimizers with Apex's arguments, and Apex's other optimizers on foreach operations."""
+"""``apex.optimizers``. Adam, SGD and Adagrad are torch's, with Apex's arguments; LAMB and NovoGrad use foreach operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared parts of Apex's optimizers."""
+"""What the replacements of Apex's optimizers share."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 def refuse(what: str, instead: str) -> NoReturn:
-    """Raise for an argument without equivalent in torch, with an alternative."""
+    """Raise RuntimeError for an argument that torch does not have. The message names an alternative."""
     raise RuntimeError(f"{what} has no equivalent in torch; {instead}")
 
 
 class ClearsAsSaid(torch.optim.Optimizer):
-    """An optimizer whose constructor decides how ``zero_grad`` clears."""
+    """An optimizer whose argument ``set_grad_none`` decides whether ``zero_grad`` sets gradients to None or to zeros."""
 
     set_grad_none: bool
     said: ClassVar[tuple[str, ...]] = ("set_grad_none",)
-    """Attributes that hold arguments of the class."""
+    """Attributes that hold constructor arguments, and that copies and pickles of the optimizer keep."""
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, by default as ``set_grad_none`` specified."""
+        """Set gradients to None or to zeros. The default is the constructor's ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -31,13 +31,13 @@ class ClearsAsSaid(torch.optim.Optimizer):
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """The result of a step's closure, called with gradients enabled; None without closure."""
+    """Call the closure of an optimizer step with gradients enabled, and return its result; None if there is no closure."""
     with torch.enable_grad():
         return None if closure is None else closure()
 
 
 def with_gradients(params: Iterable[Tensor], kind: str) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Parameters that have gradients, and these gradients, in lists by device and dtype.
+    """Return the parameters that have gradients, with their gradients, as a pair of lists for each device and dtype.
 
     Raises:
         RuntimeError: A gradient is sparse; the message is Apex's, with the ``kind`` of optimizer.

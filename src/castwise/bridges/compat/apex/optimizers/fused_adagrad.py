@@ -1,4 +1,4 @@
-"""``apex.optimizers.FusedAdagrad`` on ``torch.optim.Adagrad``."""
+"""``apex.optimizers.FusedAdagrad``, implemented with ``torch.optim.Adagrad``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ __all__ = ["FusedAdagrad"]
 
 
 class FusedAdagrad(ClearsAsSaid, torch.optim.Adagrad):
-    """``torch.optim.Adagrad``; ``set_grad_none=False`` makes ``zero_grad`` set gradients to zeros.
+    """``torch.optim.Adagrad`` with Apex's arguments.
+
+    With ``set_grad_none=False``, ``zero_grad`` sets gradients to zeros instead of None.
 
     Raises:
-        RuntimeError: ``adagrad_w_mode=True``.
+        RuntimeError: ``adagrad_w_mode`` is True.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``apex.optimizers.FusedAdam`` on ``torch.optim.Adam``."""
+"""``apex.optimizers.FusedAdam``, implemented with ``torch.optim.Adam``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ __all__ = ["FusedAdam"]
 
 
 class FusedAdam(ClearsAsSaid, torch.optim.Adam):
-    """``torch.optim.AdamW``, or ``Adam`` with ``adam_w_mode=False``. It can load states saved by Apex.
+    """Works as ``torch.optim.AdamW``, or as ``torch.optim.Adam`` with ``adam_w_mode=False``.
 
-    ``set_grad_none=False`` makes ``zero_grad`` fill with zeros.
+    The optimizer can load states saved by Apex. With ``set_grad_none=False``, ``zero_grad`` sets gradients to zeros.
 
     Raises:
-        RuntimeError: ``bias_correction=False``, ``amsgrad=True`` (as in Apex) or ``master_weights=True``.
+        RuntimeError: ``bias_correction`` is False, or ``master_weights`` or ``amsgrad`` is True. Apex refuses
+            ``amsgrad`` too.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class FusedAdam(ClearsAsSaid, torch.optim.Adam):
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state of this class or of Apex's, which counts steps by group."""
+        """Load a state of this class or of Apex's FusedAdam.
+
+        Apex counts steps in the parameter group. Such a count is moved to the state of each parameter, as torch keeps it.
+        """
         state = {index: dict(entry) for index, entry in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group, mine in zip(groups, self.param_groups, strict=False):

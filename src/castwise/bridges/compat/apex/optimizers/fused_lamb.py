@@ -14,24 +14,26 @@ __all__ = ["FusedLAMB"]
 
 
 class FusedLAMB(ClearsAsSaid):
-    """LAMB, on any device; half parameters are updated in fp32 arithmetic. It can load states saved by Apex.
+    """The LAMB optimizer, on any device.
+
+    Parameters in fp16 and bf16 are updated in fp32 arithmetic. The optimizer can load states saved by Apex.
 
     Args:
         params: Parameters, of any floating dtypes.
         lr: Learning rate.
-        bias_correction: Divide running means by the sum of their weights.
+        bias_correction: Divide the running means by ``1 - beta**step``, as Adam does.
         betas: Decay factors of the running means of the gradient and of its square.
         eps: Added to the root of the mean square.
         weight_decay: Default for each group.
         amsgrad: Not supported, as in Apex.
-        adam_w_mode: Add weight decay to the direction, else to the gradient.
-        grad_averaging: Weight a gradient by ``1 - betas[0]`` in its mean, else by 1.
-        set_grad_none: ``zero_grad`` sets gradients to None, else to zeros.
-        max_grad_norm: At each step all gradients are clipped to this joint norm; ``.grad`` is not changed.
-        use_nvlamb: Scale directions to the norm of their tensor in groups without weight decay, too.
+        adam_w_mode: Add weight decay to the update, as AdamW does; False adds it to the gradient.
+        grad_averaging: Weight a gradient by ``1 - betas[0]`` in its running mean; False weights it by 1.
+        set_grad_none: Make ``zero_grad`` set gradients to None; False sets them to zeros.
+        max_grad_norm: At each step, clip the gradients together to this norm, without changing ``.grad``.
+        use_nvlamb: Scale updates to the norm of their parameter in groups without weight decay, too.
 
     Raises:
-        RuntimeError: ``amsgrad=True``.
+        RuntimeError: ``amsgrad`` is True.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
     """
@@ -71,7 +73,7 @@ class FusedLAMB(ClearsAsSaid):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients; returns what the closure, if any, returns."""
+        """Update the parameters that have gradients, and return the closure's result; None without a closure."""
         loss = evaluate(closure)
         work = [(group, with_gradients(group["params"], "FusedLAMB")) for group in self.param_groups]
         every = [grad for _, lists in work for _, grads in lists for grad in grads]

@@ -15,10 +15,10 @@ __all__ = ["FusedNovoGrad"]
 
 
 class FusedNovoGrad(ClearsAsSaid):
-    """NovoGrad, on any device; half parameters are updated in fp32 arithmetic. It can load states saved by Apex.
+    """The NovoGrad optimizer, on any device.
 
-    The running norm of a parameter's gradients is in the state of that parameter; Apex stored the norms of a group
-    together.
+    Parameters in fp16 and bf16 are updated in fp32 arithmetic. The optimizer can load states saved by Apex, which stored
+    the running gradient norms of a group together. Here the state of each parameter holds the running norm of its gradient.
 
     Args:
         params: Parameters, of any floating dtypes.
@@ -28,15 +28,15 @@ class FusedNovoGrad(ClearsAsSaid):
         eps: Added to the norm.
         weight_decay: Default for each group.
         amsgrad: Not supported, as in Apex.
-        reg_inside_moment: Divide by the norm and add weight decay before the mean is taken, as in the paper; else
-            after.
-        grad_averaging: Weight a gradient by ``1 - betas[0]`` in its mean, else by 1.
-        norm_type: 2, or 0 for the largest absolute value.
-        init_zero: Running norms start at zero, else at the first gradient's norm.
-        set_grad_none: ``zero_grad`` sets gradients to None, else to zeros.
+        reg_inside_moment: Divide the gradient by its norm and add weight decay before the running mean is taken, as in
+            the paper; False does this to the mean.
+        grad_averaging: Weight a gradient by ``1 - betas[0]`` in its running mean; False weights it by 1.
+        norm_type: 2 for the 2-norm of a gradient, or 0 for its largest absolute value.
+        init_zero: Start the running norms at zero; False starts them at the first gradient's norm.
+        set_grad_none: Make ``zero_grad`` set gradients to None; False sets them to zeros.
 
     Raises:
-        RuntimeError: ``amsgrad=True``, or another ``norm_type``.
+        RuntimeError: ``amsgrad`` is True, or ``norm_type`` is neither 0 nor 2.
 
     Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep
     Networks", 2019.
@@ -82,7 +82,7 @@ class FusedNovoGrad(ClearsAsSaid):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients; returns what the closure, if any, returns."""
+        """Update the parameters that have gradients, and return the closure's result; None without a closure."""
         loss = evaluate(closure)
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
@@ -113,7 +113,10 @@ class FusedNovoGrad(ClearsAsSaid):
         return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state of this class or of Apex's, which stores norms by group: those of fp16, then those of fp32."""
+        """Load a state of this class or of Apex's FusedNovoGrad.
+
+        Apex stores two lists of running norms in each group: one for the fp16 parameters, then one for the fp32 parameters.
+        """
         state = {index: dict(entry) for index, entry in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group in groups:

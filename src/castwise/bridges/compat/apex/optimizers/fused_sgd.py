@@ -1,4 +1,4 @@
-"""``apex.optimizers.FusedSGD`` on ``torch.optim.SGD``."""
+"""``apex.optimizers.FusedSGD``, implemented with ``torch.optim.SGD``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["FusedSGD"]
 
 
 class FusedSGD(ClearsAsSaid, torch.optim.SGD):
-    """``torch.optim.SGD``.
+    """``torch.optim.SGD`` with Apex's arguments.
 
-    ``set_grad_none=True`` makes ``zero_grad`` drop gradients; ``materialize_master_grads`` is ignored, since masters
-    share the model's gradients.
+    With ``set_grad_none=True``, ``zero_grad`` sets gradients to None. ``materialize_master_grads`` is ignored, since fp32
+    master weights share the model's gradients.
 
     Raises:
-        RuntimeError: ``wd_after_momentum=True``.
+        RuntimeError: ``wd_after_momentum`` is True.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``apex.parallel.LARC``: a module of this name, as scripts import it."""  # noqa: N999
+"""The optimizer wrapper LARC, in a module of the same name, as in Apex."""  # noqa: N999
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["LARC"]
 
 
 class LARC:
-    """Layer-wise adaptive rates around any torch optimizer.
+    """Wraps a torch optimizer and scales each parameter's gradient by a layer-wise adaptive rate.
 
-    Each gradient is multiplied by ``trust * |w| / (|g| + decay * |w| + eps)``; with ``clip``, this factor is divided by
-    the group's learning rate and limited to 1.
+    The gradient plus weight decay is multiplied by ``trust * |w| / (|g| + decay * |w| + eps)``. With ``clip``, this factor
+    is divided by the group's learning rate and limited to 1.
 
     Args:
-        optimizer: The optimizer to wrap; its weight decay is applied here.
+        optimizer: The optimizer to wrap. Its weight decay is added to the gradients here, not by the optimizer.
         trust_coefficient: ``trust``, the largest step relative to a weight's norm.
-        clip: Whether the optimizer's learning rate is an upper limit.
+        clip: Whether the optimizer's learning rate is an upper limit of the adaptive rate.
         eps: Prevents division by zero.
 
     Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017.
@@ -37,7 +37,7 @@ class LARC:
         self.eps = eps
 
     def __getattr__(self, name: str) -> Any:
-        # _amp_stash and similar attributes belong to this object only
+        # private attributes, such as _amp_stash, are not looked up in the wrapped optimizer
         if name.startswith("_") or name == "optim":
             raise AttributeError(name)
         return getattr(self.optim, name)
@@ -47,7 +47,7 @@ class LARC:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups."""
+        """The parameter groups of the wrapped optimizer."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -56,7 +56,7 @@ class LARC:
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Adapt the gradients, in place, then step."""
+        """Scale the gradients in place, then step the wrapped optimizer."""
         decays = [group.get("weight_decay", 0) for group in self.optim.param_groups]
         try:
             for group, decay in zip(self.optim.param_groups, decays, strict=True):
@@ -83,5 +83,5 @@ class LARC:
         grad.copy_(torch.where(alive, (grad + decay * weights) * factor, grad))
 
 
-# apex.parallel.LARC is this class here but this module in Apex, so scripts write apex.parallel.LARC.LARC too
+# In Apex apex.parallel.LARC is the module, so some scripts write apex.parallel.LARC.LARC; here it is the class.
 LARC.LARC = LARC  # type: ignore[attr-defined]

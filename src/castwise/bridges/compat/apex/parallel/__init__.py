@@ -1,4 +1,4 @@
-"""``apex.parallel`` on ``torch.nn.parallel``."""
+"""``apex.parallel``, implemented with ``torch.nn.parallel``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``apex.parallel.distributed`` on ``torch.nn.parallel``."""
+"""``apex.parallel.distributed``, implemented with ``torch.nn.parallel``."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ _MEBI = 2**20
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel with Apex's arguments; torch's, such as ``process_group``, are accepted too.
+    """torch's DistributedDataParallel, which accepts Apex's arguments as well as torch's own, such as ``process_group``.
 
     ``num_allreduce_streams``, ``gradient_predivide_factor``, ``gradient_average_split_factor`` and ``prof`` are
     ignored.
 
     Args:
         module: The module, as ``amp.initialize`` returned it.
-        message_size: Elements per message, assumed to be fp32.
-        delay_allreduce: Parameters may have no gradient, which torch must check in each pass.
-        allreduce_always_fp32: Reduce half gradients in fp32.
-        gradient_average: False sums gradients instead.
+        message_size: Elements per gradient bucket. The bucket's size in bytes is computed as if they were fp32.
+        delay_allreduce: Whether some parameters may get no gradient; passed on as torch's ``find_unused_parameters``.
+        allreduce_always_fp32: Reduce gradients in fp32, whatever their dtype.
+        gradient_average: Average the gradients over the ranks; False sums them.
 
     Raises:
-        ValueError: ``shared_param``, as in Apex; ``allreduce_trigger_params``, ``retain_allreduce_buffers`` (torch's
-            ``gradient_as_bucket_view`` is the nearest) or ``allreduce_communicators``.
+        ValueError: ``shared_param`` is given, which Apex refuses too. Or one of ``allreduce_trigger_params``,
+            ``retain_allreduce_buffers`` and ``allreduce_communicators`` is given, which torch does not have. torch's
+            ``gradient_as_bucket_view`` is the option nearest to ``retain_allreduce_buffers``.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 def _reduction(average: bool, in_fp32: bool) -> Any:
-    """A communication hook that sums or averages gradients, in fp32 if requested."""
+    """Return a DDP communication hook that sums or averages gradients, in fp32 if requested."""
 
     def reduce(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -88,13 +89,18 @@ def _reduction(average: bool, in_fp32: bool) -> Any:
         result: torch.futures.Future[torch.Tensor] = future.get_future().then(take)
         return result
 
-    # DistributedDataParallel compares the annotation objects, not their text
+    # register_comm_hook compares the hook's annotations with these objects; their text does not suffice
     reduce.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})  # type: ignore[attr-defined]
     return reduce
 
 
 class Reducer:
-    """Averages gradients over all ranks on request, for a list or a module. A module gets the first rank's weights."""
+    """Averages gradients over all ranks when :meth:`reduce` is called.
+
+    Args:
+        module_or_grads_list: The module whose gradients are averaged, or a list of gradients. A module's parameters are
+            set to those of rank 0 when the reducer is created.
+    """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[torch.Tensor]) -> None:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
@@ -104,7 +110,7 @@ class Reducer:
                 dist.broadcast(parameter.detach(), 0)
 
     def reduce(self) -> None:
-        """Average the gradients, in place. All ranks must have the same ones."""
+        """Average the gradients over all ranks, in place. The same parameters must have gradients on every rank."""
         grads = (
             self.grads
             if self.module is None

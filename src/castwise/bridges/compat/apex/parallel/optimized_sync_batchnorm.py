@@ -1,4 +1,4 @@
-"""``apex.parallel.optimized_sync_batchnorm``: the path of the class in a compiled Apex."""
+"""The class ``SyncBatchNorm``, in the module that defines it in an Apex built with its CUDA extensions."""
 
 from __future__ import annotations
 

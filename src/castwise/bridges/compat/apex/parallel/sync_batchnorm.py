@@ -1,4 +1,4 @@
-"""``apex.parallel.SyncBatchNorm`` on torch's."""
+"""``apex.parallel.SyncBatchNorm``, implemented with ``torch.nn.SyncBatchNorm``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm; ``channel_last`` is ignored, since torch uses the tensor's memory format.
+    """``torch.nn.SyncBatchNorm`` with Apex's arguments.
+
+    ``channel_last`` is ignored, since torch follows the memory format of the input.
 
     Raises:
-        ValueError: ``fuse_relu=True``.
+        ValueError: ``fuse_relu`` is True.
     """
 
     def __init__(
@@ -36,13 +38,19 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """Replace every BatchNorm by torch's SyncBatchNorm, in place; returns the module or its replacement."""
+    """Replace every BatchNorm in a module by ``torch.nn.SyncBatchNorm``, in place.
+
+    Returns:
+        The module, or its replacement if the module is itself a BatchNorm.
+    """
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     return converted
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """This rank's group of ``group_size`` neighbours, created by all ranks together; None for 0, which means all.
+    """Create process groups of ``group_size`` consecutive ranks each, and return the group that contains this rank.
+
+    All ranks must call this function. A size of 0 means all ranks, for which None is returned.
 
     Raises:
         ValueError: The size does not divide the number of ranks.

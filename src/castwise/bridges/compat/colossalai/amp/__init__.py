@@ -1,4 +1,4 @@
-"""``colossalai.amp``: prepare a model, an optimizer and a criterion to train in one of three AMP modes."""
+"""``colossalai.amp``: prepares a model, an optimizer and a criterion to train in one of Colossal-AI's three AMP modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``colossalai.amp.amp_type``: the modes."""
+"""``colossalai.amp.amp_type``: the enum ``AMP_TYPE`` of AMP modes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["AMP_TYPE"]
 
 
 class AMP_TYPE(Enum):  # noqa: N801 - the name is the contract
-    """The three modes."""
+    """The AMP modes of Colossal-AI."""
 
     APEX = "apex"
     TORCH = "torch"

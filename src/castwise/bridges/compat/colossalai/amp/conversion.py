@@ -1,4 +1,4 @@
-"""``convert_to_amp``: prepare a model, an optimizer and a criterion to train in one of three AMP modes."""
+"""``convert_to_amp``, which prepares a model, an optimizer and a criterion to train in one of three AMP modes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class AmpCriterion(nn.Module):
-    """A criterion (any callable) that runs under the plan, as in the torch mode and Apex's O1."""
+    """Wraps a criterion (any callable), which then runs under autocast, as in the torch mode and in Apex's ``O1``."""
 
     def __init__(self, loss: Any, amp: Amp) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class AmpCriterion(nn.Module):
         self.amp = amp
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss."""
+        """Return the loss."""
         with self.amp.autocast():
             return self.loss(*args, **kwargs)
 
@@ -52,25 +52,25 @@ def convert_to_amp(
     mode: AMP_TYPE,
     amp_config: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Prepare training components to train in an AMP mode.
+    """Prepare a model, an optimizer and a criterion to train in an AMP mode.
 
-    The same model object is returned, and runs by the plan. If torch.distributed is initialised, all ranks
-    make the call together. Prepare before DistributedDataParallel and ``torch.compile``.
+    The model is prepared in place. If torch.distributed is initialised, all ranks must make this call together. Call this
+    function before DistributedDataParallel and ``torch.compile``.
 
     Args:
-        model: The model, on its device; an ``nn.ModuleList`` holds several stages of a pipeline.
+        model: The model, on its device. In a pipeline, an ``nn.ModuleList`` holds several stages.
         optimizer: A torch optimizer that updates the model.
         criterion: Any callable that computes a loss, or None.
         mode: TORCH, APEX or NAIVE.
         amp_config: The mode's options, as docs/compat.md lists them.
 
     Returns:
-        ``(model, optimizer, criterion)``; the optimizer has ``backward(loss)``, ``clip_grad_norm(model, max_norm)``,
-        ``step()`` and the session as ``amp``.
+        ``(model, optimizer, criterion)``. The optimizer is an :class:`AmpOptimizer`, with ``backward(loss)``,
+        ``clip_grad_norm(model, max_norm)`` and ``step()``. Its attribute ``amp`` is the castwise session.
 
     Raises:
-        PlanError: A mode or an option is not allowed.
-        UnknownNameError: The mode does not have an option.
+        PlanError: There is no such mode, or the value of an option is not allowed.
+        UnknownNameError: The mode has no option of a given name.
     """
     recipe = recipe_of(mode, amp_config)
     parameter = next(model.parameters(), None)
@@ -81,17 +81,17 @@ def convert_to_amp(
 def convert_to_torch_amp(
     model: nn.Module, optimizer: Optimizer, criterion: Any = None, amp_config: Any = None
 ) -> tuple[Any, Any, Any]:
-    """``convert_to_amp`` in the torch mode."""
+    """Call :func:`convert_to_amp` in the torch mode."""
     return convert_to_amp(model, optimizer, criterion, AMP_TYPE.TORCH, amp_config)
 
 
 def convert_to_apex_amp(model: nn.Module, optimizer: Optimizer, amp_config: Any = None) -> tuple[Any, Any]:
-    """``convert_to_amp`` in the Apex mode; returns the model and the optimizer."""
+    """Call :func:`convert_to_amp` in the Apex mode, and return the model and the optimizer."""
     return convert_to_amp(model, optimizer, None, AMP_TYPE.APEX, amp_config)[:2]
 
 
 def convert_to_naive_amp(model: nn.Module, optimizer: Optimizer, amp_config: Any = None) -> tuple[Any, Any]:
-    """``convert_to_amp`` in the naive mode; returns the model and the optimizer."""
+    """Call :func:`convert_to_amp` in the naive mode, and return the model and the optimizer."""
     return convert_to_amp(model, optimizer, None, AMP_TYPE.NAIVE, amp_config)[:2]
 
 
@@ -103,7 +103,10 @@ def prepare(
     criterion: Any,
     clip_grad_norm: float = 0.0,
 ) -> tuple[nn.Module, AmpOptimizer, Any]:
-    """Prepare training components with an existing session, which ``initialize`` creates earlier because sharding needs it."""
+    """Prepare a model, an optimizer and a criterion with a castwise session that exists already.
+
+    ``colossalai.initialize`` creates the session earlier than :func:`convert_to_amp`, because sharding needs it.
+    """
     part = gpc.pipeline_parallel_size > 1
     for module in model if isinstance(model, nn.ModuleList) and part else [model]:
         amp.prepare(module, optimizer, part=part)
@@ -111,7 +114,7 @@ def prepare(
     if recipe.mode == "apex":
         for module in model.modules():
             module.register_state_dict_post_hook(state_dict_in_fp32)
-    # a pipeline's schedule runs the backward passes, which ranks do not reach together
+    # Unscaling after each backward, as ApexAMPOptimizer does, needs all ranks at once; a pipeline's ranks are not.
     kinds: dict[str, type[AmpOptimizer]] = {
         "naive": NaiveAMPOptimizer,
         "apex": AmpOptimizer if part else ApexAMPOptimizer,
@@ -123,7 +126,10 @@ def prepare(
 
 
 def _declare_cut(amp: Amp, model: nn.Module) -> None:
-    """Declare the parameters that Colossal-AI's tensor parallel layers shard, marked by ``is_tensor_parallel``."""
+    """Tell the castwise session which parameters Colossal-AI's tensor parallel layers have sharded.
+
+    These layers mark such parameters with the attribute ``is_tensor_parallel``.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return
     group = gpc.get_group(ParallelMode.TENSOR) if gpc.is_initialized(ParallelMode.TENSOR) else None

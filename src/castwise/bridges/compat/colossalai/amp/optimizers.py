@@ -1,4 +1,4 @@
-"""The optimizers of the modes: a castwise session behind Colossal-AI's calls."""
+"""The optimizer wrappers of the AMP modes. They have Colossal-AI's methods, and a castwise session does the work."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from castwise.errors import StateError
 __all__ = ["AmpOptimizer", "ApexAMPOptimizer", "NaiveAMPOptimizer"]
 
 _SAVED = "castwise_amp"
-"""Key of the session's state in an optimizer's state dict; torch's optimizers ignore it."""
+"""The key of the castwise session's state in an optimizer's state dict. torch's optimizers ignore this key."""
 
 
 class AmpOptimizer(ColossalaiOptimizer):
-    """An optimizer whose losses are scaled and whose steps are skipped if a gradient is not finite.
+    """Wraps an optimizer: scales losses, and skips a step if a gradient is not finite.
 
-    Each step clips to the global norm ``clip_grad_norm``, or to that of the recipe; 0 for none.
+    Each step clips gradients to the global norm ``clip_grad_norm``. If that is 0, the norm is the option of the AMP mode. If
+    both are 0, gradients are not clipped.
 
     Attributes:
         amp: The castwise session, for features beyond Colossal-AI.
@@ -39,28 +40,30 @@ class AmpOptimizer(ColossalaiOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale; synchronises with the device."""
+        """The loss scale, as a number. Reading it synchronises with the device."""
         return self.amp.get_scale()
 
     def backward(self, loss: Tensor) -> None:
-        """Compute scaled gradients of a loss."""
+        """Compute the gradients of a loss, scaled by the loss scale."""
         self.amp.backward(loss)
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Compute gradients of an output whose own gradient, already scaled, is given."""
-        self.amp.scale(torch.zeros((), device=tensor.device))  # the window of the last step is over
+        """Run backward from a tensor, given the gradient of the loss with respect to that tensor, already scaled."""
+        self.amp.scale(
+            torch.zeros((), device=tensor.device)
+        )  # tells the session that gradients of a new step begin
         torch.autograd.backward(tensor, grad)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> None:
-        """Unscale the gradients and clip them to a global norm, over all ranks.
+        """Unscale the gradients and clip them to a global norm, which is computed over all ranks.
 
-        Does nothing if each step clips to that norm anyway, or if it is 0.
+        This method does nothing if ``max_norm`` is 0, or if each step clips to the same norm anyway.
         """
         if max_norm > 0 and max_norm != self.max_norm:
             self.amp.clip_grad_norm_(self.optim, max_norm)
 
     def step(self, closure: Any = None) -> Any:
-        """Unscale, agree with the other ranks, clip, and step or skip."""
+        """Unscale and clip the gradients, then step. All ranks skip the step if a gradient is not finite on any rank."""
         if closure is not None:
             raise StateError(
                 f"{type(self).__name__}.step(closure): closures are not supported, as in Colossal-AI; use "
@@ -75,30 +78,30 @@ class AmpOptimizer(ColossalaiOptimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with the loss scale under a separate key."""
+        """Return the optimizer's state, with the loss scale under a key of its own."""
         return {**self.optim.state_dict(), _SAVED: self.amp.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of the unwrapped optimizer."""
+        """Load a state that this class, or the optimizer without this wrapper, has saved."""
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != _SAVED})
         if _SAVED in state_dict:
             self.amp.load_state_dict(state_dict[_SAVED])
 
 
 class ApexAMPOptimizer(AmpOptimizer):
-    """The optimizer of the Apex mode: each backward pass leaves unscaled gradients, as Apex's ``scale_loss`` does.
+    """The optimizer wrapper of the Apex mode: each backward pass leaves unscaled gradients, as Apex's ``scale_loss`` does.
 
-    So code that clips or reads ``parameter.grad`` before the step sees it without the loss scale.
-    The step checks again whether gradients are finite.
+    Code that clips or reads ``parameter.grad`` before the step thus sees gradients without the loss scale. The step checks
+    again whether the gradients are finite.
     """
 
     def backward(self, loss: Tensor) -> None:
-        """Add gradients of a loss; ranks whose gradients can differ make the call together."""
+        """Add the unscaled gradients of a loss to ``.grad``. Ranks whose gradients can differ must make this call together."""
         super().backward(loss)
         self._unscale()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Add gradients of an output whose own gradient, without the loss scale, is given."""
+        """Run backward from a tensor, given the gradient of the loss with respect to that tensor, without the loss scale."""
         scale = self.amp.scale(torch.ones((), device=tensor.device))
         torch.autograd.backward(tensor, grad * scale)
         self._unscale()
@@ -109,10 +112,11 @@ class ApexAMPOptimizer(AmpOptimizer):
 
 
 class NaiveAMPOptimizer(AmpOptimizer):
-    """The optimizer of the naive mode: its ``step`` clips, and returns whether the update was made.
+    """The optimizer wrapper of the naive mode: ``step`` clips the gradients, and returns whether the step was made.
 
-    ``step()`` returns ``(True, grad_norm)``, the norm a number or None without clipping, or ``(False, None)``; with
-    ``log_num_zeros_in_grad=True`` also a third value, the number of zero elements of the gradients.
+    ``step()`` returns ``(True, grad_norm)`` if the step was made, and ``(False, None)`` if it was skipped. ``grad_norm`` is a
+    number, or None without clipping. With ``log_num_zeros_in_grad=True``, a third value is the number of zero elements of the
+    gradients, or None if the step was skipped.
     """
 
     def _outcome(self, result: Any) -> Any:
@@ -124,12 +128,15 @@ class NaiveAMPOptimizer(AmpOptimizer):
         return (True, norm, self._zeros()) if self.recipe.counts_zeros else (True, norm)
 
     def _zeros(self) -> int:
-        """The number of zeros in this process's gradients; each of several processes counts its local ones."""
+        """Return the number of zero elements in the gradients that this process holds."""
         grads = [local_grad(p) for group in self.param_groups for p in group["params"]]
         return sum(int((grad == 0).sum()) for grad in grads if grad is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys of Colossal-AI's ``FP16Optimizer``: ``optimizer``, ``grad_scaler``, ``fp32_master_param_groups``."""
+        """Return the state under the keys of Colossal-AI's ``FP16Optimizer``.
+
+        The keys are ``optimizer``, ``grad_scaler`` and ``fp32_master_param_groups``.
+        """
         return {
             "optimizer": self.optim.state_dict(),
             "grad_scaler": self.amp.state_dict()["scaler"] or {},
@@ -139,13 +146,13 @@ class NaiveAMPOptimizer(AmpOptimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, of Colossal-AI, or of the unwrapped optimizer."""
+        """Load a state that this class, Colossal-AI, or the optimizer without this wrapper has saved."""
         if "optimizer" not in state_dict:
             self.optim.load_state_dict(state_dict)
             return
         self.optim.load_state_dict(state_dict["optimizer"])
         if state_dict.get("grad_scaler"):
-            # Colossal-AI's has a tensor for the scale, and no counters
+            # Colossal-AI saves the scale as a tensor, and no counters
             saved, session = state_dict["grad_scaler"], self.amp.state_dict()
             own = {key: saved.get(key, value) for key, value in (session["scaler"] or {}).items()}
             self.amp.load_state_dict({**session, "scaler": {**own, "scale": float(saved["scale"])}})

@@ -1,4 +1,4 @@
-"""``colossalai.context``: the configuration, the kinds of parallelism, and the process's place in them."""
+"""``colossalai.context``: the configuration, the kinds of parallelism, and the process's ranks and groups."""
 
 from __future__ import annotations
 

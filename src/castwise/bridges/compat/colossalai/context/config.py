@@ -1,4 +1,4 @@
-"""``colossalai.context.config``: the configuration, from a mapping or a Python file."""
+"""``colossalai.context.config``: the configuration, which is read from a mapping or a Python file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Config", "ConfigException"]
 
 
 class ConfigException(PlanError):
-    """An invalid configuration."""
+    """Raised for an invalid configuration."""
 
 
 class Config(dict[str, Any]):
-    """A dictionary whose values, also nested ones, can be read as attributes."""
+    """A dictionary whose values can be read as attributes. Nested dictionaries are converted to this class too."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__()
@@ -37,19 +37,19 @@ class Config(dict[str, Any]):
         self[key] = value
 
     def update(self, config: Mapping[str, Any]) -> Self:  # type: ignore[override]
-        """Add further values; mappings become :class:`Config`."""
+        """Add values. Those that are dictionaries become :class:`Config`."""
         for key, value in config.items():
             self[key] = Config(value) if isinstance(value, dict) else value
         return self
 
     @classmethod
     def from_file(cls, filename: str | os.PathLike[str]) -> Self:
-        """Run a Python file, which may import from ``colossalai``, and collect its global names.
+        """Run a Python file and return its global variables as a configuration.
 
-        Names that begin with ``__``, modules and classes are left out.
+        The file may import from ``colossalai``. Modules, classes and names that begin with ``__`` are left out.
 
         Raises:
-            ConfigException: There is no such file, or it is not Python.
+            ConfigException: The file does not exist, or its name does not end in ``.py``.
         """
         from castwise.bridges.compat.installing import serving
 

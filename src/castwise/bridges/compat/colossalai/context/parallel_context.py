@@ -1,4 +1,4 @@
-"""``colossalai.context.parallel_context``: the process's place in each kind of parallelism, and its configuration."""
+"""``colossalai.context.parallel_context``: the configuration, and the process groups of each kind of parallelism."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ __all__ = ["ParallelContext"]
 
 
 class ParallelContext:
-    """This process's place in each kind of parallelism, and the configuration: ``colossalai.core.global_context``.
+    """Holds the configuration, and this process's rank and group in each kind of parallelism.
 
-    Ranks are ordered as in Colossal-AI: tensor parallel ranks are adjacent, then data, then pipeline.
+    The only object of this class is ``colossalai.core.global_context``. Ranks are ordered as in Colossal-AI: tensor parallel
+    ranks are adjacent, then data parallel ranks, then pipeline stages.
 
     Attributes:
         config: The configuration; empty before ``launch``.
         verbose: Whether ``initialize`` was called with ``verbose``.
-        device_mesh: ``DeviceMesh`` with the dimensions ``pipeline``, ``data`` and ``tensor``, for
-            ``parallelize_module`` and similar functions; None before ``launch``. Added by castwise.
+        device_mesh: The ``DeviceMesh`` with the dimensions ``pipeline``, ``data`` and ``tensor``, for torch's
+            ``parallelize_module`` and similar functions. None before ``launch``. Colossal-AI does not have this attribute.
     """
 
     def __init__(self) -> None:
         self.destroy()
 
     def destroy(self) -> None:
-        """Reset everything; process groups of torch.distributed are not destroyed."""
+        """Reset the configuration and forget the groups. The process groups of torch.distributed are not destroyed."""
         self.config = Config()
         self.verbose = False
         self.device_mesh: Any = None
@@ -59,7 +60,7 @@ class ParallelContext:
     # --- groups ---------------------------------------------------------------------------------------------
 
     def init_parallel_groups(self) -> None:
-        """Create the process groups for ``config.parallel``.
+        """Create the process groups that the option ``parallel`` of the configuration asks for.
 
         Raises:
             ConfigException: The sizes do not divide the number of processes, or the tensor parallel mode is not 1d.
@@ -103,11 +104,11 @@ class ParallelContext:
         self._groups = groups
 
     def is_initialized(self, mode: ParallelMode) -> bool:
-        """Whether there is a group for a kind of parallelism."""
+        """Whether a kind of parallelism has a process group."""
         return mode in self._groups
 
     def get_group(self, mode: ParallelMode) -> Any:
-        """The process group of a kind of parallelism.
+        """Return the process group of a kind of parallelism.
 
         Raises:
             StateError: There is no such group.
@@ -120,27 +121,27 @@ class ParallelContext:
         return self._groups[mode]
 
     def get_global_rank(self) -> int:
-        """The rank among all processes."""
+        """Return the rank of this process among all processes."""
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def get_local_rank(self, mode: ParallelMode) -> int:
-        """The rank within the group of a kind of parallelism; 0 if there is none."""
+        """Return this process's rank within the group of a kind of parallelism, or 0 if there is no such group."""
         return dist.get_rank(self._groups[mode]) if mode in self._groups else 0
 
     def get_world_size(self, mode: ParallelMode) -> int:
-        """The size of the group of a kind of parallelism; 1 if there is none."""
+        """Return the size of the group of a kind of parallelism, or 1 if there is no such group."""
         return dist.get_world_size(self._groups[mode]) if mode in self._groups else 1
 
     def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:
-        """The global ranks of a group, in order."""
+        """Return the global ranks of the group of a kind of parallelism, in the order of their local ranks."""
         return list(dist.get_process_group_ranks(self.get_group(mode)))
 
     def get_next_global_rank(self, mode: ParallelMode) -> int:
-        """The global rank of the next process in a group; after the last, the first."""
+        """Return the global rank of the next process in a group. The last process is followed by the first."""
         return self._neighbour(mode, 1)
 
     def get_prev_global_rank(self, mode: ParallelMode) -> int:
-        """The global rank of the previous process in a group; before the first, the last."""
+        """Return the global rank of the previous process in a group. The first process is preceded by the last."""
         return self._neighbour(mode, -1)
 
     def _neighbour(self, mode: ParallelMode, step: int) -> int:

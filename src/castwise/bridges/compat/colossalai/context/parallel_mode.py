@@ -1,4 +1,4 @@
-"""``colossalai.context.parallel_mode``: the kinds of parallelism."""
+"""``colossalai.context.parallel_mode``: the enum ``ParallelMode`` of kinds of parallelism."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["ParallelMode"]
 
 
 class ParallelMode(Enum):
-    """Kinds of parallelism, each with a process group."""
+    """A kind of parallelism, which has a process group of its own."""
 
     GLOBAL = "global"
     DATA = "data"

@@ -1,4 +1,4 @@
-"""``colossalai.engine``: a model, its optimizer and its criterion behind one object."""
+"""``colossalai.engine``: the class ``Engine``, which holds a model, its optimizer and its criterion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __getattr__ = missing_attribute("colossalai.engine")
 
 
 class Engine:
-    """A model, its optimizer and its criterion in one object for a training loop.
+    """Holds a model, its optimizer and its criterion, with the methods that a training loop calls.
 
         engine.zero_grad()
         output = engine(inputs)
@@ -26,13 +26,13 @@ class Engine:
         engine.step()
 
     Args:
-        model: The prepared model, in DistributedDataParallel if that averages its gradients.
-        optimizer: The wrapper that ``convert_to_amp`` returns, or a wrapper around it.
-        criterion: The loss.
+        model: The model that ``convert_to_amp`` prepared, which may be wrapped in DistributedDataParallel.
+        optimizer: The optimizer wrapper that ``convert_to_amp`` returns, or a wrapper around that wrapper.
+        criterion: Computes the loss from outputs and targets.
         gradient_handlers: Called before each step to average gradients over data parallel ranks.
-        clip_grad_norm: Largest global norm of the gradients; 0 for no clipping.
-        verbose: Accepted for compatibility.
-        schedule: How :meth:`execute_schedule` runs a batch.
+        clip_grad_norm: The global norm to which gradients are clipped; 0 for no clipping.
+        verbose: Accepted and ignored.
+        schedule: Runs the forward and backward pass of a batch for :meth:`execute_schedule`.
     """
 
     def __init__(
@@ -61,37 +61,40 @@ class Engine:
 
     @property
     def uses_pipeline(self) -> bool:
-        """Whether the model is one stage of several."""
+        """Whether the model is a stage of a pipeline."""
         return isinstance(self.schedule, PipelineSchedule)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs."""
+        """Return the model's outputs."""
         return self.model(*args, **kwargs)
 
     def train(self) -> None:
-        """Set the model to training."""
+        """Set the model to training mode."""
         self.training = True
         self.model.train()
 
     def eval(self) -> None:
-        """Set the model to evaluation."""
+        """Set the model to evaluation mode."""
         self.training = False
         self.model.eval()
 
     def zero_grad(self) -> None:
-        """Clear gradients; under accumulation only before the first of N batches."""
+        """Clear the gradients. Under gradient accumulation, this happens only before the first batch of a step."""
         self.optimizer.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Add gradients of a loss: scaled ones, except in the Apex mode."""
+        """Add the gradients of a loss to ``.grad``. They are scaled by the loss scale, except in the Apex mode."""
         self.optimizer.backward(loss)
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Add gradients of an output whose own gradient is given: already scaled, except in the Apex mode."""
+        """Run backward from a tensor, given the gradient of the loss with respect to that tensor.
+
+        The given gradient must be scaled by the loss scale already, except in the Apex mode.
+        """
         self.optimizer.backward_by_grad(tensor, grad)
 
     def step(self) -> Any:
-        """Average gradients over data parallel ranks, clip, then step or skip.
+        """Average gradients over data parallel ranks, clip them, and step. The step is skipped if they are not finite.
 
         Returns:
             The result of the optimizer's ``step``: ``(True, grad_norm)`` or ``(False, None)`` in the naive mode, else
@@ -103,10 +106,12 @@ class Engine:
         return self.optimizer.step()
 
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> tuple[Any, Any, Any]:
-        """Run forward, and backward unless ``forward_only``, on a batch ``(inputs, targets)`` that ``data_iter`` yields.
+        """Run the forward pass on the next batch of ``data_iter`` and, unless ``forward_only``, the backward pass.
+
+        The batch is a pair ``(inputs, targets)``.
 
         Returns:
-            ``(output, label, loss)``; values that ``return_loss`` and ``return_output_label`` do not request, or that
-            belong to other stages, are None.
+            ``(output, label, loss)``. Values that ``return_loss`` and ``return_output_label`` do not request are None, and
+            so are the values that only another pipeline stage has.
         """
         return self.schedule.forward_backward_step(self, data_iter, **kwargs)

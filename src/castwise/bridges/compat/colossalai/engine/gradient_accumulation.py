@@ -1,4 +1,7 @@
-"""``gradient_accumulation = N``: N batches to a step."""
+"""Implements the option ``gradient_accumulation = N``: the optimizer steps once in N batches.
+
+The classes of this module call N ``accumulate_size``.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ __all__ = [
 
 
 class GradAccumOptimizer(ColossalaiOptimizer):
-    """Divides losses by N, and steps, clears and clips once in N batches.
+    """Wraps an optimizer: divides losses by N, and clips, steps and clears gradients once in N batches.
 
-    If the model is in DistributedDataParallel, ranks exchange gradients only in the last of N batches.
+    N is ``accumulate_size``. If the model is in DistributedDataParallel, ranks exchange gradients only in the last of N
+    batches.
     """
 
     def __init__(self, optim: Any, accumulate_size: int, model: nn.Module | None = None) -> None:
@@ -39,15 +43,15 @@ class GradAccumOptimizer(ColossalaiOptimizer):
 
     @property
     def is_full(self) -> bool:
-        """Whether N batches have been accumulated, so that the next step is made."""
+        """Whether N batches have been accumulated, so that :meth:`step` will step the optimizer."""
         return self.accumulate_step >= self.accumulate_size
 
     def count(self) -> None:
-        """Count a batch."""
+        """Count a batch whose gradients have been added."""
         self.accumulate_step += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients before the first of N batches."""
+        """Clear the gradients before the first of N batches. Before the other batches, do nothing."""
         if self.accumulate_step == 0:
             self.optim.zero_grad(set_to_none)
 
@@ -55,24 +59,24 @@ class GradAccumOptimizer(ColossalaiOptimizer):
         return contextlib.nullcontext() if self._ddp is None or self.is_full else self._ddp.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        """Add gradients of a loss divided by N."""
+        """Compute the gradients of a loss divided by N, and add them to ``.grad``."""
         self.count()
         with self._alone():
             self.optim.backward(loss / self.accumulate_size)  # type: ignore[attr-defined]
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Add gradients of an output whose own gradient is given, already divided by N."""
+        """Run backward from a tensor, given the gradient of the loss with respect to that tensor, already divided by N."""
         self.count()
         with self._alone():
             self.optim.backward_by_grad(tensor, grad)  # type: ignore[attr-defined]
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> None:
-        """Clip after the last of N batches."""
+        """Clip the gradients after the last of N batches. After the other batches, do nothing."""
         if self.is_full:
             self.optim.clip_grad_norm(model, max_norm)  # type: ignore[attr-defined]
 
     def step(self, closure: Any = None) -> Any:
-        """Step after the last of N batches; before that do nothing and return None."""
+        """Step the optimizer after the last of N batches. After the other batches, do nothing and return None."""
         if not self.is_full:
             return None
         self.accumulate_step = 0
@@ -80,7 +84,7 @@ class GradAccumOptimizer(ColossalaiOptimizer):
 
 
 class GradAccumDataloader:
-    """A loader of known length without the last batches if they are fewer than N."""
+    """Wraps a data loader that has a length, and leaves out its last batches if fewer than N remain for a step."""
 
     def __init__(self, dataloader: Any, accumulate_size: int) -> None:
         self.dataloader = dataloader
@@ -95,14 +99,14 @@ class GradAccumDataloader:
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        # read to the end: a loader that is not torch's may not restart otherwise
+        # The loader is read to its end: unlike torch's, some loaders do not restart otherwise.
         for index, batch in enumerate(self.dataloader):
             if index < self.steps_per_epoch:
                 yield batch
 
 
 class GradAccumLrSchedulerByStep:
-    """Any of torch's learning-rate schedulers, stepped once in N calls."""
+    """Wraps a learning-rate scheduler of torch, and steps it once in N calls of :meth:`step`."""
 
     def __init__(self, lr_scheduler: Any, accumulate_size: int) -> None:
         self.lr_scheduler = lr_scheduler
@@ -116,11 +120,11 @@ class GradAccumLrSchedulerByStep:
 
     @staticmethod
     def compute_effective_steps_per_epoch(dataloader: Any, accumulate_size: int) -> int:
-        """How many steps an epoch has."""
+        """Return the number of optimizer steps in an epoch."""
         return len(dataloader) // accumulate_size
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Count, and step the scheduler at every N-th call."""
+        """Count this call, and step the scheduler at every N-th call."""
         self.accumulate_step += 1
         if self.accumulate_step == self.accumulate_size:
             self.accumulate_step = 0
@@ -128,14 +132,14 @@ class GradAccumLrSchedulerByStep:
 
 
 class GradAccumGradientHandler:
-    """A gradient handler that runs only before a step that is made."""
+    """Wraps a gradient handler, which then runs only after the last of N batches."""
 
     def __init__(self, grad_handler: Any, optimizer: GradAccumOptimizer) -> None:
         self.grad_handler = grad_handler
         self._optimizer = optimizer
 
     def handle_gradient(self) -> None:
-        """Average gradients after the last of N batches."""
+        """Average the gradients over ranks after the last of N batches. After the other batches, do nothing."""
         if self._optimizer.is_full:
             self.grad_handler.handle_gradient()
 
@@ -148,10 +152,12 @@ def accumulate_gradient(
     gradient_handlers: Iterable[Any] = (),
     lr_scheduler: Any = None,
 ) -> tuple[GradAccumOptimizer, Any, list[GradAccumGradientHandler], Any]:
-    """Wrap the training components so that N batches make a step; loader and scheduler may be None.
+    """Wrap training components so that the optimizer steps once in ``accumulate_size`` batches.
+
+    ``dataloader`` and ``lr_scheduler`` may be None.
 
     Returns:
-        Optimizer, loader, handlers and scheduler.
+        The wrapped optimizer, data loader, gradient handlers and learning-rate scheduler.
     """
     wrapped = GradAccumOptimizer(optimizer, accumulate_size, model)
     loader = None if dataloader is None else GradAccumDataloader(dataloader, accumulate_size)

@@ -1,4 +1,4 @@
-"""Average gradients over data parallel ranks, if DistributedDataParallel does not do it."""
+"""Averages gradients over data parallel ranks where DistributedDataParallel does not."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from castwise.core.masters import model_param_of
 __all__ = ["DataParallelGradientHandler", "local_grad"]
 
 _BUCKET = 2**24
-"""Elements sent at once: 64 MiB of fp32, in addition to the gradients."""
+"""The number of gradient elements per all-reduce: 64 MiB in fp32, which are allocated in addition to the gradients."""
 
 
 def local_grad(parameter: Tensor) -> Tensor | None:
-    """This rank's part of a parameter's gradient, sharing its memory; the values of a sparse gradient.
+    """Return this rank's part of a parameter's gradient, as a tensor that shares the gradient's memory.
 
-    A DTensor that is a partial sum, as tensor parallelism leaves for replicated parameters, is summed first, in place.
+    For a sparse gradient, the part is its values. A DTensor gradient that is a partial sum is first replaced by the sum over
+    ranks. Tensor parallelism leaves such gradients for replicated parameters.
     """
     grad: Any = parameter.grad
     if hasattr(grad, "to_local"):
@@ -41,8 +42,9 @@ def local_grad(parameter: Tensor) -> Tensor | None:
 class DataParallelGradientHandler:
     """Averages the gradients of an optimizer over the data parallel ranks, once per step.
 
-    For stages of a pipeline and for tensor parallel weights. Gradients may still be scaled then; those of masters are
-    sent in fp32, and a non-finite value on one rank becomes non-finite on all.
+    It is used for pipeline stages and for tensor parallel weights. The gradients may still be scaled by the loss scale. The
+    gradients of fp32 master weights are sent in fp32. If a value is not finite on one rank, it is not finite on any rank
+    afterwards.
     """
 
     def __init__(self, optimizer: Optimizer, group: Any = None) -> None:
@@ -50,7 +52,7 @@ class DataParallelGradientHandler:
         self._group = group
 
     def handle_gradient(self) -> None:
-        """Average, in place. A parameter that has no gradient on a rank counts as zero there."""
+        """Average the gradients in place. A missing gradient counts as zero if another rank has this gradient."""
         group = self._group if self._group is not None else gpc.get_group(ParallelMode.DATA)
         params = [p for each in self._optimizer.param_groups for p in each["params"] if p.requires_grad]
         if not params or dist.get_world_size(group) == 1:
@@ -83,7 +85,7 @@ def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _average(grads: list[Tensor], group: Any) -> None:
-    # divided first: a sum of scaled fp16 gradients overflows where their mean does not
+    # divided before the sum: the sum of scaled fp16 gradients can overflow where their mean does not
     flat = torch.cat([grad.reshape(-1) for grad in grads]) / dist.get_world_size(group)
     dist.all_reduce(flat, group=group)
     for grad, values in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):

@@ -1,4 +1,4 @@
-"""``colossalai.engine.schedule``: how a batch runs, in one process or through the stages of a pipeline."""
+"""``colossalai.engine.schedule``: classes that run a batch forward and backward, with or without pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __getattr__ = missing_attribute("colossalai.engine.schedule")
 
 
 class _Loads:
-    """Reads batches, and records the local size of the last one."""
+    """Reads batches, and keeps the size of the last batch on this rank."""
 
     batch_size = 0
 
     def load_batch(self, data_iter: Iterator[Any]) -> tuple[Any, Any]:
-        """The next ``(inputs, targets)``, on this process's device."""
+        """Return the next ``(inputs, targets)`` of an iterator, moved to this process's device."""
         batch = next(data_iter)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise PlanError(
@@ -49,7 +49,7 @@ def _to_device(value: Any) -> Any:
 
 
 def _call(function: Callable[..., Any], *values: Any) -> Any:
-    """Call a function with values, unpacking tuples, lists and mappings into arguments."""
+    """Call a function with values. Tuples and lists are unpacked into positional arguments, dicts into keyword arguments."""
     given: dict[str, Any] = {}
     args: list[Any] = []
     for value in values:
@@ -61,14 +61,17 @@ def _call(function: Callable[..., Any], *values: Any) -> Any:
 
 
 def _loss(criterion: Callable[..., Any], output: Any, label: Any) -> Any:
-    """Call a criterion with several outputs and several targets as separate arguments."""
+    """Call a criterion with outputs and targets. Several outputs or targets become separate arguments."""
     if isinstance(output, dict) and not isinstance(label, dict):
-        return criterion(output, label)  # its targets have no names
+        return criterion(output, label)  # outputs have names, targets have none: not unpacked
     return _call(criterion, output, label)
 
 
 class NonPipelineSchedule(_Loads):
-    """Forward, loss, backward; ``data_process_func`` converts what the loader yields to ``(inputs, targets)``."""
+    """Runs forward, loss and backward of a batch in one process.
+
+    ``data_process_func``, if given, converts what the data loader yields to ``(inputs, targets)``.
+    """
 
     def __init__(self, data_process_func: Callable[[Any], tuple[Any, Any]] | None = None) -> None:
         self.data_process_func = data_process_func
@@ -81,9 +84,9 @@ class NonPipelineSchedule(_Loads):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, Any]:
-        """Run a batch; returns ``(output, label, loss)``, with None for values that are not requested.
+        """Run the next batch, and return ``(output, label, loss)``, with None for values that are not requested.
 
-        The loss is computed whenever there is a backward, that is unless ``forward_only``.
+        Unless ``forward_only``, the loss is computed even if it is not requested, since backward needs it.
         """
         if self.data_process_func is not None:
             data_iter = iter([self.data_process_func(next(data_iter))])
@@ -101,13 +104,13 @@ class NonPipelineSchedule(_Loads):
 class PipelineSchedule(_Loads):
     """The one-forward-one-backward (1F1B) schedule of ``torch.distributed.pipelining``.
 
-    It supports every mode: the loss scale is applied in the schedule, and all stages step or skip together. Every stage
-    reads the same loader; inputs are used on the first one, targets on the last.
+    It works in every AMP mode. The loss scale is applied in the schedule, and all stages step or skip together. Every stage
+    reads the same data loader; the first stage uses the inputs and the last stage uses the targets.
 
     Args:
         num_microbatches: Number of parts into which a batch is split; it must divide the batch.
-        kwargs: ``tensor_shape``, ``scatter_gather_tensors`` and other options of the original are ignored: torch infers
-            shapes.
+        kwargs: Colossal-AI's other options, such as ``tensor_shape`` and ``scatter_gather_tensors``. They are ignored, since
+            torch infers shapes.
     """
 
     def __init__(self, num_microbatches: int, **kwargs: Any) -> None:
@@ -116,9 +119,13 @@ class PipelineSchedule(_Loads):
         self._schedule: Any = None
 
     def attach(self, model: nn.Module, criterion: Any, amp: Any, divide_by: int = 1) -> None:
-        """Build torch's schedule for this rank's stages, and let it train by the plan.
+        """Build torch's pipeline schedule for this rank's stages.
 
-        ``model``: a prepared stage, or an ``nn.ModuleList`` of several. ``divide_by``: number of batches per step.
+        Args:
+            model: A stage that the session has prepared, or an ``nn.ModuleList`` of several such stages.
+            criterion: Computes the loss from outputs and targets.
+            amp: The castwise session, whose loss scale the schedule applies.
+            divide_by: The number of batches per optimizer step.
         """
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -140,7 +147,7 @@ class PipelineSchedule(_Loads):
             loss: Tensor = _loss(criterion, output, target)
             return loss / parts
 
-        # torch would divide the gradients at the end, and those of earlier batches once more
+        # torch's scale_grads divides gradients after each batch, and so would divide those of earlier batches again
         options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
         if len(stages) == 1:
             schedule: Any = Schedule1F1B(stages[0], self.num_microbatches, **options)
@@ -156,10 +163,10 @@ class PipelineSchedule(_Loads):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, Any]:
-        """Run a batch through all stages; all ranks of the pipeline call it together.
+        """Run the next batch through all stages. All ranks of the pipeline must make this call together.
 
-        Arguments and result are those of :meth:`NonPipelineSchedule.forward_backward_step`; on all stages except the
-        last, output and loss are None.
+        The arguments and the result are those of :meth:`NonPipelineSchedule.forward_backward_step`. On every stage except
+        the last, the output and the loss are None.
         """
         data, label = self.load_batch(data_iter)
         first, last = gpc.is_pipeline_first_stage(), gpc.is_pipeline_last_stage()
@@ -181,9 +188,10 @@ class PipelineSchedule(_Loads):
 
 
 class InterleavedPipelineSchedule(PipelineSchedule):
-    """The interleaved schedule: each rank runs several stages, the members of the attached ``nn.ModuleList``, in turn.
+    """The interleaved 1F1B schedule, in which each rank runs several stages.
 
-    ``num_microbatches`` is a multiple of the number of ranks.
+    The stages of a rank are the members of the ``nn.ModuleList`` that is given to :meth:`attach`. ``num_microbatches`` must be
+    a multiple of the number of ranks.
     """
 
     def __init__(self, num_microbatches: int, num_model_chunks: int = 2, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""``colossalai.nn``, as far as training with AMP needs it: learning-rate schedulers, optimizers and their wrapper, metrics."""
+"""``colossalai.nn``, as far as training with AMP needs it: learning-rate schedulers, optimizers and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``colossalai.nn.lr_scheduler``: learning rates with warmup, and torch's schedulers with Colossal-AI's arguments."""
+"""``colossalai.nn.lr_scheduler``: learning-rate schedulers with and without warmup."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __getattr__ = missing_attribute("colossalai.nn.lr_scheduler")
 
 
 class LinearWarmupLR(LRScheduler):
-    """The learning rate rises linearly, then falls linearly to zero, where it stays.
+    """Raises the learning rate linearly during warmup, then lowers it linearly to zero, where it stays.
 
-    With w warmup steps and T in total, step e has (e+1)/(w+1) of each group's rate while e < w, then (T-e)/(T-w).
-    ``last_epoch`` is the last step made, -1 at the start.
+    With w warmup steps and T steps in total, the learning rate in step e is (e+1)/(w+1) of the group's initial rate while
+    e < w, and (T-e)/(T-w) of that rate from then on. ``last_epoch`` is the last step made, or -1 at the start.
 
     Raises:
-        PlanError: Fewer than 1 step in total, or a negative warmup.
+        PlanError: ``total_steps`` is less than 1, or ``warmup_steps`` is negative.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class LinearWarmupLR(LRScheduler):
         super().__init__(optimizer, last_epoch=last_epoch)
 
     def get_lr(self) -> list[Any]:
-        """The learning rates of this step, one per group."""
+        """Return the learning rate of each parameter group in the current step."""
         step, total, warmup = self.last_epoch, self.total_steps, self.warmup_steps
         if step < warmup:
             factor = (step + 1) / (warmup + 1)
         else:
-            # the original divides by zero if all steps are warmup, and goes below zero after the last
+            # Colossal-AI divides by zero if all steps are warmup, and its rate falls below zero after the last step
             factor = max(0.0, (total - step) / (total - warmup)) if total > warmup else 0.0
         return [factor * rate for rate in self.base_lrs]
 
 
 class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
-    """torch's CosineAnnealingLR, with ``T_max`` called ``total_steps``."""
+    """``torch.optim.lr_scheduler.CosineAnnealingLR``, whose ``T_max`` is called ``total_steps``."""
 
     def __init__(
         self,
@@ -72,12 +72,13 @@ class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
 
 
 class CosineAnnealingWarmupLR(LRScheduler):
-    """Step e has (e+1)/w of each group's rate for w warmup steps; then torch's ``CosineAnnealingLR(T_max=total_steps - w)``.
+    """Raises the learning rate linearly during warmup, then lowers it along a cosine, as torch's ``CosineAnnealingLR`` does.
 
-    If all steps are warmup, it stays at ``eta_min`` after them.
+    With w warmup steps, the learning rate in step e is (e+1)/w of the group's initial rate while e < w. The cosine then takes
+    ``total_steps - w`` steps. If all steps are warmup, the learning rate stays at ``eta_min`` after them.
 
     Raises:
-        PlanError: A negative warmup.
+        PlanError: ``warmup_steps`` is negative.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class CosineAnnealingWarmupLR(LRScheduler):
         super().__init__(optimizer, last_epoch=last_epoch)
 
     def get_lr(self) -> list[Any]:
-        """The learning rates of this step, one per group."""
+        """Return the learning rate of each parameter group in the current step."""
         step, warmup = self.last_epoch, self.warmup_steps
         if step < warmup:
             return [(step + 1) / warmup * rate for rate in self.base_lrs]

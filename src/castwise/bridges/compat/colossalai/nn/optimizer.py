@@ -1,4 +1,4 @@
-"""``colossalai.nn.optimizer``: the optimizer wrapper that the engine uses, and fused optimizers of torch."""
+"""``colossalai.nn.optimizer``: the engine's optimizer wrapper, and torch's Adam and SGD under Colossal-AI's names."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __getattr__ = missing_attribute("colossalai.nn.optimizer")
 
 
 class ColossalaiOptimizer(Optimizer):
-    """An optimizer around another optimizer; attributes that it does not define are the inner optimizer's."""
+    """Wraps an optimizer. Attributes that the wrapper does not define are those of the wrapped optimizer."""
 
     def __init__(self, optim: Optimizer) -> None:
-        # torch's constructor would create separate groups and state, but there must be one of each
+        # torch's constructor is not called: it would create groups and state beside those of the wrapped optimizer
         self.optim = optim
 
     @property
     def optimizer(self) -> Optimizer:
-        """The innermost optimizer, which is torch's."""
+        """The torch optimizer inside this wrapper, or inside the wrappers that it wraps."""
         inner = self.optim
         return inner.optimizer if isinstance(inner, ColossalaiOptimizer) else inner
 
-    # the innermost optimizer's
+    # these belong to the wrapped optimizer
     param_groups = property(attrgetter("optim.param_groups"))
     state = property(attrgetter("optim.state"))
     defaults = property(attrgetter("optim.defaults"))
@@ -65,26 +65,29 @@ class ColossalaiOptimizer(Optimizer):
         self.optim.load_state_dict(state_dict)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients of a loss."""
+        """Compute the gradients of a loss."""
         loss.backward()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Compute gradients of an output whose own gradient is given, as a hand-written pipeline does."""
+        """Run backward from a tensor, given the gradient of the loss with respect to that tensor.
+
+        A hand-written pipeline does this in each stage except the last.
+        """
         torch.autograd.backward(tensor, grad)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> None:
-        """Clip the gradients of a model to a global norm; 0 leaves them unchanged."""
+        """Clip the gradients of a model to a global norm. A norm of 0 leaves the gradients unchanged."""
         if max_norm > 0:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 class HybridAdam(torch.optim.Adam):
-    """torch's fused Adam, on every device that supports it: ``AdamW``, or ``Adam`` with ``adamw_mode=False``.
+    """Works as torch's fused ``AdamW``, or as its fused ``Adam`` with ``adamw_mode=False``, with Colossal-AI's arguments.
 
-    ``simd_log`` is accepted for compatibility.
+    ``simd_log`` is accepted and ignored.
 
     Raises:
-        PlanError: ``bias_correction=False``, or a fraction of the state on NVMe.
+        PlanError: ``bias_correction`` is False, or ``nvme_offload_fraction`` is not 0.
     """
 
     def __init__(
@@ -112,12 +115,13 @@ class HybridAdam(torch.optim.Adam):
 
 
 class FusedAdam(torch.optim.Adam):
-    """torch's fused Adam, like :class:`HybridAdam`, but with the arguments of Colossal-AI's ``FusedAdam``.
+    """Works as torch's fused ``AdamW``, or as its fused ``Adam`` with ``adamw_mode=False``.
 
-    ``set_grad_none`` is accepted and ignored, as in the original: ``zero_grad`` has that argument.
+    The arguments are those of Colossal-AI's ``FusedAdam``. ``set_grad_none`` is accepted and ignored, as in Colossal-AI:
+    ``zero_grad`` has an argument for this.
 
     Raises:
-        PlanError: ``bias_correction=False``, or ``amsgrad=True`` (as in Colossal-AI).
+        PlanError: ``bias_correction`` is False, or ``amsgrad`` is True. Colossal-AI refuses ``amsgrad`` too.
     """
 
     def __init__(
@@ -139,10 +143,10 @@ class FusedAdam(torch.optim.Adam):
 
 
 class FusedSGD(torch.optim.SGD):
-    """``torch.optim.SGD``.
+    """``torch.optim.SGD`` with Colossal-AI's arguments.
 
     Raises:
-        PlanError: ``wd_after_momentum=True``.
+        PlanError: ``wd_after_momentum`` is True.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``colossalai.trainer``: epochs over an engine, with hooks."""
+"""``colossalai.trainer``: the class ``Trainer``, which trains an engine's model for some epochs and calls hooks."""
 
 from __future__ import annotations
 

@@ -18,16 +18,17 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains and evaluates an engine's model, and calls hooks at each event.
+    """Trains and evaluates an engine's model, and calls hooks before and after each epoch and batch.
 
     Args:
-        engine: From ``initialize``.
-        timer: Times epochs and steps as ``Train-epoch``, ``Train-step``, ``Test-epoch``, ``Test-step``.
+        engine: The engine that ``colossalai.initialize`` returns.
+        timer: Measures epochs and steps under the names ``Train-epoch``, ``Train-step``, ``Test-epoch`` and ``Test-step``.
         logger: Logs which hooks are registered.
 
     Attributes:
-        states: Values shared between hooks: ``metrics`` by mode and name, ``step_metrics``.
-        hooks: Sorted by priority, the lowest number first.
+        states: Values that hooks share. ``metrics`` holds the metrics by mode (``train`` or ``test``) and name, and
+            ``step_metrics`` the values of the last batch for the progress bar.
+        hooks: The hooks, sorted by priority with the lowest number first.
     """
 
     def __init__(self, engine: Engine, timer: MultiTimer | None = None, logger: Any = None) -> None:
@@ -83,13 +84,14 @@ class Trainer:
         """Train the engine's model.
 
         Args:
-            train_dataloader: Yields ``(inputs, targets)``; of known length.
-            epochs: The number of the last epoch; those before ``cur_epoch`` are already done.
-            max_steps: Stop after this many batches.
+            train_dataloader: Yields ``(inputs, targets)``, and has a length.
+            epochs: Train until this many epochs are done. After a checkpoint is loaded, the first ``cur_epoch`` of them are
+                done already.
+            max_steps: Stop when this many batches have been trained, if given.
             test_dataloader: Data for evaluation.
-            test_interval: Evaluate after every n-th epoch, the first included.
-            hooks: Called in the order of their priorities.
-            display_progress: Show a bar, on one rank.
+            test_interval: Evaluate after every n-th epoch, beginning with the first.
+            hooks: The hooks, which are called in the order of their priorities.
+            display_progress: Show a progress bar, on one rank.
             return_output_label: Keep each batch's outputs and targets for the hooks.
         """
         self.steps_per_epoch = len(train_dataloader)
@@ -98,7 +100,7 @@ class Trainer:
         self._attach(hooks)
         self.engine.train()
         self._call_hooks("before_train")
-        if self.cur_epoch:  # resumed
+        if self.cur_epoch:  # a checkpoint was loaded
             self.cur_step = self.cur_epoch * self.steps_per_epoch
         for epoch in range(self.cur_epoch, epochs):
             self.engine.train()
@@ -122,13 +124,13 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Evaluate; arguments are as in :meth:`fit`."""
+        """Evaluate the engine's model. The arguments are those of :meth:`fit`."""
         show = display_progress and speaks_for_all()
         self._attach(hooks)
         self._evaluate(test_dataloader, "evaluation", show, return_output_label)
 
     def predict(self, data: Any) -> Any:
-        """The model's outputs for some inputs, without gradients."""
+        """Return the model's outputs for some inputs, without gradients."""
         self.engine.eval()
         with torch.no_grad():
             output, _, _ = self.engine.execute_schedule(
@@ -148,7 +150,7 @@ class Trainer:
         self.timer.reset("Test-epoch")
 
     def _epoch(self, mode: str, loader: Any, what: str, show: bool, keep: bool) -> None:
-        """One pass over a loader: ``train``, which may end early, or ``test``."""
+        """Train or evaluate for an epoch, as ``mode`` says (``train`` or ``test``). ``max_steps`` may end training early."""
         training, name = mode == "train", mode.capitalize()
         batches = iter(loader)
         self._call_hooks(f"before_{mode}_epoch")
@@ -177,7 +179,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def _progress(what: str, show: bool, total: int) -> Iterator[Any]:
-    """A function that is called after each batch with the values to show beside the bar."""
+    """Yield a function to call after each batch, which advances a progress bar and shows values beside the bar."""
     if not show:
         yield lambda metrics: None
         return

@@ -1,4 +1,4 @@
-"""``colossalai.utils``: loaders, timers, checkpoints and small helpers, under the original's module names."""
+"""``colossalai.utils``: data loaders, timers, checkpoints and small helpers, in modules named as in Colossal-AI."""
 
 from __future__ import annotations
 

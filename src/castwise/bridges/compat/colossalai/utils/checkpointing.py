@@ -1,4 +1,4 @@
-"""``colossalai.utils.checkpointing``: save and resume a training, with castwise's checkpoints."""
+"""``colossalai.utils.checkpointing``: saves and resumes a training, in castwise's checkpoint format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __getattr__ = missing_attribute("colossalai.utils")
 
 
 def _session(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The arguments for ``castwise.checkpoint`` from an engine's model and optimizer."""
+    """Return the arguments for castwise's checkpoint functions that belong to an engine's model and optimizer."""
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     parts = list(inner) if isinstance(inner, nn.ModuleList) and Amp.of(inner) is None else [inner]
     amp = Amp.of(parts[0])
@@ -39,15 +39,18 @@ def save_checkpoint(
     lr_scheduler: Any = None,
     **kwargs: Any,
 ) -> None:
-    """Save an engine's model and optimizer, from all ranks, so that they resume under any mode and layout.
+    """Save an engine's model and optimizer, from all ranks.
+
+    The training can be resumed under another AMP mode and another parallel layout.
 
     Args:
-        file: A folder; a castwise checkpoint appears in it complete or not at all. Two epochs are kept.
+        file: The folder of the checkpoints. A checkpoint appears in the folder complete or not at all. The last two epochs
+            are kept.
         epoch: Number of the epoch.
         model: ``engine.model``.
         optimizer: ``engine.optimizer``.
-        lr_scheduler: A scheduler to save too.
-        kwargs: Further JSON values and tensors to save.
+        lr_scheduler: A learning-rate scheduler to save too.
+        kwargs: Further values to save: JSON values and tensors.
     """
     extra = {"lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(), **kwargs}
     save(file, epoch, **_session(model, optimizer), extra=extra)
@@ -60,9 +63,9 @@ def load_checkpoint(
     lr_scheduler: Any = None,
     **kwargs: Any,
 ) -> int:
-    """Continue from the newest complete checkpoint of a folder, or from ``folder/step-...``; returns its epoch.
+    """Load the newest complete checkpoint of a folder, or the checkpoint ``folder/step-...``, and return its epoch.
 
-    ``kwargs`` are accepted and ignored: a matching checkpoint loads under any layout.
+    ``kwargs`` are accepted and ignored, since a checkpoint that matches the model loads under any parallel layout.
 
     Raises:
         FileNotFoundError: There is no complete checkpoint.

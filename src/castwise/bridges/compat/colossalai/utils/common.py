@@ -1,4 +1,4 @@
-"""``colossalai.utils.common``: small helpers, most of them about ranks."""
+"""``colossalai.utils.common``: small helpers, most of which ask for the rank of this process."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def is_tp_rank_0() -> bool:
 
 
 def is_no_pp_or_last_stage() -> bool:
-    """Whether this process sees the model's output: there is no pipeline, or it holds the last stage."""
+    """Whether this process has the model's output: there is no pipeline, or the process runs its last stage."""
     return gpc.is_last_rank(ParallelMode.PIPELINE)
 
 
 def speaks_for_all() -> bool:
-    """Whether this rank displays and logs for all: it sees the model's output, and is the first that does."""
+    """Whether this rank shows progress and logs for all ranks: it is the first rank that has the model's output."""
     return is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
 
 
@@ -52,12 +52,12 @@ def is_using_ddp() -> bool:
 
 
 def is_using_pp() -> bool:
-    """Whether there is a pipeline."""
+    """Whether the model is split into pipeline stages."""
     return gpc.get_world_size(ParallelMode.PIPELINE) > 1
 
 
 def print_rank_0(message: str, logger: Any = None) -> None:
-    """Print, or log, on the first rank alone."""
+    """Print a message, or log it if a logger is given, on rank 0 only."""
     if gpc.get_global_rank() == 0:
         print(message, flush=True) if logger is None else logger.info(message)
 
@@ -68,7 +68,7 @@ def set_seed(seed: int) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine on which no process listens."""
+    """Return a TCP port of this machine on which no process listens."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port: int = found.getsockname()[1]

@@ -1,4 +1,4 @@
-"""``colossalai.utils.cuda``: the device of this process, of any type."""
+"""``colossalai.utils.cuda``: helpers for the device of this process, which may be of any type."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __getattr__ = missing_attribute("colossalai.utils")
 
 
 def get_current_device() -> torch.device:
-    """The accelerator of this process, or the CPU if there is none."""
+    """Return the accelerator of this process, or the CPU if there is no accelerator."""
     kind = default_device_type()
     return (
         torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
@@ -23,13 +23,13 @@ def get_current_device() -> torch.device:
 
 
 def synchronize() -> None:
-    """Wait for the device."""
+    """Wait until the device has finished its work."""
     if get_current_device().type != "cpu":
         torch.accelerator.synchronize()
 
 
 def empty_cache() -> None:
-    """Release unused memory of the device."""
+    """Release the device memory that torch's allocator caches."""
     if get_current_device().type != "cpu":
         torch.accelerator.empty_cache()
 

@@ -1,4 +1,4 @@
-"""``colossalai.utils.data_sampler``: loaders that give each data parallel rank its part of the data."""
+"""``colossalai.utils.data_sampler``: data loaders that give each data parallel rank a different part of the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["DataParallelSampler", "get_dataloader"]
 
 
 class DataParallelSampler(DistributedSampler[Any]):
-    """torch's sampler for the data parallel ranks; with ``shuffle`` in a new order at each iteration."""
+    """torch's ``DistributedSampler`` for the data parallel ranks. With ``shuffle``, each iteration has a new order."""
 
     def __init__(
         self, dataset: Dataset[Any], shuffle: bool = False, seed: int = 0, drop_last: bool = False
@@ -49,9 +49,10 @@ def get_dataloader(
     num_workers: int = 0,
     **kwargs: Any,
 ) -> DataLoader[Any]:
-    """``torch.utils.data.DataLoader``, whose data parallel ranks read different parts unless ``add_sampler=False``.
+    """Return a ``torch.utils.data.DataLoader`` that reads a different part of the data on each data parallel rank.
 
-    Order and workers are seeded by ``seed``; memory is pinned only if there is an accelerator.
+    With ``add_sampler=False``, every rank reads all data. ``seed`` seeds the sampler and the worker processes. Memory is
+    pinned only if there is an accelerator.
     """
     common = {
         "drop_last": drop_last,

@@ -1,4 +1,4 @@
-"""``colossalai.utils.memory``: how much memory is in use."""
+"""``colossalai.utils.memory``: reports how much memory is in use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __getattr__ = missing_attribute("colossalai.utils")
 
 
 def report_memory_usage(message: str, logger: Any = None, report_cpu: bool = False) -> None:
-    """Print the current and peak memory of the device, on the first rank.
+    """Print the current and peak memory of the CUDA device, on rank 0, or log it if a logger is given.
 
-    On a CPU it is the process's peak size, which ``report_cpu`` adds on an accelerator too.
+    Without a CUDA device, the peak memory of the process is printed. ``report_cpu`` adds this on a CUDA device too.
     """
     parts = []
     if get_current_device().type == "cuda":

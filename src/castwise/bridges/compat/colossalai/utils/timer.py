@@ -1,4 +1,4 @@
-"""``colossalai.utils.timer``: the times of parts of a training."""
+"""``colossalai.utils.timer``: timers that measure parts of a training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MultiTimer", "Timer"]
 
 
 class Timer:
-    """Seconds from :meth:`start` to :meth:`stop`, including the device's work."""
+    """Measures the seconds from :meth:`start` to :meth:`stop`, including the device's work."""
 
     def __init__(self) -> None:
         self._begun_s: float | None = None
@@ -21,16 +21,19 @@ class Timer:
 
     @property
     def has_history(self) -> bool:
-        """Whether an interval was kept."""
+        """Whether :meth:`stop` has kept an interval since the last :meth:`reset`."""
         return bool(self._history)
 
     def start(self) -> None:
-        """Begin; waits for the device."""
+        """Wait for the device, then start an interval."""
         synchronize()
         self._begun_s = time.perf_counter()
 
     def stop(self, keep_in_history: bool = False) -> float:
-        """Stop, and keep the interval if requested; waits for the device. Returns its length in seconds."""
+        """Wait for the device, end the interval and return its length in seconds.
+
+        With ``keep_in_history``, the interval is kept for the sum and the mean.
+        """
         if self._begun_s is None:
             raise StateError("Timer.stop: the timer was not started; call start() first")
         synchronize()
@@ -41,19 +44,19 @@ class Timer:
         return self._elapsed_s
 
     def get_elapsed_time(self) -> float:
-        """The last interval in seconds."""
+        """Return the length of the last interval in seconds."""
         return self._elapsed_s
 
     def get_history_sum(self) -> float:
-        """The sum of the intervals kept, in seconds."""
+        """Return the sum of the intervals that were kept, in seconds."""
         return sum(self._history)
 
     def get_history_mean(self) -> float:
-        """The mean of the intervals kept, in seconds; 0 without intervals."""
+        """Return the mean of the intervals that were kept, in seconds, or 0 if there are none."""
         return sum(self._history) / len(self._history) if self._history else 0.0
 
     def forget_first(self, count: int) -> None:
-        """Leave out the first intervals, which are slower than the rest."""
+        """Forget the first ``count`` intervals that were kept, which are often slower than the rest."""
         del self._history[:count]
 
     def reset(self) -> None:
@@ -63,33 +66,33 @@ class Timer:
 
 
 class MultiTimer:
-    """Timers by name, which do nothing while they are off."""
+    """Holds timers by name. While the timers are off, starting and stopping them does nothing."""
 
     def __init__(self, on: bool = True) -> None:
         self._on = on
         self._timers: dict[str, Timer] = {}
 
     def start(self, name: str) -> None:
-        """Start a timer, created at its first use."""
+        """Start the timer of a name, which is created at its first use."""
         if self._on:
             self._timers.setdefault(name, Timer()).start()
 
     def stop(self, name: str, keep_in_history: bool = False) -> float | None:
-        """Stop a timer; return its interval in seconds, or None if timers are off."""
+        """Stop a timer and return its interval in seconds, or None if the timers are off."""
         return self._timers[name].stop(keep_in_history) if self._on else None
 
     def get_timer(self, name: str) -> Timer:
-        """A timer by its name."""
+        """Return the timer of a name, which is created at its first use."""
         return self._timers.setdefault(name, Timer())
 
     def reset(self, name: str | None = None) -> None:
-        """Reset a timer, or all."""
+        """Reset the timer of a name, or all timers if no name is given."""
         for known, timer in self._timers.items():
             if name in (None, known):
                 timer.reset()
 
     def is_on(self) -> bool:
-        """Whether timers are on."""
+        """Whether the timers are on."""
         return self._on
 
     def set_status(self, mode: bool) -> None:

@@ -1,7 +1,7 @@
-"""``colossalai.trainer.hooks``: hooks for events of a :class:`Trainer`'s loop.
+"""``colossalai.trainer.hooks``: hooks that a :class:`Trainer` calls during training and evaluation.
 
-Priorities of the hooks here, lower numbers first, and equal ones in the order given: ``LossHook``, ``AccuracyHook``
-and ``LoadCheckpointHook`` 0, ``LRSchedulerHook`` 1, all others 10.
+Hooks with a lower priority number are called first, and hooks of equal priority in the order in which they are given.
+``LossHook``, ``AccuracyHook`` and ``LoadCheckpointHook`` have priority 0, ``LRSchedulerHook`` has 1, and all others have 10.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The events of a loop."""
+"""The base class of hooks, which names the events at which a trainer calls hooks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ __all__ = ["BaseHook"]
 
 
 class BaseHook:
-    """A hook that does nothing, to derive from. Hooks with a lower ``priority`` are called first.
+    """The base class of hooks, whose methods do nothing. Hooks with a lower ``priority`` are called first.
 
-    They are called before and after training, evaluation (``test``), each of their epochs and each batch (``iter``;
-    also after its step). ``after_hook_is_attached``: all hooks are registered, and ``trainer.states`` is empty.
+    The trainer calls the method named after an event before and after training (``train``) and evaluation (``test``), and
+    before and after each of their epochs and batches (``iter``). ``after_train_iter`` follows the optimizer step.
+    ``after_hook_is_attached`` is called when all hooks are registered and ``trainer.states`` is still empty.
     """
 
     def __init__(self, priority: int = 10) -> None:

@@ -1,4 +1,4 @@
-"""Hooks that save and load."""
+"""Hooks that save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def _scheduler(trainer: Any) -> Any:
 
 
 class SaveCheckpointHook(BaseHook):
-    """Saves the training, from all ranks, every ``interval``-th epoch, or batch if ``save_by_iter``.
+    """Saves a checkpoint of the training after every ``interval`` epochs, or batches if ``save_by_iter``.
 
-    The folder must be used by this training only; it keeps the last two checkpoints, in castwise's format.
+    All ranks save together. No other training may use the folder ``checkpoint_dir``, which keeps the last two checkpoints in
+    castwise's format.
 
     Raises:
-        StateError: No folder is given.
+        StateError: ``checkpoint_dir`` is not given.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class SaveCheckpointHook(BaseHook):
 
 
 class LoadCheckpointHook(BaseHook):
-    """Before training, loads a checkpoint that :class:`SaveCheckpointHook` saved by epoch, by default the newest.
+    """Loads a checkpoint before training, by default the newest that :class:`SaveCheckpointHook` saved after an epoch.
 
-    With ``finetune`` training starts at epoch 0. Differences raise, whether ``strict`` or not.
+    With ``finetune``, training starts at epoch 0. A checkpoint that does not match the model raises an error, whatever
+    ``strict`` is.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class LoadCheckpointHook(BaseHook):
         self.finetune = finetune
 
     def before_train(self, trainer: Any) -> None:
-        """Load; training continues at the epoch after the saved one."""
+        """Load the checkpoint. Training continues at the epoch after the saved epoch, or at 0 with ``finetune``."""
         path = Path(self.checkpoint_dir)
         if self.epoch >= 0:
             path /= f"step-{self.epoch:08d}"

@@ -1,4 +1,4 @@
-"""Hooks that show metrics: in the progress bar, in the log, in TensorBoard."""
+"""Hooks that show metrics in the progress bar, in the log or in TensorBoard."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LogMetricByStepHook(BaseHook):
 
 
 class _ByEpoch(BaseHook):
-    """Logs on one rank, every ``interval``-th epoch; evaluations too if ``log_eval``."""
+    """The base class of hooks that log every ``interval``-th epoch, on one rank. ``log_eval`` logs evaluations too."""
 
     def __init__(self, logger: Any, interval: int = 1, priority: int = 10, log_eval: bool = True) -> None:
         super().__init__(priority)
@@ -72,7 +72,7 @@ class LogMetricByEpochHook(_ByEpoch):
     """Logs the metrics of every ``interval``-th epoch."""
 
     def _say(self, trainer: Any, mode: str) -> None:
-        if self._is_due(trainer):  # on all ranks: reading a metric sums over them
+        if self._is_due(trainer):  # on all ranks, since reading a metric sums over the ranks
             values = [
                 f"{name} = {_number(metric.get_accumulated_value())}"
                 for name, metric in _metrics(trainer, mode).items()
@@ -87,7 +87,10 @@ class LogMetricByEpochHook(_ByEpoch):
 
 
 class LogTimingByEpochHook(_ByEpoch):
-    """Logs the times of epochs and batches from the trainer's timer, without the first ``ignore_num_train_steps`` batches."""
+    """Logs the times of epochs and batches that ``timer`` has measured, every ``interval``-th epoch.
+
+    The first ``ignore_num_train_steps`` training batches are left out of the mean time of a batch.
+    """
 
     def __init__(
         self,
@@ -124,7 +127,10 @@ class LogTimingByEpochHook(_ByEpoch):
 
 
 class LogMemoryByEpochHook(_ByEpoch):
-    """Logs the memory in use; with ``report_cpu`` also the size of the process."""
+    """Logs the memory in use before training and every ``interval``-th epoch.
+
+    With ``report_cpu``, the peak memory of the process is logged too.
+    """
 
     def __init__(
         self,
@@ -153,10 +159,12 @@ class LogMemoryByEpochHook(_ByEpoch):
 
 
 class TensorboardHook(BaseHook):
-    """Writes the metrics as TensorBoard events, from all ``ranks`` of ``parallel_mode`` or some, each into a separate folder.
+    """Writes the metrics as TensorBoard events. Each rank of the group ``parallel_mode`` writes into its own folder.
+
+    If ``ranks`` is given, only these ranks of the group write.
 
     Raises:
-        StateError: A given rank is not in the last stage of the pipeline, and so has no metrics.
+        StateError: A rank that should write is not in the last stage of the pipeline. Only the last stage has metrics.
     """
 
     def __init__(

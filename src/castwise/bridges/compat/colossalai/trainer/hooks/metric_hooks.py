@@ -19,7 +19,7 @@ __all__ = ["AccuracyHook", "LRSchedulerHook", "LossHook", "MetricHook", "Through
 
 
 class MetricHook(BaseHook):
-    """A hook with metrics, which it adds to ``trainer.states["metrics"]``."""
+    """The base class of hooks that add metrics to ``trainer.states["metrics"]``."""
 
     def __init__(self, priority: int = 0) -> None:
         super().__init__(priority)
@@ -32,7 +32,7 @@ class MetricHook(BaseHook):
 
 
 class LossHook(MetricHook):
-    """The loss: of each batch in training, of the epoch in evaluation."""
+    """Collects the loss as a metric: of each batch in training, and the mean over the epoch in evaluation."""
 
     def after_hook_is_attached(self, trainer: Any) -> None:
         self.train_loss, self.test_loss = LossMetric(epoch_only=False), LossMetric(epoch_only=True)
@@ -54,7 +54,10 @@ class LossHook(MetricHook):
 
 
 class AccuracyHook(MetricHook):
-    """The accuracy in evaluation; ``accuracy_func`` counts correct outputs, given outputs and targets."""
+    """Collects the accuracy in evaluation as a metric.
+
+    ``accuracy_func`` counts the correct outputs, given the outputs and the targets.
+    """
 
     def __init__(self, accuracy_func: Callable[[Any, Any], Any], priority: int = 0) -> None:
         super().__init__(priority)
@@ -75,7 +78,10 @@ class AccuracyHook(MetricHook):
 
 
 class LRSchedulerHook(MetricHook):
-    """Steps a learning-rate scheduler after each epoch or batch; the rate is a metric if ``store_lr_in_state``."""
+    """Steps a learning-rate scheduler after each epoch, or after each batch if ``by_epoch`` is False.
+
+    With ``store_lr_in_state``, the learning rate is a metric.
+    """
 
     def __init__(
         self, lr_scheduler: Any, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1
@@ -103,12 +109,12 @@ class LRSchedulerHook(MetricHook):
 
 
 class ThroughputHook(MetricHook):
-    """Samples per second; the trainer must have a timer.
+    """Collects the samples per second as a metric. The trainer must have a timer.
 
     Args:
-        ignored_steps: Number of first batches that are not counted.
-        tflop_per_step: 10^12 operations per batch, to show TFLOP/s as well.
-        use_local: Use this rank's numbers for all ranks.
+        ignored_steps: Number of batches at the start that are not counted.
+        tflop_per_step: The floating-point operations of a batch, in 10^12. If given, TFLOP/s are shown too.
+        use_local: Use this rank's time and samples for every rank, without communication.
     """
 
     def __init__(

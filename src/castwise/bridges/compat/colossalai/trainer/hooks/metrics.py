@@ -1,4 +1,4 @@
-"""Metrics accumulated over batches, and over data parallel ranks when they are read."""
+"""Metrics that accumulate over batches. When a metric is read, it is summed over the data parallel ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def over_data_ranks(*values: float | Tensor) -> list[float]:
-    """The sums of some numbers over the data parallel ranks, in one message. Synchronises."""
+    """Return the sum of each number over the data parallel ranks, using a single all-reduce. Synchronises with the device."""
     numbers = [torch.as_tensor(value, dtype=torch.float64, device="cpu").reshape(()) for value in values]
     total = torch.stack(numbers)
     if gpc.get_world_size(ParallelMode.DATA) > 1:
@@ -35,42 +35,42 @@ def over_data_ranks(*values: float | Tensor) -> list[float]:
 
 
 class Metric(ABC):
-    """A metric; if ``epoch_only`` it is read once per epoch, not at each batch."""
+    """The base class of metrics. A metric with ``epoch_only`` is read once per epoch instead of at each batch."""
 
     def __init__(self, epoch_only: bool) -> None:
         self.epoch_only = epoch_only
 
     @abstractmethod
     def reset(self) -> None:
-        """Start an epoch."""
+        """Forget the batches of the last epoch."""
 
     @abstractmethod
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Add a batch."""
+        """Add the values of a batch to the metric."""
 
     @abstractmethod
     def get_last_step_value(self) -> Any:
-        """The value of the last batch."""
+        """Return the metric of the last batch."""
 
     @abstractmethod
     def get_accumulated_value(self) -> Any:
-        """The value of the epoch; all data parallel ranks must call it together."""
+        """Return the metric over the epoch. All data parallel ranks must make this call together."""
 
     @staticmethod
     def is_better(a: Any, b: Any) -> bool | None:
-        """Whether ``a`` is better than ``b``; None if neither is."""
+        """Whether ``a`` is better than ``b``; None for a metric that is neither better when larger nor when smaller."""
         return None
 
 
 class LearningRateMetric(Metric):
-    """The learning rate of the optimizer's first group."""
+    """The learning rate of the optimizer's first parameter group."""
 
     def __init__(self, epoch_only: bool, initial_lr: float = 0.0) -> None:
         super().__init__(epoch_only)
         self.lr = initial_lr
 
     def reset(self) -> None:
-        """Keep the rate."""
+        """Keep the learning rate, which does not depend on the epoch."""
 
     def update(self, lr: float) -> None:
         self.lr = lr
@@ -82,7 +82,10 @@ class LearningRateMetric(Metric):
 
 
 class _Ratio(Metric):
-    """A ratio of two amounts, each summed over batches and, when read, over data parallel ranks."""
+    """A metric that is a ratio of two sums over batches, such as the loss per batch.
+
+    When the metric is read, both sums are taken over the data parallel ranks too.
+    """
 
     def __init__(self, epoch_only: bool) -> None:
         super().__init__(epoch_only)
@@ -108,14 +111,14 @@ class _Ratio(Metric):
 
 
 class LossMetric(_Ratio):
-    """The mean loss."""
+    """The mean loss over batches and data parallel ranks."""
 
     def update(self, loss: Tensor) -> None:
         """Add the loss of a batch, without waiting for the device."""
         self._add(1, loss.detach().float())
 
     def get_last_step_value(self) -> float:
-        """This rank's loss of the last batch. Synchronises."""
+        """Return this rank's loss of the last batch, which synchronises with the device."""
         return float(self._last[1])
 
     @staticmethod
@@ -125,14 +128,14 @@ class LossMetric(_Ratio):
 
 
 class AccuracyMetric(_Ratio):
-    """The fraction of correct answers, counted by a function such as ``colossalai.nn.metric.Accuracy``."""
+    """The fraction of correct outputs. A function such as ``colossalai.nn.metric.Accuracy`` counts the correct outputs."""
 
     def __init__(self, epoch_only: bool, accuracy_func: Callable[[Any, Any], Any]) -> None:
         super().__init__(epoch_only)
         self.acc = accuracy_func
 
     def update(self, logits: Any, targets: Any, batch_size: int) -> None:
-        """Add a batch; of several outputs or targets the first is used."""
+        """Add a batch. If there are several outputs or targets, the first is used."""
         logits = logits[0] if isinstance(logits, (list, tuple)) else logits
         targets = targets[0] if isinstance(targets, (list, tuple)) else targets
         self._add(batch_size, self.acc(logits, targets))
@@ -144,9 +147,9 @@ class AccuracyMetric(_Ratio):
 
 
 class ThroughputMetric(_Ratio):
-    """Samples per second of all data parallel ranks together, without the first ``ignored_steps`` batches.
+    """The samples per second of all data parallel ranks together, without the first ``ignored_steps`` batches.
 
-    Options are those of ``ThroughputHook``.
+    The options are those of ``ThroughputHook``.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class ThroughputMetric(_Ratio):
         self._tflop, self._local = tflop_per_step, use_local
 
     def update(self, num_samples: int, time: float) -> None:
-        """Add a batch: samples on this rank, and seconds."""
+        """Add a batch of ``num_samples`` samples on this rank, which took ``time`` seconds."""
         if self._left:
             self._left -= 1
             self._last = (time, num_samples)
@@ -165,7 +168,7 @@ class ThroughputMetric(_Ratio):
             self._add(time, num_samples)
 
     def _sums(self, time_s: float, samples: float) -> tuple[float, float]:
-        """Mean seconds per rank, and samples on all ranks."""
+        """Return the mean time of the ranks in seconds, and the number of samples on all ranks together."""
         ranks = gpc.get_world_size(ParallelMode.DATA)
         if self._local:
             return time_s, samples * ranks
@@ -177,7 +180,7 @@ class ThroughputMetric(_Ratio):
         return samples / time_s if time_s else 0.0
 
     def get_last_step_info(self) -> str:
-        """Samples per second of the last batch as text, with TFLOP/s if the operations are known."""
+        """Return the samples per second of the last batch as text, with TFLOP/s if ``tflop_per_step`` is given."""
         time_s, samples = self._sums(*self._last)
         rate = samples / time_s if time_s else 0.0
         more = f", {self._tflop / time_s:.4g} TFLOP/s" if self._tflop and time_s else ""
