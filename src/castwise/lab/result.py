@@ -1,4 +1,4 @@
-"""Base class of the results of jobs and tools: frozen data that can be converted to JSON, a table and a page."""
+"""Define the base class of all results: frozen data that can be converted to JSON, to a table and to a page."""
 
 from __future__ import annotations
 
@@ -19,34 +19,38 @@ if TYPE_CHECKING:
 
 
 class Result:
-    """Base class of results: frozen dataclasses whose fields, with ``kind``, form the record."""
+    """The base class of results, which are frozen dataclasses.
+
+    The fields of a result and its ``kind`` form the record that is written to JSON and shown in reports.
+    """
 
     kind: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, from which reports are made; non-finite numbers become None."""
+        """Return the result as plain data, from which reports are made; non-finite numbers become None."""
         record: dict[str, Any] = plain({"kind": self.kind, "version": RECORD_VERSION, **self._fields()})
         return record
 
     def _fields(self) -> dict[str, Any]:
-        """The dataclass's fields, the plan in words, and what a kind of result derives from its fields."""
+        """Return the fields and, if there is a plan, its description in words; subclasses add values derived from fields."""
         fields: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
         return fields | {"words": in_words(fields["plan"])} if "plan" in fields else fields
 
     def to_json(self) -> str:
-        """The record as JSON text."""
+        """Return the data of :meth:`to_dict` as JSON text."""
         return _text(self.to_dict())
 
     def table(self, *, verbose: bool = True) -> RenderableType:
-        """The result as text and tables for ``rich.print``: all of it, or a version that fits on a screen."""
+        """Return the result as text and tables for ``rich.print``; with ``verbose=False``, only what fits on a screen."""
         from castwise.report.show import table
 
         return table(self.to_dict(), verbose)
 
     def _save(self, page: Path, data: Path, **about: Any) -> tuple[Path, ...]:
-        """Write the record, and where the libraries are there the page with its pictures; folders are made.
+        """Write the record as JSON and as a page with pictures, and return the paths of the written files.
 
-        ``about`` is of the files alone, such as where they were made.
+        Missing folders are created. If a library for the page is not installed, only the JSON file is written.
+        ``about`` holds entries that are added to the files only, such as where the files were made.
         """
         from castwise.report.show import write
 
@@ -64,7 +68,7 @@ def _text(record: Mapping[str, Any]) -> str:
 
 
 def finite(value: float) -> float | None:
-    """The value, or None where JSON has no number for it."""
+    """Return the value, or None if it is NaN or infinite, for which JSON has no number."""
     return value if math.isfinite(value) else None
 
 

@@ -1,1 +1,1 @@
-"""Tools that examine a model's numerics and leave the model unchanged."""
+"""Examine a model's numerics, and leave the model unchanged."""

@@ -1,4 +1,8 @@
-"""Attribute the errors of a comparison to calls: find the calls that make errors and the calls that pass errors on."""
+"""Attribute the differences between two plans to module calls: find which calls make errors and which pass errors on.
+
+The *own error* of a call is the error that the call makes although it gets the first plan's inputs. The *expected error* is the
+error that rounding to the call's format causes there (see :mod:`castwise.lab.inspect.compare`).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from castwise.lab.passes.observers import Call
 LOSS = Call("(loss)", 0)
 """The code of the loss, outside the model."""
 EXCESS = 4.0
-"""Above this many times the expected error, an operator's own error is not explained by the format's rounding."""
+"""An own error above this many times the expected error is not explained by the format's rounding."""
 AMPLIFIES = 10.0
 """A call amplifies rounding if its expected error is this many times the rounding of its inputs."""
 ROUNDING = 0.29
@@ -23,17 +27,23 @@ ROUNDING = 0.29
 HALF = 0.5
 """Largest error of rounding to nearest, in units of eps."""
 MATTERS = 0.1
-"""An own error below this share of the tensor's total error does not explain that error."""
+"""An own error below this share of the tensor's total error is too small to explain the total error."""
 MOSTLY = 0.5
-"""An own error of at least this share of the tensor's total error explains most of it. If exact kernels leave less than this share
-of an own error, rounding inside the kernels explains it."""
+"""An own error of at least this share of the tensor's total error explains most of the total error. If exact kernels leave less
+than this share of an own error, rounding inside the kernels explains that own error."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """Results of passes whose calls get the first plan's inputs: the second plan's own errors, and rounding errors to expect.
+    """The results of the passes in which every call gets the first plan's inputs.
 
-    ``exact`` are the second plan's own errors with :class:`~castwise.lab.inspect.kernels.ExactKernels`; None if no such pass ran.
+    Attributes:
+        own: The errors that each call makes under the second plan.
+        expected: The errors that rounding alone causes in each call.
+        ran_base: The pass of the first plan, with which ``own`` and ``expected`` are compared.
+        ran_own: The pass of the second plan.
+        ran_expected: The pass of the first plan with perturbed inputs and weights.
+        exact: As ``own`` with its pass, but with :class:`~castwise.lab.inspect.kernels.ExactKernels`; None if no such pass ran.
     """
 
     own: Look
@@ -45,7 +55,7 @@ class Own:
 
 
 class _Mark(NamedTuple):
-    """One tensor that a call produces: its name, its errors, and the eps of the format that it is computed in."""
+    """One tensor that a call produces: its name, its errors, and the eps of the format in which the tensor is computed."""
 
     name: str
     error: Difference
@@ -56,18 +66,18 @@ class _Mark(NamedTuple):
 
     @property
     def rounding(self) -> Difference:
-        """Error of rounding the tensor once: root mean square, and maximum."""
+        """The error of rounding the tensor once: root mean square, and maximum."""
         return Difference(ROUNDING * self.eps, HALF * self.eps)
 
     @property
     def explained(self) -> Difference:
-        """Error that rounding explains: the call's expected error and the rounding of this tensor."""
+        """The error that rounding explains: the call's expected error combined with rounding this tensor once."""
         expected = self.expected or Difference(0.0, 0.0)
         return Difference(*map(math.hypot, expected, self.rounding))
 
     @property
     def excesses(self) -> Difference:
-        """Ratio of the own error to the explained error."""
+        """The own error divided by the error that rounding explains."""
         return self._times_explained(self.own)
 
     @property
@@ -76,7 +86,11 @@ class _Mark(NamedTuple):
 
     @property
     def unexplained(self) -> Effect | None:
-        """``born`` or ``kernel`` if the norm or the maximum is far above the explained error and a notable share of the tensor's."""
+        """The kind of an own error that rounding does not explain, or None.
+
+        An own error counts if its norm or its maximum is far above the explained error and is a notable share of the tensor's
+        total error. The kind is ``kernel`` if exact kernels remove the error, and otherwise ``born``.
+        """
         if self.own is None:
             return None
         far = [
@@ -105,12 +119,12 @@ _SEVERITY: Mapping[Effect | None, int] = {None: 0, "kernel": 1, "born": 2}
 
 
 class Attribution:
-    """Computes the error that each call makes, passes on or amplifies.
+    """Computes the error that each call of a module makes, passes on or amplifies.
 
     Args:
         ran_a: The pass under the first plan.
         ran_b: The pass under the second plan.
-        free: Errors seen in the second plan's pass.
+        free: Errors seen in the second plan's pass, in which each call gets the inputs of that pass.
         own: Results of the passes whose calls get the first plan's inputs; None without such passes.
         eps: By module path, the eps of the format that the module computes in.
         formats: By module path, the format that the second plan computes the module in.
@@ -141,7 +155,7 @@ class Attribution:
         self._put_weights(ran_a, ran_b)
 
     def calls(self) -> tuple[CallComparison, ...]:
-        """Every call of the first plan's pass with its errors, the loss first."""
+        """Return every call of the first plan's pass with its errors; the loss comes first."""
         return tuple(
             CallComparison(
                 path=call.path,
@@ -158,7 +172,7 @@ class Attribution:
         return "" if call is LOSS else call.path
 
     def _put(self, key: Key, error: Difference | None) -> None:
-        """Record an error at the call that produced the tensor and at the call that consumes it."""
+        """Record a tensor's error at the call that produced the tensor and at the call that consumes the tensor."""
         call = key.point.call
         caller = self._a.callers.get(call) or LOSS
         from_callee = (key.point.side == "out") is not key.back
@@ -268,7 +282,11 @@ def _name(key: Key) -> str:
 
 
 def suspects(calls: Sequence[CallComparison], count: int) -> Iterator[CallComparison]:
-    """Modules to try in another format: those that make an unexplained error, or else those with the largest own errors."""
+    """Yield at most ``count`` calls, whose modules are then tried in another format.
+
+    They are calls that make an error which rounding does not explain. If there are none, they are the calls with the largest own
+    errors. Each module occurs once.
+    """
     seen: set[str] = set()
     born = sorted((call for call in calls if call.born), key=lambda call: -call.excess)
     for call in born or sorted(calls, key=lambda call: -call.own):

@@ -1,7 +1,7 @@
-"""Why an operator with finite inputs returned a non-finite value.
+"""Find out why an operator with finite inputs returned a non-finite value.
 
-The operator runs again on the same inputs in fp64. If that result is finite, the format's range was too small, and the fp64 result
-says by how much. If it is not, the operation has no finite result, and the inputs show why.
+The operator runs again on the same inputs in fp64. If the fp64 result is finite, the range of the operator's format was too small,
+and the fp64 result shows by how much. Otherwise the operation has no finite result, and the inputs show why.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ ADVICE: Mapping[str, str] = {
     "unseen": "look for code that computes the value outside of torch's operators, in NumPy or an extension, or before the loss is called",
     "unknown": "look at the inputs of the operator",
 }  # fmt: skip
-"""Advice by kind of cause, for when no format cures it."""
+"""Advice for each kind of cause, given when no other format cures the non-finite value."""
 
 
 @dataclass(frozen=True)
 class Why:
-    """Why an operator's output is not finite.
+    """The reason why an operator's output is not finite.
 
     Attributes:
         kind: A key of :data:`ADVICE`.
@@ -130,7 +130,10 @@ def explain(
 
 
 def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each floating tensor once, without tensor subclasses other than DTensor that run operators of their own."""
+    """Return the floating tensors without repetition.
+
+    Instances of a tensor subclass that handles operators itself are left out, except DTensors.
+    """
     return list({id(t): t for t in tensors if is_floating(t) and _is_plain(t)}.values())
 
 
@@ -143,7 +146,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def written(op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The floating tensors that an operator writes to."""
+    """Return the floating tensors among an operator's arguments that the operator writes to."""
     places = _torch.tensors.written_arguments(op)
     given = [args[at] if 0 <= at < len(args) else kwargs.get(name) for at, name in places]
     return distinct(tensors_in(given))
@@ -170,7 +173,10 @@ def _inputs(
 
 
 def results_in_fp64(op: _torch.operators.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator's results, then the tensors that it writes to, on the same inputs in fp64; None if it has no fp64 kernel."""
+    """Run an operator on the same inputs in fp64; return its results and the tensors that it writes to.
+
+    None is returned for an operator that draws random numbers or has no fp64 kernel.
+    """
     if torch.Tag.nondeterministic_seeded in op.tags:  # it would draw random numbers again
         return None
     low = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)

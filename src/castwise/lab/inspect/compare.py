@@ -1,22 +1,24 @@
 """``compare``: compare two plans call by call, and find the calls that make errors and the calls that pass errors on.
 
-Five passes over one batch, at the same weights and random draws:
+Five passes run forward and backward over one batch, at the same weights and random draws:
 
-1. The first plan, the reference. Every value and gradient that enters or leaves a call is kept.
-2. The second plan. Each such tensor differs from pass 1 by its *error*: the call's own error plus the error of its inputs.
+1. The first plan, which is the reference. Every value and gradient that enters or leaves a module call is kept.
+2. The second plan. The difference of each such tensor from pass 1 is its *error*. It contains the call's own error and the
+   error of the call's inputs.
 3. The first plan again. Each call gets its inputs from pass 1, rounded to the formats of pass 2, so errors of earlier
-   calls do not reach it. This is the reference for each call in isolation.
-4. The second plan, with the same inputs for each call as in pass 3. Its output differs from pass 3 by its *own* error:
-   the rounding inside that call, outside the calls nested in it.
-5. The first plan with the same inputs again, with inputs and weights perturbed at random by half a unit in the last place of
-   the second plan's compute format. The change is the *expected* error: what rounding to that format causes there, conditioning
-   included.
+   calls do not reach it. This pass is the reference for each call in isolation.
+4. The second plan, where each call gets the same inputs as in pass 3. The difference of a call's output from pass 3 is the
+   call's *own* error: the rounding inside that call, outside the calls nested in it.
+5. The first plan, where each call gets the inputs of pass 3. Inputs and weights are perturbed at random by half a unit in the
+   last place of the second plan's compute format. The change is the *expected* error, which rounding to that format causes in
+   this call, with the conditioning of the computation.
 
-6. If the model makes discrete choices - indices, masks, orders - the second plan with those of pass 1 in their place: which of
-   its own differ, and which by more than rounding explains (:mod:`castwise.lab.passes.choices`).
+6. Only if the model makes discrete choices (indices, masks, orders): the second plan, with its choices replaced by those of
+   pass 1. This pass shows which choices differ, and which differ by more than rounding explains
+   (:mod:`castwise.lab.passes.choices`).
 
-If a call makes an error that rounding does not explain, pass 4 runs again with torch's own kernels exact
-(:class:`~castwise.lab.inspect.kernels.ExactKernels`): an error that vanishes comes from rounding inside these kernels.
+If a call makes an error that rounding does not explain, pass 4 runs again with torch's own kernels made exact
+(:class:`~castwise.lab.inspect.kernels.ExactKernels`). An error that then vanishes comes from rounding inside these kernels.
 
 An own error far above the expected error is made in that call and is not explained by the format. If the expected error is
 far above the rounding of the inputs, the call amplifies rounding errors in any implementation.
@@ -76,13 +78,15 @@ def compare(
 ) -> Comparison:
     """Compare two plans on one batch, call by call, forward and backward: find which calls make errors and which pass errors on.
 
-    Calls are aligned by module path and number, so extra casts and operators of one side do not matter. Everything runs on
-    copies: the model, its gradients, random numbers and process-wide settings are unchanged when it returns, fails or is interrupted.
+    A call under one plan is compared with the call of the same module path and number under the other plan, so additional casts
+    and operators of one plan do not matter. Everything runs on copies: the model, its gradients, random numbers and process-wide
+    settings are unchanged when the function returns, fails or is interrupted.
 
-    Takes five passes, six if the model makes discrete choices, plus one per module tried, and memory for about four times the activations of one pass. Waits for the device.
+    The comparison takes five passes, six if the model makes discrete choices, plus one per module tried. It needs memory for about
+    four times the activations of one pass, and waits for the device.
 
-    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks call it together, each with its own batch. All get
-    the same comparison, which has, per call and direction, the result and the number of the worst rank.
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks make this call together, each with its own batch.
+    All ranks get the same comparison, which has the result and the number of the worst rank for each call and direction.
 
     Args:
         model: The model, in any training state; its training and evaluation modes are kept. A sharded model is copied
@@ -125,7 +129,7 @@ def compare(
 
 
 class _Comparing:
-    """The passes of one comparison and the evaluation of their results."""
+    """Runs the passes of one comparison of two plans, and evaluates their results."""
 
     def __init__(self, runs: Runs, first: Plan, second: Plan, env: Environment) -> None:
         self._runs, self._first, self._second, self._env = runs, first, second, env
@@ -149,7 +153,7 @@ class _Comparing:
         self._choices: tuple[Choice, ...] = ()
 
     def run(self) -> tuple[CallComparison, ...]:
-        """Run the passes; return all calls with their errors."""
+        """Run the passes of the comparison; return all module calls with their errors."""
         a, b = self._a, self._b
         if not self._runs.repeats_draws:
             self._runs.run(
@@ -190,7 +194,11 @@ class _Comparing:
         return self._attributed(dataclasses.replace(own, exact=(look, ran)))
 
     def finding(self, suspects: Iterable[str]) -> Comparison:
-        """The comparison, with the errors that remain when each suspect computes in the first plan's format."""
+        """Return the comparison, after a run of the second plan with each of the given modules in the first plan's format.
+
+        Args:
+            suspects: Paths of modules that may cause the errors.
+        """
         a, b, ran_a, ran_b = self._a, self._b, self._ran_a, self._ran_b
         tried = [self._try(path, a, ran_a) for path in suspects]
         end_a, end_b = self._whole(self._first, ran_a), self._whole(self._second, ran_b)
@@ -216,7 +224,11 @@ class _Comparing:
         )
 
     def _whole(self, plan: Plan, ran: Run) -> Run:
-        """For a compiled plan, a new pass without borders in its code; for others, the given pass."""
+        """Return the pass whose loss and gradients are reported.
+
+        If the plan compiles, a new pass is run in which nothing is observed, so that the compiler can fuse across calls. Otherwise
+        the given pass is returned.
+        """
         if plan.compile == "as_given":
             return ran
         self._notes.append(
@@ -226,7 +238,7 @@ class _Comparing:
         return self._runs.run(plan, scale=ran.scale, whole=True)
 
     def _isolated(self, a: Look, b: Look, ran_a: Run, ran_b: Run) -> Own | None:
-        """Passes 3 to 5; None if the loss fails with replaced values."""
+        """Run passes 3 to 5 of the module's description; return None if the loss fails with replaced values."""
 
         def rounded(key: Key, value: Tensor | None) -> Tensor | None:
             dtype = b.dtypes.get(key)
@@ -268,7 +280,11 @@ class _Comparing:
         return Own(own, expected, ran_base, ran_own, ran_expected)
 
     def _changed(self, chosen: Choices, scale: float) -> tuple[Choice, ...]:
-        """Pass 6; nothing if the loss fails with replaced values."""
+        """Run pass 6 of the module's description, and return the choices that differ.
+
+        Nothing is run if the second plan computes only in fp32 or the model makes no choices. If the loss fails with replaced
+        values, the choices compared until then are returned.
+        """
         format = lowest_format(self._second)
         if format is None or not chosen.tape:
             return ()
@@ -301,7 +317,10 @@ class _Comparing:
 
 
 def _with_room(plan: Plan, a: Look, ran_a: Run) -> Plan:
-    """The plan with its dynamic loss scale started where training would settle: below overflow of the largest gradient seen."""
+    """Return the plan with a smaller initial loss scale, at which the largest gradient of the reference does not overflow fp16.
+
+    Training would settle there too. A plan without a dynamic loss scale is returned unchanged.
+    """
     if plan.loss_scale is None or not plan.loss_scale.dynamic:
         return plan
     seen = [*(g for key, g in a.kept.items() if key.back), *ran_a.gradients.values()]
@@ -313,7 +332,7 @@ def _with_room(plan: Plan, a: Look, ran_a: Run) -> Plan:
 
 
 def _eps(plan: Plan, resolution: Resolution, path: str) -> float:
-    """The eps of the coarsest format in which the plan computes a module or stores its weights."""
+    """Return the eps of the coarsest format in which the plan computes a module or stores its weights."""
     module = resolution.places[path]
     formats = [module.compute, *([module.stored] if module.stored else [])]
     if module.compute == "fp32":
@@ -322,7 +341,10 @@ def _eps(plan: Plan, resolution: Resolution, path: str) -> float:
 
 
 def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
-    """A tensor perturbed at random by half a unit in the last place of a format; by a whole unit if the tensor has that format."""
+    """Perturb a tensor at random by up to half a unit in the last place of a format, which is given by its eps.
+
+    If the tensor has that format itself, the perturbation is up to a whole unit, since rounding would remove a smaller one.
+    """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     if tensor.is_complex():
@@ -336,7 +358,7 @@ def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
 
 
 def _notes(a: Look, b: Look, ran_a: Run, ran_b: Run) -> list[str]:
-    """What could not be observed, in sentences."""
+    """Return sentences that say what could not be observed or compared."""
     out = []
     for ran, other, which in ((ran_a, ran_b, "first"), (ran_b, ran_a, "second")):
         alone = [call for call in ran.callers if call not in other.callers]

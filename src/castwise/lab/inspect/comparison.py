@@ -1,4 +1,4 @@
-"""The results of ``compare``, as records."""
+"""Define the result of ``compare``, and merge the results of several ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ Effect = Literal["born", "kernel", "amplifies", "rounding", "passes", "exact", "
 
 @dataclass(frozen=True)
 class Side:
-    """The error of one call in one direction. Errors are relative, ``||b - a|| / ||a||`` of a tensor; the worst tensor counts.
+    """The error of one module call in one direction, forward or backward.
+
+    Errors are relative, ``||b - a|| / ||a||`` of a tensor; the tensor with the largest error counts.
 
     Attributes:
         effect: ``born``: the call makes an error that rounding to its format does not explain. ``kernel``: the call
@@ -51,13 +53,13 @@ class Side:
 
     @property
     def excess(self) -> float:
-        """Ratio of the own error to the expected error; 0 if there is none."""
+        """The own error divided by the expected error; 0 if either is missing or 0."""
         return self.own / self.expected if self.own and self.expected else 0.0
 
 
 @dataclass(frozen=True)
 class CallComparison:
-    """One call of one module under both plans.
+    """The comparison of one call of one module under two plans.
 
     Attributes:
         path: Path of the module; empty for the model, ``(loss)`` for the code of the loss.
@@ -75,28 +77,28 @@ class CallComparison:
 
     @property
     def born(self) -> bool:
-        """Whether the call makes an unexplained error in either direction."""
+        """Whether the call makes an error in either direction that rounding to its format does not explain."""
         return "born" in (self.forward.effect, self.backward.effect)
 
     @property
     def in_kernels(self) -> bool:
-        """Whether rounding inside torch's own kernels explains every other unexplained error of the call."""
+        """Whether the call has errors that rounding to its format does not explain, but rounding inside torch's kernels does."""
         return not self.born and "kernel" in (self.forward.effect, self.backward.effect)
 
     @property
     def excess(self) -> float:
-        """The larger excess of the two directions."""
+        """The larger of the two directions' ratios of own to expected error."""
         return max(self.forward.excess, self.backward.excess)
 
     @property
     def own(self) -> float:
-        """The larger own error of the two directions."""
+        """The larger of the two directions' own errors."""
         return max(self.forward.own or 0.0, self.backward.own or 0.0)
 
 
 @dataclass(frozen=True)
 class TriedExemption:
-    """A run of the second plan with one module in the first plan's format, and the errors that remain at the end.
+    """The errors that remain when the second plan runs with one module in the first plan's format.
 
     Attributes:
         path: Path of the module.
@@ -159,17 +161,17 @@ class Comparison(Result):
 
     @property
     def birthplaces(self) -> tuple[CallComparison, ...]:
-        """The calls whose own error is larger than rounding to the format explains, the largest excess first."""
+        """The calls whose own error is larger than rounding to the format explains; the largest ratio of own to expected first."""
         return tuple(sorted((c for c in self.calls if c.born), key=lambda c: -c.excess))
 
     @property
     def in_kernels(self) -> tuple[CallComparison, ...]:
-        """The calls whose error comes from rounding inside torch's own kernels, the largest excess first."""
+        """The calls whose error comes from rounding inside torch's kernels; the largest ratio of own to expected error first."""
         return tuple(sorted((c for c in self.calls if c.in_kernels), key=lambda c: -c.excess))
 
     @property
     def loss_error(self) -> float | None:
-        """Relative difference of the losses."""
+        """The relative difference of the two plans' losses; None if it is undefined."""
         return relative(*self.losses)
 
     def _fields(self) -> dict[str, Any]:
@@ -191,7 +193,7 @@ class Comparison(Result):
         return dataclasses.asdict(self) | said | {"loss_error": self.loss_error}
 
     def table(self, *, verbose: bool = False) -> RenderableType:
-        """The answer and the calls with the largest errors as text and tables for ``rich.print``.
+        """Return the answer and the calls with the largest errors, as text and tables for ``rich.print``.
 
         Args:
             verbose: List also the calls whose errors come from rounding inside torch's own kernels.
@@ -212,7 +214,10 @@ _SEVERITY: tuple[Effect, ...] = ("unseen", "exact", "passes", "rounding", "ampli
 
 
 def worst_calls(by_rank: Sequence[Sequence[CallComparison]]) -> tuple[CallComparison, ...]:
-    """Merge the ranks' calls: in each direction the worst rank counts. Calls that some ranks did not make come last."""
+    """Merge the calls of all ranks into one list, with the result of the worst rank for each call and direction.
+
+    Calls that the first rank did not make come last.
+    """
     found: dict[tuple[str, int], dict[int, CallComparison]] = {}
     for rank, calls in enumerate(by_rank):
         for call in calls:
@@ -236,7 +241,10 @@ def worst_calls(by_rank: Sequence[Sequence[CallComparison]]) -> tuple[CallCompar
 
 
 def worst_of(found: Sequence[Comparison]) -> Comparison:
-    """Merge the comparisons of all ranks, which tried the same modules: each figure is the worst."""
+    """Merge the comparisons of all ranks into one, in which each figure is that of the rank where it is worst.
+
+    All ranks must have tried the same modules in the first plan's format.
+    """
     first = found[0]
     names = dict.fromkeys(name for one in found for name in one.parameters)
     return dataclasses.replace(
@@ -276,7 +284,7 @@ def _size(value: float | None) -> float:
 
 
 def said_by_rank(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The notes of all ranks without duplicates; a note of some ranks names these ranks."""
+    """Return the notes of all ranks without duplicates; a note that not all ranks made starts with the ranks that did."""
     ranks: dict[str, list[int]] = {}
     for rank, said in enumerate(notes):
         for note in said:
@@ -287,7 +295,7 @@ def said_by_rank(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def relative(one: float, other: float) -> float | None:
-    """Relative difference of two numbers, |other - one| / |one|; None if undefined."""
+    """Return the relative difference of two numbers, |other - one| / |one|; None if it is undefined."""
     if one == other:
         return 0.0
     return abs(other - one) / abs(one) if one and math.isfinite(one) and math.isfinite(other) else None

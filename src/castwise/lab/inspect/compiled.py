@@ -1,7 +1,8 @@
-"""Observe tensors between calls in compiled code: an opaque custom operator is inserted at every border of a call.
+"""Observe the tensors that enter or leave module calls in code compiled by torch.compile.
 
-Each module's own code is compiled as usual; fusions across borders are prevented. Calls inside an activation-checkpointed
-region are not observed, since its tracing does not allow such hooks.
+An opaque custom operator is inserted wherever a tensor enters or leaves a call. Each module's own code is compiled as usual, but
+fusions across calls are prevented. Calls inside an activation-checkpointed region are not observed, since checkpointing does not
+allow such hooks while it is traced.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _watching: list[CompiledCrossings] = []
 
 
 class CompiledCrossings(Observer):
-    """Watches all module calls of a prepared model that is compiled in its first call, for one pass.
+    """Observes the tensors that enter or leave module calls of a prepared model, in one pass of the model under torch.compile.
 
-    It registers its own hooks, which Dynamo traces; they are registered before anything is compiled.
+    The observer registers its own hooks before anything is compiled, and Dynamo traces them.
 
     Args:
         forward: As for :class:`~castwise.lab.inspect.crossings.Crossings`.
         backward: As for :class:`~castwise.lab.inspect.crossings.Crossings`.
-        writes: Paths of modules that write to their inputs; these are skipped, since the caller would not see the write.
+        writes: Paths of modules that write to their inputs. The inputs of these modules are not observed, since the module would
+            write to a copy that its caller does not see.
     """
 
     def __init__(self, forward: Forward, backward: Backward, writes: frozenset[str]) -> None:
@@ -51,13 +53,16 @@ class CompiledCrossings(Observer):
             yield
 
     def seen(self, tensor: Tensor, point: Point, back: bool) -> Tensor:
-        """The tensor to continue with: its replacement, or else a copy of it."""
+        """Show a tensor or gradient to the given functions, and return their replacement, or else a copy."""
         put = self._backward(point, tensor) if back else self._forward(point, tensor, False)
         return tensor.clone() if put is None else put
 
 
 def _hooks(path: str, writes: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks that Dynamo traces; calls are numbered during tracing, since each pass is compiled anew."""
+    """Return a forward pre-hook and a forward hook that insert the operator, for Dynamo to trace.
+
+    A module's calls are numbered during tracing, since each pass is compiled anew.
+    """
     began = [0]
 
     def crossed(value: Any, side: Literal["in", "out"], number: int) -> Any:
@@ -85,7 +90,7 @@ def _hooks(path: str, writes: bool) -> tuple[Callable[..., Any], Callable[..., A
 
 @functools.cache
 def _define() -> None:
-    """Register the operators, once, at first use."""
+    """Register the custom operators with torch, once, at first use."""
     schema = "(Tensor tensor, str path, int number, bool out, int index) -> Tensor"
 
     def look(tensor: Tensor, path: str, number: int, out: bool, index: int, back: bool) -> Tensor:

@@ -1,10 +1,10 @@
-"""Observe every tensor that enters or leaves a module call in a forward and backward, and its gradient.
+"""Observe every tensor that enters or leaves a module call in a forward and backward pass, and its gradient.
 
-Each tensor is given to a function that may replace it. A call is named by the module's path and its number, counted from 0
-in forward. A call that activation checkpointing repeats in backward is recognised by its inputs and keeps the number of the
-original call.
+Each tensor is given to a function that may replace the tensor. A call is named by the module's path and the number of the call,
+counted from 0 in forward. A call that activation checkpointing repeats in backward is recognised by its inputs and keeps the
+number of the original call.
 
-Code compiled by torch.compile makes no single module calls: see :mod:`castwise.lab.inspect.compiled`.
+In code compiled by torch.compile single module calls cannot be seen: see :mod:`castwise.lab.inspect.compiled`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from castwise.lab.passes.observers import Call, Observer
 
 
 class Point(NamedTuple):
-    """Where a tensor enters or leaves a call, and its index among the tensors that do so."""
+    """The place where a tensor enters or leaves a module call: the call, the side, and the index among the tensors there."""
 
     call: Call
     side: Literal["in", "out"]
@@ -39,7 +39,7 @@ Backward = Callable[[Point, Tensor], Tensor | None]
 
 
 class _Cross(torch.autograd.Function):
-    """Pass a tensor through a border and show its gradient on the way back."""
+    """Passes a tensor on in forward, and in backward gives its gradient to a function that may replace the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, held: list[Tensor], point: Point, look: Backward) -> Tensor:
@@ -55,7 +55,15 @@ class _Cross(torch.autograd.Function):
 
 @dataclass
 class _Running:
-    """A call in progress: copies of its inputs, and the originals, to which in-place writes are copied back."""
+    """A module call in progress.
+
+    Attributes:
+        module: The module.
+        call: The call; None for a recomputation whose original call is not known.
+        again: Whether activation checkpointing repeats the call in backward.
+        copies: For each input the original, the copy that the module gets, and the copy's version at first. In-place writes
+            to a copy are copied back to the original.
+    """
 
     module: nn.Module
     call: Call | None
@@ -64,10 +72,10 @@ class _Running:
 
 
 class Crossings(Observer):
-    """Watches all module calls of a model, prepared or not, for one forward and backward.
+    """Observes the tensors that enter or leave all module calls of a model, in one forward and backward pass.
 
-    It registers its own hooks, which may replace tensors. They run inside the plan's borders, where tensors have the format that
-    the module computes in.
+    The observer registers its own hooks, which may replace tensors. The hooks run after a plan has cast a module's inputs and
+    before it casts the outputs, so tensors have the format that the module computes in.
 
     Args:
         forward: Gets each tensor that enters or leaves a call, and may replace it.
@@ -119,7 +127,10 @@ class Crossings(Observer):
         return self._crossed((args, kwargs), "in", running)
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> Any:
-        """Forward hook; also runs after an exception, since checkpointing ends its recomputation with one."""
+        """Handle the end of a module call, as a forward hook.
+
+        The hook also runs after an exception, since activation checkpointing ends its recomputation with an exception.
+        """
         if not self._running or self._running[-1].module is not module:
             return None
         running = self._running[-1]
@@ -133,7 +144,11 @@ class Crossings(Observer):
             self._running.pop()
 
     def _found_again(self, path: str, given: tuple[float, ...]) -> Call | None:
-        """The call being recomputed: the last unmatched call with the same inputs, else the last call."""
+        """Return the forward call that a recomputation in backward repeats.
+
+        It is the last call with the same inputs that was not recomputed yet. If no inputs are the same, it is the last call that
+        was not recomputed yet; None if there is none.
+        """
         left = self._left.get(path) or []
         for call in reversed(left):
             if _same(self._given[call], given):
@@ -167,7 +182,7 @@ class Crossings(Observer):
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's values can be read here: it is dense, of no subclass, and not inside a torch.func transform."""
+    """Whether a tensor's values can be read: the tensor is dense, of no tensor subclass, and not inside a torch.func transform."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_nested

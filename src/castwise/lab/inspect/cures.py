@@ -1,4 +1,4 @@
-"""Find plans that make a non-finite pass finite; each is run before it is recommended."""
+"""Find plans under which a forward and backward pass becomes finite; each plan is run before it is recommended."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from castwise.lab.passes.passes import at_scale
 
 _RESCALES = 4
 _RESCALE = 2.0**-4
-"""Factor by which a smaller loss scale is tried."""
+"""Factor between a loss scale and the next smaller one that is tried."""
 _CALLED: Mapping[str, tuple[str, ...]] = {
     "mm": ("mm", "matmul", "linear"), "addmm": ("addmm", "linear"), "bmm": ("bmm", "matmul"),
     "_softmax": ("softmax",), "_log_softmax": ("log_softmax",), "native_layer_norm": ("layer_norm",),
     "native_group_norm": ("group_norm",), "convolution": ("conv1d", "conv2d", "conv3d"),
     "linalg_vector_norm": ("norm", "linalg_vector_norm"), "_to_copy": (), "copy_": (), "lift_fresh": (),
 }  # fmt: skip
-"""By name of an operator below autograd, the names above autograd that a plan's rules use; empty if no rule applies to it."""
+"""For operators below autograd, the names above autograd that a plan's rules use; empty for an operator without such a rule."""
 
 
 @dataclass(frozen=True)
 class TriedCure:
-    """A plan that was run to test whether it makes the pass finite.
+    """A plan that was run to test whether loss, gradients and buffers are finite under it.
 
     Attributes:
         what: The difference from the original plan, as text.
@@ -50,13 +50,16 @@ def try_cures(
     reached: Callable[[Plan], Collection[str]],
     scaled: bool,
 ) -> list[TriedCure]:
-    """Run plans, the smallest change first, until one makes the pass finite and the kind of cure is known.
+    """Run changed plans until it is known which kind of change makes the forward and backward pass finite.
+
+    A smaller loss scale alone is tried first. If fp32 makes the pass finite, smaller changes follow: one operator in fp32, one
+    region in fp32, and bf16 instead of fp16.
 
     Args:
         plan: The plan under which the pass is not finite.
-        place: Place of the operator; None if no operator is the cause.
-        model: Gives the names of regions.
-        reached: Runs a plan and returns what is not finite under it.
+        place: Where the operator ran that returned the first non-finite value; None if no operator is the cause.
+        model: The model, whose module paths name the regions.
+        reached: Runs a plan and returns the names of what is not finite under it.
         scaled: Whether only gradients are not finite, so that a smaller loss scale may be enough.
 
     Returns:
@@ -99,7 +102,10 @@ def try_cures(
 
 
 def _finite(plan: Plan, reached: Callable[[Plan], Collection[str]]) -> tuple[bool, Plan]:
-    """Whether a pass is finite, and under which plan: the loss scale is lowered if gradients overflow, as in training."""
+    """Return whether a pass under a plan is finite, and the plan with the loss scale of the last try.
+
+    The loss scale is lowered while only gradients are not finite, as in training.
+    """
     for _ in range(_RESCALES + 1):
         bad = reached(plan)
         scale = plan.loss_scale
@@ -112,7 +118,7 @@ def _finite(plan: Plan, reached: Callable[[Plan], Collection[str]]) -> tuple[boo
 
 
 def _narrow(plan: Plan, place: OperatorRun | None, model: nn.Module) -> Iterator[tuple[str, Plan]]:
-    """Plans that keep one operator, or one region from the innermost outwards, in fp32."""
+    """Yield plans, each with a description, that keep one operator in fp32, then one region, from the innermost outwards."""
     if place is None:
         return
     name = place.forward or place.operator

@@ -1,10 +1,11 @@
-"""``forecast``: what low formats would do to a model's numbers, from an fp32 run.
+"""``forecast``: predict from an fp32 run what low formats would do to a model's numbers.
 
-Weights, activations, gradients and updates are cast to each format and back, per region: the shares that overflow, underflow
-or lose digits, and for fp16 the loss scales that hold the gradients. No device that computes in the formats is needed.
+Weights, activations, gradients and updates of each region are cast to each format and back. The forecast gives the shares that
+overflow, underflow or lose digits, and for fp16 the loss scales at which gradients neither overflow nor underflow. No device that
+computes in the formats is needed.
 
-Which numbers a plan keeps in fp32 is learned from one run under it: what autocasting leaves in fp32 and never casts
-at use is listed as *kept* and does not count against a format.
+One run under the plan shows which numbers the plan keeps in fp32. A tensor that autocast leaves in fp32 and never casts when it is
+used is listed as *kept* and does not count against a format.
 
 The forecast is about ranges only. Whether a format has enough digits for the gradients is tested by :func:`castwise.parity`.
 """
@@ -53,11 +54,11 @@ def forecast(
 ) -> Forecast:
     """Forecast what low formats would do to a model's numbers, from a run in fp32.
 
-    Everything runs on copies: the model, random numbers and process-wide settings are unchanged when it returns or
+    Everything runs on copies: the model, random numbers and process-wide settings are unchanged when the function returns or
     fails. Compiled models run uncompiled.
 
-    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks call it together, each with its own batches. All get
-    one forecast over all batches; gradients are those of a rank's own batch, before averaging.
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks make this call together, each with its own
+    batches. All ranks get one forecast over all batches; gradients are those of a rank's own batch, before averaging.
 
     Args:
         model: The model, in any training state; its training and evaluation modes are kept. Tensors stored in bf16 or

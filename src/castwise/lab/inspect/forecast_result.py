@@ -1,4 +1,4 @@
-"""The result of a forecast, as frozen data for a table, JSON and a page."""
+"""Define the result of a forecast, as frozen data for a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from castwise.lab.timing.environment import Environment
 
 @dataclass(frozen=True)
 class TensorForecast:
-    """What formats do to a region's tensors of one kind.
+    """What formats would do to all tensors of one kind in one region.
 
     Attributes:
-        kind: ``weights``; ``activations``: each function result in forward; ``gradients``: of these results; ``weight gradients``;
-            ``updates``: the nonzero updates.
+        kind: ``weights``; ``activations``: the results of functions in forward; ``gradients``: the gradients of these results;
+            ``weight gradients``; ``updates``: the nonzero elements of the optimizer's updates.
         kept: Whether the plan keeps them in fp32.
         count: Number of values; a complex one counts twice.
         not_finite: Values infinite or NaN already in fp32, as in a mask; excluded from all other figures.
@@ -44,7 +44,10 @@ class TensorForecast:
     casts: tuple[Cast, ...]
 
     def cast(self, format: str, scaled: bool = True) -> Cast | None:
-        """The cast to a format: the scaled one if training would scale, else the unscaled one; None if it was not requested."""
+        """Return the effect of casting to a format; None if the format was not requested.
+
+        With ``scaled``, it is the cast with a scale, if training would scale these tensors; otherwise the cast without one.
+        """
         found = [cast for cast in self.casts if cast.format == format]
         return next(
             (cast for cast in found if (cast.scale is not None) is scaled), found[0] if found else None
@@ -53,7 +56,7 @@ class TensorForecast:
 
 @dataclass(frozen=True)
 class RegionForecast:
-    """What formats do to one module's own tensors, without those of its submodules.
+    """What formats would do to one module's own tensors, without those of its submodules.
 
     Attributes:
         path: Path of the module, empty for the model itself.
@@ -80,13 +83,16 @@ class RegionForecast:
     trouble: str = ""
 
     def tensor(self, kind: Kind, kept: bool = False) -> TensorForecast | None:
-        """The tensors of a kind; None if there are none."""
+        """Return the forecast of one kind of tensor; None if the region has no such tensors.
+
+        ``kept`` selects the tensors that the plan keeps in fp32.
+        """
         return next((t for t in self.tensors if t.kind == kind and t.kept is kept), None)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Where overflows spread to, from a run of the plan with the forecast's format.
+    """Where overflows in one format spread to, observed in a run of the plan with that format.
 
     Attributes:
         sources: Regions whose own activations overflow.
@@ -99,7 +105,7 @@ class Spread:
     gradients: bool
 
     def __or__(self, other: Spread) -> Spread:
-        """The union of two runs' results."""
+        """Return the union of two runs' results."""
         reached = tuple(dict.fromkeys([*self.reached, *other.reached]))
         return Spread(self.sources, reached, self.gradients or other.gradients)
 
@@ -145,7 +151,7 @@ class Forecast(Result):
     ranks: int = 1
 
     def region(self, path: str) -> RegionForecast:
-        """The region of a module path.
+        """Return the region of a module path.
 
         Raises:
             PlanError: No module with this path computed anything.

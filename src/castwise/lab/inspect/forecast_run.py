@@ -1,4 +1,4 @@
-"""The passes of a forecast and the sums over them."""
+"""Run the passes of a forecast, and sum up what they show."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ from castwise.lab.timing.environment import Environment
 
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "weight gradients", "updates")
 VISIBLE = 0.1
-"""A region whose share of vanishing gradients reaches this gets a note, however small its gradients are relative to others."""
+"""If at least this share of a region's gradients becomes 0, a note says so, even if the gradients are small beside others."""
 Key = tuple[str, Kind, bool]
 """A region, a kind of tensor, and whether the plan keeps it in fp32."""
 
 
 class Ledger:
-    """Sums over a region's tensors of one kind: magnitudes together, casts per site."""
+    """Sums over all tensors of one kind in one region.
+
+    Magnitudes are counted over all tensors together. The effects of casts are summed per :class:`~castwise.lab.inspect.watch.Site`.
+    """
 
     def __init__(self) -> None:
         self.count = self.not_finite = 0
@@ -62,12 +65,12 @@ class Ledger:
         return numbers == values.count
 
     def put(self, site: Site, format: str, scale: float | str | None, found: Tally) -> None:
-        """Add the result of casting a site's values to a format."""
+        """Add the result of casting values to a format to the sums of the values' site."""
         sites = self.tallies.setdefault((format, scale), {})
         sites[site] = sites.get(site, Tally()) + found
 
     def join(self, other: Ledger) -> None:
-        """Add another process's sums."""
+        """Add the sums of another process."""
         self.count += other.count
         self.not_finite += other.not_finite
         self.magnitudes += other.magnitudes
@@ -77,11 +80,14 @@ class Ledger:
 
     @property
     def square(self) -> float:
-        """The largest sum of squares of any site."""
+        """The largest sum of squares over one site; 0 if nothing was cast."""
         return max((tally.square for sites in self.tallies.values() for tally in sites.values()), default=0.0)
 
     def forecast(self, path: str, kind: Kind, kept: bool, least: float) -> TensorForecast:
-        """The forecast from the sums; sites whose sum of squares is below ``least`` do not count as losing anything."""
+        """Return the forecast that follows from the sums.
+
+        Values that underflow do not count at sites whose sum of squares is below ``least``.
+        """
         casts = tuple(cast_of([*sites.values()], *key, least) for key, sites in self.tallies.items())
         seen = self.magnitudes
         return TensorForecast(
@@ -91,13 +97,13 @@ class Ledger:
 
 @dataclasses.dataclass
 class Seen:
-    """The observations of one process.
+    """What one process has observed in the passes of a forecast.
 
     Attributes:
-        ledgers: By region, kind of tensor, and whether the plan keeps it in fp32.
-        low: Paths of modules whose own code returns low formats.
-        poles: Casts of values that must not become 0, by path, format and function.
-        ranges: Magnitudes of the gradients that would be in a low format, by path.
+        ledgers: The sums by region, kind of tensor, and whether the plan keeps the tensor in fp32.
+        low: Paths of modules whose own code returns bf16 or fp16 without a plan.
+        poles: By path, format and function, the casts of values that must not become 0, such as denominators.
+        ranges: By path, the magnitudes of the gradients that would be in a low format under the plan.
         microbatches: Number of microbatches that were run.
         passes: Number of forward/backward passes.
     """
@@ -110,11 +116,11 @@ class Seen:
     passes: int = 0
 
     def ledger(self, path: str, kind: Kind, kept: bool) -> Ledger:
-        """The ledger of a region, kind and whether kept; created if needed."""
+        """Return the sums for a region, a kind of tensor, and whether the plan keeps it in fp32; create them if needed."""
         return self.ledgers.setdefault((path, kind, kept), Ledger())
 
     def add_pole(self, path: str, format: str, function: str, found: Tally) -> None:
-        """Add the cast of those inputs of a function that must not be zero."""
+        """Add the result of casting inputs of a function that must not become zero, such as denominators."""
         poles = self.poles.setdefault(path, {}).setdefault(format, {})
         poles[function] = poles.get(function, Tally()) + found
 
@@ -132,13 +138,13 @@ class Seen:
 
 
 class Run:
-    """The passes of a forecast.
+    """Runs the passes of a forecast, and computes the forecast from them.
 
     Args:
         prober: Runs the passes; each rank has its own.
         plan: The plan whose casts are assumed.
         formats: The requested formats.
-        ranks: The processes that make the forecast together. The first rank's run tells all which tensors the plan casts.
+        ranks: The processes that make the forecast together. The first rank finds out for all which tensors the plan casts.
     """
 
     def __init__(self, prober: Prober, plan: Plan, formats: list[Format], ranks: Looking) -> None:
@@ -156,7 +162,7 @@ class Run:
 
         Args:
             microbatches: Number of microbatches that this process runs.
-            updates: Per parameter the optimizer's last step: name, weights and update.
+            updates: Gives the name, the weights and the update of each parameter in a step of the optimizer.
         """
         self._ranks.each(self._learn)
         self.casts = self._ranks.first(lambda: self.casts)
@@ -198,14 +204,14 @@ class Run:
             Values.of(tensor).count_into(self.seen.ranges.setdefault(site.path, Magnitudes()))
 
     def _look(self, kind: Kind, site: Site, tensor: Tensor) -> None:
-        """Cast a tensor to every format."""
+        """Cast a tensor to every requested format, and add the effects to the sums."""
         if kind == "activations" and tensor.dtype in LOW_DTYPES:
             self.seen.low.add(site.path)
         if not self._ledger(kind, site).add(site, tensor, self._scaled(kind)):
             self.not_finite.add(site)
 
     def _poles(self, inputs: list[tuple[Site, Tensor]], _results: list[Tensor]) -> None:
-        """Count values that must not become 0 and do."""
+        """Count the inputs that become 0 in a low format although the function must not get 0, such as denominators."""
         for site, tensor in inputs:
             if site in self.casts.poles:
                 values = Values.of(tensor)
@@ -215,7 +221,7 @@ class Run:
                         self.seen.add_pole(site.path, format.name, function, values.tally(format))
 
     def _scaled(self, kind: Kind) -> Iterable[tuple[Format, float | str | None]]:
-        """Each format unscaled, and scaled if training would scale."""
+        """Yield each format with scale None, and again with the scale that training would use for a kind of tensor, if any."""
         for format in self.formats:
             is_fp8 = format.name.startswith("fp8")
             if is_fp8 and kind == "weight gradients":  # no recipe stores these products in fp8
@@ -230,7 +236,7 @@ class Run:
         return self.seen.ledger(site.path, kind, self.casts.keeps(kind, site))
 
     def _see_updates(self, updates: Iterable[tuple[str, Tensor, Tensor]]) -> None:
-        """Record the optimizer's update of weights that are stored low."""
+        """Record which part of the optimizer's updates rounding would lose if weights were stored in each low format."""
         for name, old, update in updates:
             if not old.is_floating_point() or old.dtype is torch.float64 or not bool(update.any()):
                 continue
@@ -248,7 +254,7 @@ class Run:
                     ))  # fmt: skip
 
     def forecast(self, where: Environment) -> Forecast:
-        """The forecast from the observations of all ranks."""
+        """Return the forecast that follows from the observations of all ranks."""
         seen = self._ranks.to_first(self.seen)
         regions = self._ranks.first(lambda: self._regions(seen))
         spreads = self._spreads(regions)
@@ -304,7 +310,10 @@ class Run:
         )  # fmt: skip
 
     def _spreads(self, regions: Sequence[RegionForecast]) -> dict[str, Spread]:
-        """Per format with an overflow, its spread on all ranks together; formats that the device cannot run are absent."""
+        """Return, for each format in which activations overflow, where the overflows spread on all ranks together.
+
+        A format that the device of some rank cannot run is absent.
+        """
         out = {}
         for name in (format.name for format in self.formats if format.name in LOW):
             if sources := overflowing(regions, name):
@@ -317,14 +326,17 @@ class Run:
         return out
 
     def _spread(self, name: str, sources: Sequence[str]) -> Spread | str:
-        """The spread over this rank's microbatches, or why the device cannot run the format."""
+        """Return where overflows spread in this rank's microbatches, or the reason why the device cannot run the format."""
         try:
             return spread(self.prober, self.plan, name, sources, self.loss_scale, self.not_finite)
         except Exception as error:  # such as an operator without a kernel for the format on this device
             return told(error, whole=False)
 
     def _worst_poles(self, path: str) -> dict[str, tuple[str, float]]:
-        """Per format, the function with the largest share of values that become 0, and that share."""
+        """Return, for each format, the function of which the largest share of inputs becomes 0, and that share.
+
+        Counted are only inputs that must not become 0, such as denominators.
+        """
         out = {}
         for format, functions in self.seen.poles.get(path, {}).items():
             name, share = max(

@@ -1,7 +1,7 @@
 """Run torch's own kernels exactly: in fp64 on the same inputs, rounded once to the format of the result.
 
-Some kernels round more than once inside: on a CPU the backward of layer norm adds up rows in bf16. No code of the model causes
-that, so an error that vanishes when these kernels are exact is not one of the model.
+Some kernels round more than once inside: on a CPU the backward of layer norm adds up rows in bf16. The model's code does not cause
+this rounding. So an error that vanishes when these kernels are exact is not an error of the model.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _LAYERS = (
     "l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
 )  # fmt: skip
 """Parts of the names of ATen's operators for norms, softmax, activations, embeddings and losses. Sums, means and products are
-not here: the code that calls them chooses their format."""
+not included, since the code that calls them chooses their format."""
 
 
 class ExactKernels(Observer):
-    """Replaces the results of torch's kernels for layers by exact results, rounded once.
+    """Replaces the results of torch's kernels for layers, such as layer norm, by exact results that are rounded once.
 
     Args:
-        except_for: Operators whose format the plan sets by a rule of its own; their kernels run as they are.
+        except_for: Operators for which the plan has a rule of its own; their kernels run unchanged.
     """
 
     def __init__(self, except_for: tuple[str, ...] = ()) -> None:
         self._except = except_for
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator; round its exact result if it is a layer's kernel in bf16 or fp16."""
+        """Run an operator; if it is a layer's kernel in bf16 or fp16, return the exact result, rounded once."""
         out = run(op, args, kwargs)
         if self._is_kernel(base_name(op)) and any(t.dtype in LOW_DTYPES for t in tensors_in((args, kwargs))):
             exact = results_in_fp64(op, args, kwargs)

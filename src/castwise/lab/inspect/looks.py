@@ -1,4 +1,4 @@
-"""What one pass does with the tensors between calls: keep, compare or replace them."""
+"""Keep, compare or replace the tensors that enter or leave module calls in one pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from castwise.lab.passes.observers import Call
 
 
 class Key(NamedTuple):
-    """Key of a value at a point or, in backward, of a gradient there: of several, if the loss calls autograd itself."""
+    """Identifies a tensor that enters or leaves a module call, or its gradient.
+
+    Attributes:
+        point: Where the tensor enters or leaves.
+        back: Whether the gradient is meant.
+        hit: Which gradient at this point is meant, from 0: there are several if the loss calls autograd itself.
+    """
 
     point: Point
     back: bool = False
@@ -24,22 +30,23 @@ class Key(NamedTuple):
 
     @property
     def is_made_by_callee(self) -> bool:
-        """Whether the key is that of an input's gradient, which the call produces."""
+        """Whether the tensor is the gradient of an input, which the module call itself produces in backward."""
         return self.back and self.point.side == "in"
 
 
 @dataclass
 class Look:
-    """Keeps, compares or replaces tensors between calls in one pass.
+    """Keeps, compares or replaces the tensors that enter or leave module calls in one pass.
 
     Attributes:
-        scale: The loss scale of the pass; kept gradients are unscaled.
-        reference: Tensors to compare with.
+        scale: The loss scale of the pass; gradients are kept and compared unscaled.
+        reference: Tensors of another pass to compare with.
         keep: Whether to keep the tensors.
-        put: Gives the replacement of a tensor by its key; None for no replacement.
-        kept: The tensors kept.
-        errors: Errors against the reference.
-        dtypes: Dtypes of the tensors seen.
+        put: A function that gets a key and the unscaled tensor, and returns a replacement, or None for no replacement.
+        kept: Copies of the tensors, if ``keep`` is set.
+        errors: Differences of the tensors from the reference.
+        dtypes: Dtypes of the tensors.
+        shapes: Shapes of the tensors.
     """
 
     scale: float = 1.0
@@ -53,14 +60,14 @@ class Look:
     _hits: Counter[Point] = field(default_factory=Counter)
 
     def begin(self, scale: float | None) -> tuple[Forward, Backward]:
-        """Clear all results, for a pass with a loss scale."""
+        """Clear all results before a pass with a loss scale; return the functions that get each tensor and each gradient."""
         for seen in (self.kept, self.errors, self.dtypes, self.shapes, self._hits):
             seen.clear()
         self.scale = scale or 1.0
         return self.forward, self.backward
 
     def at_the_end(self) -> float | None:
-        """The worst error of the model's outputs; None without outputs."""
+        """Return the largest error of any output of the model; None if no output was compared."""
         root = Call("", 0)
         errors = [
             error.norm
@@ -70,14 +77,14 @@ class Look:
         return max(errors, default=None)
 
     def forward(self, point: Point, tensor: Tensor, again: bool) -> Tensor | None:
-        """Handle a tensor in forward."""
+        """Keep or compare a tensor in forward, and return its replacement; ``again`` marks a recomputation, which is not kept."""
         key = Key(point)
         if not again:
             self._see(key, tensor)
         return self._given(key, tensor, tensor, 1.0)
 
     def backward(self, point: Point, gradient: Tensor) -> Tensor | None:
-        """Handle a gradient in backward."""
+        """Keep or compare a gradient in backward, and return its replacement."""
         key = Key(point, True, self._hits[point])
         self._hits[point] += 1
         if not is_plain(gradient):

@@ -1,9 +1,9 @@
-"""``mismatch``: how far a model's token probabilities under a serving plan differ from those under its training plan.
+"""``mismatch``: measure how far a model's token probabilities under a serving plan differ from those under its training plan.
 
 In reinforcement learning one implementation samples tokens and another trains the model. If the two give a token
-different probabilities, training is silently off-policy; importance ratios correct for it, and their variance explodes if the
-probabilities differ much. Here one process computes both at the same weights, teacher-forced on the same tokens, so that only
-the formats' part of the mismatch remains.
+different probabilities, training is silently off-policy. Importance ratios correct for the difference, but their variance
+explodes if the probabilities differ much. Here one process computes both probabilities at the same weights, teacher-forced on the
+same tokens, so that only the formats cause differences.
 """
 
 from __future__ import annotations
@@ -106,11 +106,12 @@ def mismatch(
 ) -> Mismatch:
     """Compare a model's log-probabilities per token between training and serving plans, and compute importance ratios.
 
-    Both sides run in evaluation mode, without gradients, on copies: the model, random numbers and process-wide settings are
-    unchanged when it returns, fails or is interrupted. Waits for the device. Holds one batch's logits twice in fp32.
+    Copies of the model run under all plans, in evaluation mode and without gradients. The model, random numbers and process-wide
+    settings are unchanged when the function returns, fails or is interrupted. The function waits for the device, and holds one
+    batch's logits twice in fp32.
 
-    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks call it together, each with its own batches, and all
-    get the result that one process would get on all batches.
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks make this call together, each with its own batches.
+    All ranks get the result that one process would get on all batches.
 
     Args:
         model: A causal language model that returns logits ``[batch, length, vocabulary]``, or an object with ``.logits`` as in Hugging
@@ -200,7 +201,7 @@ class _Sides:
         self._copies: dict[Plan, nn.Module] = {}
 
     def run(self, plan: Plan, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits in fp32, tokens and mask of a batch."""
+        """Run a batch under a plan; return the logits in fp32, the tokens and the mask."""
         plan = dataclasses.replace(plan, compile="as_given")
         if plan not in self._copies:
             self._copies[plan] = self._original.copy()
@@ -210,7 +211,11 @@ class _Sides:
 
 
 def _causal(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits and the next tokens that they predict, from token ids or from a batch for Hugging Face's models."""
+    """Run a causal language model on token ids or on a batch in Hugging Face's format.
+
+    Returns:
+        The logits, the next tokens that they predict, and a mask of the tokens that count, or None.
+    """
     named = isinstance(batch, Mapping)
     ids = batch["input_ids"] if named and "input_ids" in batch else batch
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
@@ -249,7 +254,7 @@ def _checked(parts: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _draw(logits: Tensor) -> Tensor:
-    """One token per position, sampled from the softmax of the logits; the same seed gives the same noise."""
+    """Sample one token per position from the softmax of the logits; the same seed gives the same noise under every plan."""
     noise = torch.rand(logits.shape, device=logits.device, dtype=torch.float32).clamp_min_(
         torch.finfo(torch.float32).tiny
     )

@@ -1,9 +1,10 @@
-"""``first_nonfinite``: the first operator that returned NaN or an infinity, and what cures it.
+"""``first_nonfinite``: find the first operator that returned NaN or an infinity, and what cures it.
 
-One forward and backward of a copy of the model runs with every operator observed. Non-finite values are followed from operator
-to operator (:mod:`castwise.lab.inspect.origins`): an infinity that vanishes again, such as a mask's, is no fault, and each
-non-finite loss, gradient or buffer is traced to its origin. Then each suspect is tested: it is confirmed if replacing its
-non-finite results with finite values makes the pass finite. Of several suspects the first is reported.
+One forward and backward pass of a copy of the model runs with every operator observed. Non-finite values are followed from
+operator to operator (:mod:`castwise.lab.inspect.origins`), and each non-finite loss, gradient or buffer is traced to its origin.
+An infinity that vanishes again, such as that of a mask, is no fault. Each origin is a *suspect*, which is then tested: if
+replacing its non-finite results with finite values makes the pass finite, it is confirmed. If several suspects are confirmed, the
+first is reported.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
     import os
 
 MOST_SUSPECTS = 8
-"""How often a pass is repeated to find the cause among several suspects."""
+"""How often a pass is repeated to find out which of several origins of non-finite values is the cause."""
 
 
 @dataclass(frozen=True)
 class FirstNonfinite(Result):
-    """The first operator that returned a non-finite value; true if there is one.
+    """The first operator that returned a non-finite value, with its cause and cures; true if there is one.
 
     Attributes:
         plan: The plan that the model ran under.
@@ -50,7 +51,7 @@ class FirstNonfinite(Result):
         origin: Where it comes from: an ``operator``; ``data``, a ``parameter`` or a ``buffer`` that was non-finite before; a ``constant``
             of the program; uninitialised ``memory``; ``unseen`` code; empty if all is finite.
         name: Name of the data, the parameter or the buffer.
-        operator: Base name of the ATen operator, such as ``exp``; the first reader if the origin is no operator.
+        operator: Base name of the ATen operator, such as ``exp``; if the origin is no operator, the first operator that read the value.
         module: Path of the module that called it; "" is the model itself, or the loss.
         in_model: Whether the operator ran in the model rather than in the loss function around it.
         call: Number of the module's call, from 0.
@@ -162,7 +163,12 @@ class FirstNonfinite(Result):
 
 @dataclass
 class _Seen:
-    """A pass and the origins of its non-finite values."""
+    """What one pass showed: what was not finite, and where it came from.
+
+    Attributes:
+        reached: The origins of each non-finite loss, gradient or buffer, by its name.
+        origins: All origins of non-finite values, also of those that vanished again.
+    """
 
     reached: dict[str, tuple[Origin, ...]] = field(default_factory=dict)
     origins: list[Origin] = field(default_factory=list)
@@ -175,11 +181,14 @@ class _Seen:
         return "loss" not in self.reached if in_loss else not self.reached
 
     def keys(self, in_loss: bool) -> frozenset[int | str]:
-        """Keys that identify the suspects in other passes."""
+        """Return keys by which the origins that may be the cause are found again in other passes."""
         return frozenset(origin.key for origin in self.suspects(in_loss))
 
     def suspects(self, in_loss: bool) -> list[Origin]:
-        """Origins that reach the loss, or all of them; intended infinities only if there are no others."""
+        """Return the origins that may be the cause: with ``in_loss`` those that reach the loss, otherwise all.
+
+        An infinity that the program intends, such as that of a mask, is included only if there is no other origin.
+        """
         of_loss = self.reached.get("loss", ())
         found = of_loss if in_loss else dict.fromkeys(itertools.chain.from_iterable(self.reached.values()))
         return [origin for origin in found if not origin.given] or list(found)
@@ -199,9 +208,9 @@ def first_nonfinite(
 ) -> FirstNonfinite:
     """Find the first operator, forward or backward, that turned finite inputs into a non-finite output.
 
-    Only values that reach the loss, a parameter's gradient or a buffer count. The pass runs on copies, several times: the model,
-    random numbers and process-wide settings are unchanged when it returns or raises. Waits for the device at every
-    operator.
+    Only values that reach the loss, a parameter's gradient or a buffer count. Forward and backward run several times on copies: the
+    model, random numbers and process-wide settings are unchanged when the function returns or raises. It waits for the device at
+    every operator.
 
     Args:
         model: The model, in any training state, also compiled or in DistributedDataParallel. A sharded model is
@@ -299,7 +308,10 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
 def _look(
     passes: Passes, plan: Plan, mended: frozenset[int | str] = frozenset(), *, watch: bool = True
 ) -> _Seen:
-    """Run a pass; with ``watch`` every operator is observed."""
+    """Run a pass and return what was not finite; with ``watch``, every operator is observed and the origins are known.
+
+    The non-finite results of the origins whose keys are in ``mended`` are replaced by finite values.
+    """
     traces: list[OriginTrace] = []
     before: dict[str, bool] = {}
 
@@ -324,7 +336,7 @@ def _look(
 
 
 def _not_finite(ran: Pass, before: dict[str, bool]) -> Iterator[tuple[str, Tensor]]:
-    """Non-finite tensors that a pass left and that should be finite, with their names."""
+    """Yield the names and tensors of what is not finite after a pass: the loss, gradients, and buffers that were finite before."""
     if not is_finite(ran.loss):
         yield "loss", ran.loss
     for name, parameter in ran.model.named_parameters():
@@ -336,9 +348,13 @@ def _not_finite(ran: Pass, before: dict[str, bool]) -> Iterator[tuple[str, Tenso
 
 
 def _culprit(passes: Passes, plan: Plan, first: _Seen) -> tuple[Origin | None, bool, Sequence[Origin]]:
-    """The first origin whose removal makes the pass finite, whether that was confirmed, and the others that must be removed too.
+    """Find out which origin of non-finite values is the cause, by runs in which origins are replaced by finite values.
 
-    If the loss is not finite, only the loss is tested, since the backward runs later.
+    If the loss is not finite, only the loss is tested, since the backward pass runs later.
+
+    Returns:
+        The first origin that is a cause, or None; whether the pass became finite when all suspected origins were replaced; and the
+        other origins that are causes too.
     """
     in_loss = "loss" in first.reached
     suspects = sorted(first.suspects(in_loss), key=lambda o: -1 if o.place is None else o.place.index)
@@ -375,7 +391,7 @@ def _cause(origin: Origin) -> tuple[str, str]:
 
 
 def _with_cures(kind: str, why: str, tried: Sequence[TriedCure], scale: float) -> tuple[str, str]:
-    """Refine the cause by the cures: what they show beyond the operator's inputs."""
+    """Refine the kind and the description of a cause by what the cures show: a loss scale that is too large, or underflow."""
     good = next((cure.what for cure in tried if cure.finite), "")
     if good.startswith("a loss scale"):
         return "loss scale", f"{why}; with {good} instead of {scale:g} all gradients are finite"
@@ -412,7 +428,7 @@ def _said(origin: Origin) -> dict[str, Any]:
 
 
 def _where(origin: Origin) -> str:
-    """An origin in a few words."""
+    """Return an origin in a few words."""
     return origin.name if origin.place is None else _at(origin.place)
 
 

@@ -1,7 +1,7 @@
-"""``operator_table``: which operators run in which format under a plan, and which casts are made, where, and which are avoidable.
+"""``operator_table``: list which operators run in which format under a plan, and where casts are made.
 
-A cast is avoidable if the same tensor was cast to the same format before in the same phase, or if it reverses the
-previous cast with no computation in between.
+The table also shows which casts are avoidable. A cast is avoidable if the same tensor was cast to the same format before in the
+same phase, or if the cast reverses the previous cast with no computation in between.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class OperatorUse:
 
     Attributes:
         operator: ATen's base name.
-        format: Format of its floating inputs, else of its output: ``fp32``; ``bf16+fp32`` for mixed inputs; ``other``
-            for none.
+        format: Format of the operator's floating inputs, or of its output if no input is floating: ``fp32``; ``bf16+fp32`` for
+            mixed inputs; ``other`` if nothing is floating.
         phase: ``forward``, ``backward`` or ``recomputation``.
         calls: Number per pass.
         time_s: Total seconds, including the dispatcher's work below autograd.
@@ -61,7 +61,7 @@ class OperatorUse:
 
 @dataclass(frozen=True)
 class RegionUse:
-    """Operators and casts in a module's own code, without its submodules.
+    """The operators and casts in a module's own code, without those of its submodules.
 
     Attributes:
         path: Path of the module; "" is the model itself, and the loss.
@@ -124,7 +124,7 @@ class OperatorTable(Result):
         workload: The model's class.
         device: The device of the run.
         notes: Further remarks, in sentences.
-        rank: The rank of this table, the slowest, if there are several; None for one process.
+        rank: The rank that this table describes, which is the slowest rank; None for one process.
         ranks_time_s: Total operator time of each rank.
     """
 
@@ -142,12 +142,12 @@ class OperatorTable(Result):
 
     @property
     def time_s(self) -> float:
-        """Total time of all operators."""
+        """The total time of all operators, in seconds."""
         return sum(use.time_s for use in self.operators)
 
     @property
     def cast_bytes(self) -> int:
-        """Bytes that all casts read and write."""
+        """The number of bytes that all casts read and write."""
         return sum(cast.bytes for cast in self.casts)
 
     @property
@@ -189,7 +189,7 @@ class OperatorTable(Result):
 
 @dataclass
 class _Call:
-    """One operator that ran."""
+    """One operator that ran, with its time and, if the operator is a cast, the formats and bytes of the cast."""
 
     place: OperatorRun
     format: str
@@ -207,7 +207,7 @@ class _Call:
 
 
 class _Uses(Trace):
-    """Records every operator."""
+    """Records every operator that runs, with its time, and finds casts and whether they are avoidable."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -274,11 +274,12 @@ def operator_table(
 ) -> OperatorTable:
     """Count and time operators by format, and find casts, for each module, forward and backward.
 
-    Runs on copies and waits for the device at every operator. Compiled models run uncompiled: compiling fuses operators
-    and their casts, so the table describes the code as written.
+    The model is copied, and the function waits for the device at every operator. Compiled models run uncompiled: compiling fuses
+    operators and their casts, so the table describes the code as written.
 
-    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks call it together, each with its own batch. All get
-    the slowest rank's table, which says whether other ranks ran other operators. It has no collectives: each rank runs a whole copy.
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks make this call together, each with its own batch.
+    All ranks get the slowest rank's table, which says whether other ranks ran other operators. Each rank runs a whole copy of the
+    model, so the table contains no collectives.
 
     Args:
         model: The model, in any training state.
@@ -334,7 +335,7 @@ def _table(passes: Passes, plan: Plan, runs: Sequence[list[_Call]]) -> OperatorT
 
 
 def _slowest(tables: Sequence[OperatorTable]) -> OperatorTable:
-    """The table of the process with the largest total time, with the times of the others."""
+    """Return the table of the rank with the largest total time, with the total times of all ranks added."""
     times = tuple(table.time_s for table in tables)
     rank = times.index(max(times))
     own = _counts(tables[rank])
@@ -425,7 +426,7 @@ def _notes(passes: Passes, plan: Plan) -> Iterator[str]:
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
-    """Identifies a tensor's values: storage, offset and version."""
+    """Return a key that identifies a tensor's present values: storage, offset, number of elements and version."""
     return (
         _torch.tensors.memory_of(tensor),
         tensor.storage_offset(),

@@ -1,8 +1,8 @@
-"""Trace non-finite values to their origins through memory, from operator to operator.
+"""Trace non-finite values to their origins, from operator to operator.
 
 An operator with finite inputs and a non-finite output is an *origin*. A non-finite output of any other operator
-inherits the origins of its non-finite inputs. An infinity written in the program (a mask of -inf) is
-*given* and no fault; an operator that makes NaN of it is a new origin.
+inherits the origins of the operator's non-finite inputs. An infinity that is written in the program (a mask of -inf) is
+*given* and no fault; an operator that turns such an infinity into NaN is a new origin.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from castwise.lab.inspect.values import has_nan, is_finite, is_floating, mend_, 
 from castwise.lab.passes.observers import Args, Kwargs, Run
 
 Kind = Literal["operator", "data", "parameter", "buffer", "constant", "memory", "unseen"]
-"""An operator; the caller's data; a constant in the program; uninitialised memory; code whose operators
-torch does not expose."""
+"""What produced non-finite values: an operator; the caller's data; a parameter; a buffer; a constant in the program;
+uninitialised memory; or code whose operators torch does not expose."""
 
 _EXPLAINED = 32
 """Maximum number of origins whose cause is determined."""
@@ -46,10 +46,10 @@ _OVERWRITES = frozenset({
 
 @dataclass(eq=False)
 class Origin:
-    """The origin of non-finite values.
+    """The origin of non-finite values, such as an operator or a parameter.
 
     Attributes:
-        kind: What produced them.
+        kind: What produced the values.
         name: Name of the data, the parameter or the buffer.
         place: Place of the operator, or of the first reader if no operator produced the values.
         nan: Whether the values are NaN; otherwise they are infinities.
@@ -70,14 +70,14 @@ class Origin:
 
     @property
     def key(self) -> int | str:
-        """Identifies the origin in other passes of the same job: its operator's index, or its name."""
+        """A key that is the same in all passes of one search: the index of the operator, or the name of the data or parameter."""
         if self.kind in ("data", "parameter", "buffer"):
             return f"{self.kind} {self.name}"
         return self.place.index if self.place is not None else self.name
 
 
 class OriginTrace(Trace):
-    """Traces non-finite values through a pass.
+    """Observes a forward and backward pass, and traces non-finite values to their origins.
 
     Args:
         model: The model, before it runs.
@@ -98,11 +98,11 @@ class OriginTrace(Trace):
         self._given_by_name(model, batch)
 
     def origins_of(self, tensor: Tensor) -> tuple[Origin, ...]:
-        """Origins of a tensor's non-finite values, in order."""
+        """Return the origins of a tensor's non-finite values, in order."""
         return self._from.get(_torch.tensors.memory_of(plain_memory(tensor)), ())
 
     def name_of(self, tensor: Tensor) -> str:
-        """Name of the parameter, buffer or batch entry whose memory a tensor uses; empty for others."""
+        """Return the name of the parameter, buffer or batch entry whose memory a tensor uses; empty for other tensors."""
         kind, name = self._names.get(_torch.tensors.memory_of(plain_memory(tensor)), ("", ""))
         return name if kind == "data" else f"{kind} {name}".strip()
 
@@ -123,7 +123,7 @@ class OriginTrace(Trace):
             self._from[memory] = (*self._from.get(memory, ()), origin)
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator and examine its results."""
+        """Run an operator, and record where non-finite values in its results come from."""
         place = self.place(op)
         written = written_by(op, args, kwargs)
         overwrites = place.operator in _OVERWRITES or _torch.operators.overload_kind(op) == "out"
@@ -156,7 +156,10 @@ class OriginTrace(Trace):
         return out
 
     def _mend(self, out: Any, inputs: list[Tensor], written: list[Tensor], bad: list[Tensor]) -> Any:
-        """Replace non-finite values by finite ones; results that view existing memory are copied first."""
+        """Replace non-finite values in an operator's results by finite values, and return the results.
+
+        Results that are views of the inputs are copied first, so that the inputs stay as they are.
+        """
         there = {
             _torch.tensors.memory_of(plain_memory(t)) for t in inputs if all(t is not w for w in written)
         }
@@ -212,7 +215,7 @@ class OriginTrace(Trace):
         return origins
 
     def _was_finite(self, tensor: Tensor) -> bool:
-        """Whether a tensor belongs to the model or the batch and was finite until now."""
+        """Whether a tensor is a parameter, a buffer or part of the batch, and was finite until now."""
         memory = _torch.tensors.memory_of(plain_memory(tensor))
         return memory in self._names and memory not in self._from
 
@@ -221,7 +224,7 @@ class OriginTrace(Trace):
         return origin
 
     def _state(self, tensor: Tensor, place: OperatorRun) -> tuple[bool, tuple[Origin, ...]]:
-        """Whether a non-finite tensor has NaN, and its origins."""
+        """Return whether a non-finite tensor contains NaN, and the origins of its non-finite values."""
         memory, nan = _torch.tensors.memory_of(plain_memory(tensor)), has_nan(tensor)
         found = self._from.get(memory)
         if found is None:
@@ -233,14 +236,14 @@ class OriginTrace(Trace):
         return nan, found
 
     def _forget(self, tensor: Tensor) -> None:
-        """Discard the origins of memory that holds only a tensor which is finite now."""
+        """Discard the recorded origins of a tensor that is finite now, if the tensor fills its storage."""
         held = plain_memory(tensor)
         if held.numel() * held.element_size() >= held.untyped_storage().nbytes():
             self._from.pop(_torch.tensors.memory_of(held), None)
 
 
 def named_tensors(value: Any, path: str = "batch") -> Iterable[tuple[str, Tensor]]:
-    """The tensors of a batch with their access paths, as ``batch['x']``."""
+    """Yield the tensors of a batch with the expressions that access them, such as ``batch['x']``."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, dict) or hasattr(value, "items"):
@@ -255,14 +258,17 @@ def named_tensors(value: Any, path: str = "batch") -> Iterable[tuple[str, Tensor
 
 
 def plain_memory(tensor: Tensor) -> Tensor:
-    """A dense tensor with its own memory: a part of a sparse tensor, or this rank's piece of a sharded tensor."""
+    """Return a dense tensor that holds the values of a tensor in memory.
+
+    For a sharded tensor that is this rank's part, and for a sparse tensor the tensor of its values.
+    """
     if hasattr(tensor, "device_mesh"):
         tensor = _torch.distributed.local_tensor(tensor)
     return tensor if tensor.layout is torch.strided else plain(tensor)
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """Whether a non-finite tensor looks like a mask: -inf, and at most one or two other values."""
+    """Whether a non-finite tensor looks like a mask: it contains -inf and at most two different finite values."""
     with torch.no_grad():
         values = plain(tensor)
         if bool((torch.isnan(values) | torch.isposinf(values)).any()):

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a copy of a model under a plan, all from the same state."""
+"""Run forward and backward passes of copies of a model under plans, all from the same state."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from castwise.lab.workloads.workload import users_code
 
 @dataclass(frozen=True)
 class Pass:
-    """Result of a forward and backward.
+    """The result of one forward and backward pass of a copy of a model.
 
     Attributes:
-        model: The copy, with its gradients, still scaled, and its buffers.
+        model: The copy, with its buffers and its gradients, which are still multiplied by the loss scale.
         loss: The loss, detached.
         scale: Loss scale of the gradients; 1 without one.
     """
@@ -41,10 +41,10 @@ class Pass:
 
 
 class Passes:
-    """Runs passes of one model, loss and batch, inside :func:`castwise.lab.parity.together.together`.
+    """Runs forward and backward passes of one model, loss and batch, inside :func:`castwise.lab.parity.together.together`.
 
-    Every pass starts from the same weights, buffers and random state, on a copy. Compiled models run uncompiled, so that operators
-    are visible; each rank runs independently. On a CPU fp16 products are emulated.
+    Every pass runs on a copy and starts from the same weights, buffers and random state. Compiled models run uncompiled, so that
+    operators are visible. Each rank runs independently of the others. On a CPU fp16 products are emulated.
 
     Args:
         call: The caller, for errors.
@@ -72,11 +72,11 @@ class Passes:
         self.device = find_device(call, device, str(device_of(self.model)))
 
     def run(self, plan: Plan, observe: Callable[[nn.Module, Any], Observer]) -> Pass:
-        """One forward and backward.
+        """Run one forward and backward pass.
 
         Args:
             plan: The plan to run under; its compile setting is ignored.
-            observe: Makes the observer of the loss and its backward from the copy of the model and its batch.
+            observe: Gets the copy of the model and its batch, and returns an observer of the loss and its backward.
 
         Raises:
             WorkloadError: The model cannot be copied, or the loss fails or is invalid.

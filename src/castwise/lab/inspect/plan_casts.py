@@ -1,4 +1,4 @@
-"""Learn from a run which of a model's tensors a plan casts to low formats, and which stay in fp32."""
+"""Learn from a run under a plan which of a model's tensors the plan casts to low formats, and which stay in fp32."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _POLES = frozenset({
 
 
 class PlanCasts:
-    """Casts that a plan makes in a model, learned from runs under it.
+    """The casts that a plan makes in a model, learned from runs under the plan.
+
+    A tensor is named by its :class:`~castwise.lab.inspect.watch.Site`: the module, the function and the index of the result.
 
     Attributes:
-        kept: Sites of results that are wider than the plan's low formats.
-        cast: Sites of wide inputs that are cast at use.
-        poles: Sites of low inputs to a division, root or logarithm.
+        kept: Sites of function results that stay in fp32 (or fp64) under the plan.
+        cast: Sites of fp32 inputs that are cast to a low format when a function uses them.
+        poles: Sites of inputs to a division, root or logarithm that is computed in a low format, and that must not become 0.
         formats: By module path, names of the low formats of the module's results.
     """
 
@@ -34,7 +36,7 @@ class PlanCasts:
         self._parameters: dict[Site, bool] = {}
 
     def learning(self) -> Watch:
-        """A watch that learns from the passes that it observes."""
+        """Return an observer that learns from the passes it observes which tensors the plan casts."""
 
         def at_call(inputs: list[tuple[Site, Tensor]], results: list[Tensor]) -> None:
             low = any(t.dtype in LOW_DTYPES for t in results)
@@ -67,5 +69,5 @@ class PlanCasts:
         return site in self.kept
 
     def watch(self, look: Look, at_call: AtCall | None = None) -> Watch:
-        """A watch that also gives ``look`` the inputs that are cast at use."""
+        """Return an observer that gives ``look`` each tensor, and also the inputs that are cast when a function uses them."""
         return Watch(look, inputs=self.cast.__contains__, at_call=at_call)

@@ -1,4 +1,4 @@
-"""Decide which formats hold a region's numbers, with reasons, and recommend a plan."""
+"""Decide which formats can hold a region's numbers without overflow or underflow, with reasons, and recommend a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def troubles(region: RegionForecast, formats: Sequence[str], scaled: bool = True) -> dict[str, str]:
-    """By format, why it does not hold a region's numbers under a plan that autocasts; formats that hold are absent.
+    """Return, by format, why the format cannot hold a region's numbers under a plan that autocasts.
+
+    Formats that can hold the numbers are absent.
 
     Args:
         region: The region.
@@ -30,12 +32,18 @@ def troubles(region: RegionForecast, formats: Sequence[str], scaled: bool = True
 
 
 def stored_troubles(region: RegionForecast, formats: Sequence[str]) -> dict[str, str]:
-    """Like :func:`troubles`, if everything is stored in the format: tensors kept in fp32 and dropped updates count too."""
+    """Return, by format, why the format cannot hold a region's numbers if every tensor, parameters included, is stored in it.
+
+    Unlike in :func:`troubles`, tensors that the plan keeps in fp32 count too, and so do updates that rounding drops.
+    """
     return _first_reasons(region, region.tensors, [name for name in formats if name in LOW], scaled=False)
 
 
 def plan_trouble(region: RegionForecast, plan: Plan, formats: Sequence[str]) -> str:
-    """Why a plan's own formats do not hold a region's numbers; empty if they do, or were not asked for."""
+    """Return why the formats in which a plan computes a region cannot hold its numbers.
+
+    The text is empty if the formats can hold the numbers, or if none of them is in ``formats``.
+    """
     asked = [name for name in region.computed if name in formats]
     if plan.stores_low and not plan.keeps_masters:
         found = {name: region.stored[name] for name in asked if name in region.stored}
@@ -56,7 +64,7 @@ def plan_trouble(region: RegionForecast, plan: Plan, formats: Sequence[str]) -> 
 
 
 def plan_answer(regions: Sequence[RegionForecast], plan: Plan, formats: Sequence[str]) -> str:
-    """How well a plan's own formats hold the numbers, in a sentence; empty if any of them was not asked for."""
+    """Return a sentence on how many regions' numbers a plan's own formats can hold; empty if one of them is not in ``formats``."""
     low = [region for region in regions if region.computed]
     used = list(dict.fromkeys(name for region in low for name in region.computed))
     if not used or not set(used) <= set(formats):
@@ -72,7 +80,7 @@ def _but(bad: Sequence[RegionForecast], why: str) -> str:
 
 
 def spreading(name: str, spread: Spread) -> str:
-    """Where an overflow spreads to, in a sentence."""
+    """Return a sentence that says where overflows in a format spread to."""
     count = len(spread.reached)
     where = f"{count} other region{'s' if count > 1 else ''}" if count else "no other region"
     end = "makes gradients non-finite" if spread.gradients else "does not change the gradients"
@@ -108,9 +116,10 @@ def _reason(tensor: TensorForecast, cast: Cast) -> str:
 
 
 def recommended(regions: Sequence[RegionForecast], formats: Sequence[str], loss_scale: float) -> Plan | None:
-    """The plan of the low format that holds the most regions, bf16 before fp16, with the others in fp32.
+    """Return the plan of the low format that can hold the most regions, with the other regions in fp32.
 
-    None if neither was asked for, or if neither holds the model itself, outside its submodules.
+    bf16 is preferred if both formats hold equally many. None is returned if neither bf16 nor fp16 is in ``formats``, or if neither
+    can hold the numbers of the model itself, outside its submodules.
     """
     plans = [
         (len(exempted), low, exempted)
@@ -127,7 +136,7 @@ def recommended(regions: Sequence[RegionForecast], formats: Sequence[str], loss_
 
 
 def _exemptions(regions: Sequence[RegionForecast], low: str) -> list[str] | None:
-    """Paths of the outermost modules that a format does not hold; None if that is the model itself."""
+    """Return the paths of the outermost modules whose numbers a format cannot hold; None if the model itself is among them."""
     called = {region.path for region in regions if any(t.kind == "activations" for t in region.tensors)}
     bad = []
     for region in regions:
@@ -145,7 +154,7 @@ def _exemptions(regions: Sequence[RegionForecast], low: str) -> list[str] | None
 def answer(
     regions: Sequence[RegionForecast], formats: Sequence[str], loss_scale: float, scales: ScaleRange | None
 ) -> str:
-    """The result in a sentence per format."""
+    """Return the result of a forecast with one sentence per format."""
     return " ".join(_sentence(regions, name, loss_scale, scales) for name in formats)
 
 

@@ -1,4 +1,4 @@
-"""Importance ratios of tokens, and statistics of them.
+"""Compute importance ratios of tokens and their statistics.
 
 Per token, r = p_train / p_serve. Estimators of KL(serve || train) from tokens sampled by the serving side:
 k1 = -log r is unbiased with high variance, k2 = (log r)**2 / 2 is biased with low variance, k3 = (r - 1) - log r is unbiased with
@@ -29,7 +29,7 @@ WORST = 10
 
 @dataclass(frozen=True)
 class Token:
-    """One token and its location.
+    """One token with its place in the batches and its log-probabilities under both plans.
 
     Attributes:
         batch: Number of the batch on its rank.
@@ -93,7 +93,9 @@ class ServeMismatch:
 
 
 class Sums:
-    """Per-token results of one serving plan: only log-probabilities, KL and location are kept.
+    """Collects the results of each token for one serving plan, and computes the statistics.
+
+    Of the logits only log-probabilities and KL divergences are kept.
 
     Args:
         plan: The serving plan.
@@ -127,14 +129,14 @@ class Sums:
             self.sequences += 1
 
     def __iadd__(self, other: Sums) -> Self:
-        """Add another process's records."""
+        """Add the records of another process."""
         self._rows += other._rows
         self.count += other.count
         self.sequences += other.sequences
         return self
 
     def finding(self) -> ServeMismatch:
-        """The statistics of all recorded tokens."""
+        """Return the statistics of all recorded tokens."""
         all_rows = torch.cat(self._rows)
         batch, row, position, token, ours, theirs, kl, other = all_rows.unbind(1)
         log_ratio = ours - theirs
@@ -177,7 +179,9 @@ class Sums:
 
 
 def effective_share(log_weights: Tensor) -> float:
-    """(sum w)**2 / sum w**2 over the number of weights, from log weights: 1 if all are equal, 1/n if one dominates.
+    """Return the effective sample size of weights as a share of their number, from the logarithms of the weights.
+
+    It is (sum w)**2 / sum w**2, divided by the number of weights n: 1 if all weights are equal, 1/n if one weight dominates.
 
     Source: Kish, Survey Sampling (1965).
     """
@@ -186,7 +190,7 @@ def effective_share(log_weights: Tensor) -> float:
 
 
 def _quantiles(values: Tensor, levels: Tensor) -> Tensor:
-    """Quantiles by linear interpolation; torch.quantile accepts at most 16 million values."""
+    """Return quantiles by linear interpolation; ``torch.quantile`` accepts at most 16 million values."""
     ordered = values.sort().values
     at = levels * (len(ordered) - 1)
     low = at.floor().long()
@@ -203,7 +207,7 @@ def _outside(ratio: Tensor, clip: tuple[float, float]) -> float:
 
 
 def _along(position: Tensor, values: Tensor) -> tuple[float, ...]:
-    """Means of values in equal parts of the sequence; NaN for an empty part."""
+    """Return the means of values in equal parts of the sequence; NaN for a part without values."""
     parts = min(BINS, int(position.max()) + 1)
     at = (position * parts / (position.max() + 1)).long()
     sums, counts = (

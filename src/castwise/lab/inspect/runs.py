@@ -1,6 +1,6 @@
-"""Forward and backward passes of one model under plans, with the same weights, batch and random draws, each on a copy.
+"""Run forward and backward passes of copies of one model under plans, with the same weights, batch and random draws.
 
-Tensors that enter or leave its calls are observed, or replaced, by given functions
+Given functions observe or replace the tensors that enter or leave the model's module calls
 (:mod:`castwise.lab.inspect.crossings`).
 """
 
@@ -32,7 +32,7 @@ from castwise.lab.workloads.workload import users_code
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a pass.
+    """The result of one forward and backward pass.
 
     Attributes:
         loss: Value of the loss.
@@ -54,12 +54,12 @@ class Run:
 
     @property
     def finite(self) -> bool:
-        """Whether the gradients are finite. Waits for the device."""
+        """Whether all gradients are finite; reading this property waits for the device."""
         return all(bool(torch.isfinite(as_real(g)).all()) for g in self.gradients.values())
 
 
 class Runs:
-    """Runs of one model, one loss and one batch.
+    """Runs forward and backward passes of one model, one loss and one batch.
 
     Args:
         model: The model. It is copied, and widened if it is stored in bf16 or fp16; each pass stores its copy in the
@@ -91,7 +91,7 @@ class Runs:
         self.ran = 0
 
     def resolution(self, plan: Plan) -> Resolution:
-        """The plan as resolved for the model."""
+        """Return how a plan applies to the model: the formats of every module."""
         model = self._original.copy()
         return resolve(plan, model, self._device.type, widen=widen_for(plan, model))
 
@@ -106,16 +106,18 @@ class Runs:
         whole: bool = False,
         observer: Observer | None = None,
     ) -> Run:
-        """Run one pass. The first pass draws random numbers, and later passes repeat them; the first must not be compiled.
+        """Run one forward and backward pass on a copy of the model.
+
+        The first pass draws random numbers, and later passes repeat them. The first pass must not be compiled.
 
         Args:
             plan: The plan to run under; the model is compiled if the plan compiles.
-            forward: Gets each tensor at a border in forward.
-            backward: Gets each gradient at a border, still scaled.
+            forward: Gets each tensor that enters or leaves a module call in forward, and may replace the tensor.
+            backward: Gets the gradient of each such tensor, still multiplied by the loss scale, and may replace the gradient.
             change: Called with the prepared model before it runs.
             scale: Loss scale to use instead of the plan's.
-            whole: Insert no borders into compiled code, and observe nothing there.
-            observer: Observes the pass too, unless the pass is compiled.
+            whole: If the pass is compiled, observe nothing, so that the compiler can fuse across module calls.
+            observer: Observes the pass too.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device, or the loss fails.
@@ -156,11 +158,13 @@ class Runs:
         whole: bool = False,
         observer: Observer | None = None,
     ) -> Run:
-        """Run one pass at a loss scale that does not overflow, as training would find it; if all overflow, return the last pass.
+        """Run one pass at a loss scale at which gradients do not overflow, as training would find it.
+
+        If gradients overflow at every scale that is tried, the last pass is returned.
 
         Args:
             plan: The plan to run under.
-            begin: Called before each attempt; returns the functions for the borders.
+            begin: Called with the loss scale before each attempt; returns ``forward`` and ``backward`` for :meth:`run`.
             whole: As for :meth:`run`.
             observer: As for :meth:`run`.
         """
@@ -175,22 +179,23 @@ class Runs:
 
 
 def in_fp64(tensor: Tensor) -> Tensor:
-    """A tensor in fp64, complex values as two parts; on the CPU if its device has no fp64."""
+    """Return a tensor in fp64, with complex values as two real parts; on the CPU if the tensor's device has no fp64."""
     real = as_real(tensor)
     return (real.cpu() if real.device.type == "mps" else real).double()
 
 
 class Difference(NamedTuple):
-    """Relative difference of two tensors: ||b - a|| / ||a||, and max |b - a| / max |a|."""
+    """The relative difference of two tensors: ||b - a|| / ||a||, and max |b - a| / max |a|."""
 
     norm: float
     most: float
 
 
 def difference(ours: Tensor, reference: Tensor) -> Difference | None:
-    """Relative difference from the reference, in fp64; None if nothing is comparable, infinite if only ``ours`` is not finite.
+    """Return the relative difference of a tensor from the reference, computed in fp64.
 
-    Equal elements, infinite ones too, and elements at which the reference is not finite, count as equal.
+    Elements at which the reference is not finite count as equal. The difference is infinite if ``ours`` is not finite where the
+    reference is. None is returned if the shapes differ, the reference is not floating, or all its finite values are 0.
     """
     if ours.shape != reference.shape or not (reference.is_floating_point() or reference.is_complex()):
         return None
@@ -205,7 +210,10 @@ def difference(ours: Tensor, reference: Tensor) -> Difference | None:
 
 
 def total_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
-    """The relative difference of all gradients together; a missing one counts as zero."""
+    """Return the relative difference of all gradients together, or None if all reference gradients are zero.
+
+    A gradient that is missing in ``ours`` counts as zero.
+    """
     square = off = 0.0
     for name, gradient in reference.items():
         a = in_fp64(gradient)
@@ -218,7 +226,7 @@ def total_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 
 
 def differences(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Difference | None]:
-    """:func:`difference` of each gradient by parameter path; a missing one counts as zero."""
+    """Return :func:`difference` of each gradient, by parameter path; a gradient that is missing in ``ours`` counts as zero."""
     return {
         name: difference(ours.get(name, torch.zeros_like(gradient)), gradient)
         for name, gradient in reference.items()

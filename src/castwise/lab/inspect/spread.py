@@ -1,4 +1,4 @@
-"""Spread of an overflow: results that do not overflow themselves, but become non-finite when the plan runs in a low format."""
+"""Find where overflows spread: which results become non-finite in a low format although their own values do not overflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from castwise.lab.parity.probes import Prober
 
 
 def overflowing(regions: Sequence[RegionForecast], name: str) -> tuple[str, ...]:
-    """Regions with activations that overflow in a format."""
+    """Return the paths of the regions whose activations overflow in a format."""
     return tuple(
         region.path
         for region in regions
@@ -35,10 +35,10 @@ def spread(
     loss_scale: float,
     before: Container[Site],
 ) -> Spread:
-    """Run a plan with another low format on all microbatches of the reference.
+    """Run a plan with another low format on all microbatches of the fp32 reference, and record which results become non-finite.
 
     Args:
-        prober: The prober of the reference.
+        prober: Runs the model, and holds the microbatches of the reference.
         plan: The plan whose casts are assumed.
         name: ``bf16`` or ``fp16``.
         sources: Regions whose values overflow.
@@ -64,7 +64,7 @@ def spread(
 
 
 def _computing(plan: Plan, name: str, loss_scale: float) -> Plan:
-    """The plan with its low format replaced."""
+    """Return the plan with its low formats replaced by another low format, and for fp16 with a loss scale."""
     regions = tuple(
         dataclasses.replace(
             region,

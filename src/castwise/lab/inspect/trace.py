@@ -1,8 +1,9 @@
-"""Attribute every operator of a forward and backward to its module, call and line of code.
+"""Find the module, the module call and the line of code of every operator in a forward and backward pass.
 
-In forward, an operator belongs to the innermost module being called. In backward, an operator of an autograd node belongs
-to the location of its forward operator: autograd numbers nodes when they are made, and the trace records which operator ran at
-which number. Activation checkpointing's repeated forward is recomputation, and belongs to the modules called again.
+In forward, an operator belongs to the innermost module being called. In backward, an operator belongs to the place of the
+forward operator that made the autograd node: autograd numbers nodes when they are made, and the trace records which operator ran at
+which number. The forward that activation checkpointing repeats in backward is called recomputation, and its operators belong to
+the modules that are called again.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _NEAREST = 16
 
 @dataclass(frozen=True)
 class OperatorRun:
-    """Where an operator ran.
+    """One run of an operator: which operator it was, and where it ran.
 
     Attributes:
-        index: Number of operators that ran before it.
-        operator: Its base name, such as ``exp`` or ``mylib::op``.
+        index: Number of operators that ran before this one.
+        operator: Base name of the operator, such as ``exp`` or ``mylib::op``.
         module: Path of the module; "" is the model itself, or code outside it.
         call: Number of the module's call in this pass, from 0.
         inside: Whether it ran in a call of the model or of a part of it.
@@ -58,17 +59,17 @@ class OperatorRun:
 
 
 def base_name(op: _torch.operators.OpOverload) -> str:
-    """An operator's name in plans: ``exp`` for ``aten::exp.out``, ``mylib::op`` for operators of other libraries."""
+    """Return an operator's name as plans spell it: ``exp`` for ``aten::exp.out``, ``mylib::op`` for other libraries' operators."""
     space, _, name = op.name().partition("::")
     name = name.partition(".")[0]
     return name if space == "aten" else f"{space}::{name}"
 
 
 class Trace(Observer):
-    """Finds where each operator runs; a subclass calls :meth:`place` for every operator.
+    """The base class of observers that find out where each operator runs; a subclass calls :meth:`place` for every operator.
 
-    It wraps calls itself, from before their first hook to after their last: casts of a plan at a module's border belong
-    to that module.
+    Module calls are wrapped from before their first hook to after their last hook. So the casts that a plan makes in hooks of a
+    module belong to that module.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,7 @@ class Trace(Observer):
 
     @contextlib.contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
-        """Record which modules a model has, and wrap their calls."""
+        """Record which modules a model has, and wrap their calls during the block."""
         self._paths = {module: path for path, module in model.named_modules()}
         undo = _torch.hooks.around_calls(self._call)
         try:
@@ -102,7 +103,7 @@ class Trace(Observer):
             self._running.pop()
 
     def place(self, op: _torch.operators.OpOverload) -> OperatorRun:
-        """The location of an operator that is about to run."""
+        """Return the module, call, phase and line of code of an operator that is about to run."""
         index, self.count = self.count, self.count + 1
         name, node = base_name(op), _torch.autograd.running_node()
         line = self._line(sys._getframe(1), node is not None)
@@ -120,7 +121,10 @@ class Trace(Observer):
         return place
 
     def _maker(self, name: str, number: int) -> OperatorRun | None:
-        """The forward operator that made a node; of several at its number, the one that the node is named for."""
+        """Return the forward operator that made an autograd node, given the node's name and sequence number.
+
+        If several operators ran at this number, it is the operator that the node is named for. None is returned if none is known.
+        """
         for at in range(number, number - _NEAREST, -1):
             if found := self._made.get(at):
                 wanted = _letters(re.sub(r"Backward\d*$", "", name))
@@ -128,7 +132,10 @@ class Trace(Observer):
         return None
 
     def _line(self, frame: FrameType | None, in_backward: bool) -> Line | None:
-        """The innermost line outside torch and castwise; in backward, only of Python code that runs inside it."""
+        """Return the innermost line of code outside torch and castwise, starting from a frame.
+
+        In backward, only frames inside the backward pass count, such as those of a custom autograd function; None if there are none.
+        """
         while frame is not None:
             code = frame.f_code
             if in_backward and code is _torch.autograd.ENGINE_CODE:

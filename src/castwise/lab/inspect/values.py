@@ -1,4 +1,4 @@
-"""Statistics of a tensor's values; each function waits for the device."""
+"""Compute statistics of a tensor's values; the functions that read values wait for the device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from castwise.core import _torch
 
 @dataclass(frozen=True)
 class Values:
-    """Statistics of a tensor.
+    """Statistics of a tensor's values.
 
     Attributes:
-        name: Its name, or the operator's argument name: ``self``, ``weight``.
-        dtype: Its dtype, such as ``float16``.
-        shape: Its sizes.
-        low: The smallest finite value, None without any.
-        high: The largest finite value.
-        smallest: The smallest magnitude that is not 0, None without any.
+        name: Name of the tensor, or of the operator's argument: ``self``, ``weight``.
+        dtype: The tensor's dtype, such as ``float16``.
+        shape: The tensor's shape.
+        low: The smallest finite value; None if no value is finite.
+        high: The largest finite value; None if no value is finite.
+        smallest: The smallest finite magnitude that is not 0; None if there is none.
         zeros: Number of zeros.
         nan: Number of NaNs.
         inf: Number of infinities.
@@ -41,7 +41,10 @@ class Values:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The numbers of a floating or complex tensor: real, dense, local to this rank, in a format that torch computes in."""
+    """Return the numbers of a floating or complex tensor as a dense real tensor in a dtype that torch can compute in.
+
+    A DTensor gives this rank's part, a complex tensor its real and imaginary parts, and an 8-bit tensor is widened to fp32.
+    """
     tensor = tensor.detach()
     if hasattr(tensor, "device_mesh"):
         tensor = _torch.distributed.local_tensor(tensor)
@@ -73,7 +76,7 @@ def has_nan(tensor: Tensor) -> bool:
 
 
 def values_of(name: str, tensor: Tensor) -> Values:
-    """Statistics of a floating tensor."""
+    """Return the statistics of a floating tensor."""
     with torch.no_grad():
         values = plain(tensor)
         finite = values[torch.isfinite(values)]
@@ -95,7 +98,7 @@ def values_of(name: str, tensor: Tensor) -> Values:
 
 
 def mend_(tensor: Tensor) -> None:
-    """Replace non-finite values: by -1 for negative infinities, else by 1."""
+    """Replace non-finite values in place: negative infinities by -1, positive infinities and NaN by 1."""
     with torch.no_grad():
         target = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         if hasattr(target, "device_mesh"):

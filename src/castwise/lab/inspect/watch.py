@@ -1,9 +1,9 @@
-"""Observe each floating result of torch's functions in a model, and its gradient, by the module that calls the function.
+"""Observe each floating result of torch's functions in a model, and its gradient, together with the module that made the call.
 
-One run in eager mode is observed through ``TorchFunctionMode`` and module hooks. A result has a *site*: module, function and
-index among the results of one call of the module. A model calls the same functions in any format, so sites of an fp32 run and of a
-low-format run are equal. Values inside one kernel are not visible: scores in fused attention, gates of an LSTM, intermediate
-values of a custom autograd function.
+One run in eager mode is observed through ``TorchFunctionMode`` and module hooks. A result is named by its *site*: the module, the
+function, and the index among the results of one call of the module. A model calls the same functions in any format, so the sites
+of an fp32 run and of a low-format run are equal. Values inside one kernel are not visible: scores in fused attention, gates of an
+LSTM, intermediate values of a custom autograd function.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _NOT_COMPUTED: Final = frozenset({
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "detach", "detach_", "requires_grad_", "__get__", "__set__",
     "empty_like", "full_like", "ones_like", "zeros_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
 })  # fmt: skip
-"""Functions that pass a value on, also in another format, or create a tensor.
+"""Functions whose results are not observed: they pass a value on, perhaps in another format, or create a tensor.
 
-They include a plan's own casts, which thus shift no site.
+They include a plan's own casts, so these do not change the indices of other results.
 """
 _BACKWARD: Final = frozenset({"backward", "grad"})
-"""Inside these, reentrant checkpointing may run forwards again."""
+"""Functions inside which reentrant activation checkpointing may run forward code again."""
 _IN_PYTHON: Final = frozenset({"torch.nn.functional", "torch.autograd"})
 _GUARDS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 class Site(NamedTuple):
-    """The source of a tensor.
+    """Identifies a tensor in every run of a model, by the code that computes or holds it.
 
     Attributes:
         path: Path of the module, empty for the model itself; of a shared module, the first of its paths.
@@ -61,9 +61,10 @@ AtCall = Callable[[list[tuple[Site, Tensor]], list[Tensor]], None]
 
 
 class Watch(Observer, TorchFunctionMode):
-    """Observes the tensors that a model computes.
+    """Observes the tensors that a model computes, and their gradients.
 
-    Sites are named by functions, which are the same in every format; operators are not.
+    A tensor is named by the torch function that computes it, since a model calls the same functions in every format, but not the
+    same operators.
 
     Args:
         look: Called with each tensor.
@@ -88,12 +89,12 @@ class Watch(Observer, TorchFunctionMode):
         self._ends = contextlib.ExitStack()
 
     def modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """All modules."""
+        """Return all modules of the model, with their paths."""
         yield from model.named_modules()
 
     @contextlib.contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
-        """Observe functions; gradients of parameters are observed at the end of the pass."""
+        """Observe torch functions during the block, and the gradients of parameters at its end."""
         self.parameters = {id(parameter): site_of(name) for name, parameter in model.named_parameters()}
         self._numbers = Counter()
         with contextlib.ExitStack() as stack:
@@ -109,27 +110,27 @@ class Watch(Observer, TorchFunctionMode):
                 self._show("weight gradients", site_of(name), dense)
 
     def enter(self, call: Call, args: Args, kwargs: Kwargs) -> None:
-        """Observe the model's inputs."""
+        """Observe the inputs when the model itself is called."""
         if not call.path:
             for number, tensor in enumerate(tensors_in((args, kwargs))):
                 if tensor.is_floating_point() or tensor.is_complex():
                     self._watch(Site("", f"input {number}"), tensor)
 
     def leave(self, call: Call, output: Any) -> None:
-        """Observe outputs that no torch function made."""
+        """Observe a module's outputs that come from a user's autograd function, since no torch function returned them."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and _torch.tensors.is_users_function(tensor.grad_fn):
                 self._watch(self._next(call, "output"), tensor)
 
     def _next(self, call: Call, name: str) -> Site:
-        """The site of the next result of a call."""
+        """Return the site of the next result of a module call."""
         self._numbers[call] += 1
         return Site(call.path, name, self._numbers[call] - 1)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function, and look at what it computes from floating tensors."""
+        """Run a function, and observe the results that it computes from floating tensors."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if (
@@ -200,13 +201,13 @@ class Watch(Observer, TorchFunctionMode):
 
 
 def site_of(parameter: str) -> Site:
-    """The site of a parameter, by its name in the model."""
+    """Return the site of a parameter, given its name in the model."""
     path, _, name = parameter.rpartition(".")
     return Site(path, name)
 
 
 def _home(tensor: Tensor) -> int:
-    """Address of a tensor's storage, equal for its views; a unique number for a tensor without storage."""
+    """Return the address of a tensor's storage, which is equal for its views; a unique number if it has no ordinary storage."""
     return (
         tensor.untyped_storage().data_ptr()
         if tensor.layout is torch.strided and tensor.numel()
@@ -216,9 +217,9 @@ def _home(tensor: Tensor) -> int:
 
 @functools.cache
 def _unguarded(func: Any) -> Any:
-    """A Python function of torch without its check for active modes, so that its inner functions are observed.
+    """Return a copy of a Python function of torch that does not check for active modes, so that its inner calls are observed.
 
-    None if it is no such function.
+    None is returned for a function that has no such check or is not one of torch's.
     """
     if not isinstance(func, FunctionType) or not (func.__module__ in _IN_PYTHON or func is Tensor.backward):
         return None

@@ -44,14 +44,14 @@ def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
 
 
 def epochs_of(workload: Workload) -> Workload:
-    """The workload with batches that start again when they end, for stages of more steps than one epoch has."""
+    """Return the workload with batches that start again when they end, for runs of more steps than one epoch has."""
     return dataclasses.replace(workload, batches=endless(workload.batches, f"workload {workload.name!r}"))
 
 
 def _aside(loader: Any) -> Iterator[Any]:
-    """Iterate over a loader without affecting other users of it: its generators, and its persistent workers.
+    """Iterate over a data loader without changing the loader's random generators or persistent workers for other users.
 
-    Each iteration has its own generator state, which starts from the loader's.
+    Each iteration has its own generator state, which starts from the loader's state.
     """
     generators = _generators(loader)
     mine = [generator.get_state() for generator in generators]
@@ -78,7 +78,7 @@ _END = object()
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """The generators of a loader and its samplers, each once."""
+    """Return the random generators of a data loader and its samplers, without repetition."""
     found: dict[int, torch.Generator] = {}
     seen: dict[int, Any] = {}
     look: list[Any] = [loader]
@@ -118,7 +118,7 @@ def _iterator(make: Callable[[int], Any], seed: int, call: str) -> Iterator[Any]
 
 
 def same_batch(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same values. Synchronises with the device."""
+    """Whether two batches hold the same values; the comparison waits for the device."""
     mine, theirs = tensors_in(one), tensors_in(other)
     if one is other:
         return True
@@ -133,7 +133,10 @@ def same_batch(one: Any, other: Any) -> bool:
 
 
 def period(batches: Sequence[Any]) -> int | None:
-    """Number of batches after which the batches repeat in the same order; None if they do not. Synchronises with the device."""
+    """Return the number of batches after which the batches repeat in the same order; None if they do not.
+
+    The comparison waits for the device.
+    """
     again = next((at for at, batch in enumerate(batches) if at and same_batch(batches[0], batch)), None)
     if again is None or not all(
         same_batch(batches[at % again], batches[at]) for at in range(again, len(batches))

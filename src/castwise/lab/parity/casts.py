@@ -1,6 +1,6 @@
-"""The effect of casting values to a format: the shares that overflow, become subnormal or vanish, and the size of the error.
+"""Measure the effect of casting values to a format: the shares that overflow, become subnormal or vanish, and the error.
 
-Values are cast and cast back, so no hardware that computes in the format is needed. Of large tensors a sample is cast;
+Values are cast and cast back, so no hardware that computes in the format is needed. Of large tensors only a sample is cast, but
 all elements are checked for overflow.
 """
 
@@ -20,9 +20,9 @@ from castwise.core.plans.formats import FORMATS, Format
 from castwise.lab.parity.gradient_range import Magnitudes
 
 SAMPLE = 1 << 15
-"""Sample size for a larger tensor, drawn at random: a share is off by at most 0.3 percentage points (one sigma)."""
+"""Number of elements that are drawn at random from a larger tensor: a share is off by at most 0.3 percentage points (one sigma)."""
 ENDLESS = (2.0 - 2.0**-8) * 2.0**127
-"""Larger values count as infinite in fp32, such as the most negative number in a mask: bf16 would round them to infinity."""
+"""Values of at least this magnitude, such as a mask's most negative number, count as infinite: bf16 rounds them to infinity."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Cast:
     """The effect of casting some values to a format.
 
     Attributes:
-        format: Its name.
+        format: Name of the format.
         scale: Factor before the cast: the loss scale for gradients in fp16; ``"tensor"`` for a scale per tensor
-            that maps its largest value to the format's largest; None for an unscaled cast.
+            that maps the tensor's largest value to the format's largest; None for an unscaled cast.
         overflow: Share of finite values, zeros included, that are too large for the format: infinite after the cast, or saturated
             if the format has no infinity.
         subnormal: Share with fewer digits than the format's normal numbers.
         flush: Share of all values that are nonzero and become zero.
         error: Root of the squared rounding error over the squared values, without values that overflow; 0 if there
             are none.
-        underflow: Share of the squared values lost beyond the rounding that the format's digits explain; if there are
-            several tensors, the worst tensor's share.
+        underflow: Share of the values' sum of squares that is lost beyond normal rounding to the format's digits; of several
+            tensors, the largest share.
     """
 
     format: str
@@ -54,7 +54,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums from which :class:`Cast` is computed; tallies can be added."""
+    """Sums over cast values, from which a :class:`Cast` is computed; the sums of several tensors can be added."""
 
     count: float = 0.0
     overflow: float = 0.0
@@ -67,18 +67,18 @@ class Tally:
         return Tally(*map(operator.add, astuple(self), astuple(other)))
 
     def underflow(self, format: str) -> float:
-        """Share of the squared values that is lost beyond what a format's digits explain."""
+        """Return the share of the values' sum of squares that is lost beyond normal rounding to a format's digits."""
         return max(0.0, self.error / self.square - FORMATS[format].eps ** 2 / 12.0) if self.square else 0.0
 
 
 def cast_of(tallies: Sequence[Tally], format: str, scale: float | str | None, least: float = 0.0) -> Cast:
-    """The effect of casting several tensors to a format, together.
+    """Return the effect of casting several tensors together to a format.
 
     Args:
-        tallies: One per tensor.
+        tallies: The sums of each tensor.
         format: The format of the casts.
         scale: The scale of the casts.
-        least: Tensors with a smaller sum of squares do not count for ``underflow``.
+        least: Tensors with a smaller sum of squares than this do not count for ``underflow``.
     """
     all_ = functools.reduce(operator.add, tallies, Tally())
     count = all_.count or 1.0
@@ -95,7 +95,8 @@ class Values:
 
     Attributes:
         every: All values, flat; complex values as real and imaginary parts.
-        some: A sample of many values: the same positions for every tensor of a size, without use of the global generators.
+        some: A random sample if there are many values, otherwise all. Tensors of equal size are sampled at the same positions, and
+            the global random generators are not used.
         largest: Largest magnitude of all values.
     """
 
@@ -105,7 +106,7 @@ class Values:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Values:
-        """The values of a floating or complex tensor. Waits for the device."""
+        """Return the finite values of a floating or complex tensor; waits for the device."""
         flat = (
             (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor)
             .detach()
@@ -121,28 +122,28 @@ class Values:
 
     @property
     def count(self) -> int:
-        """Number of values."""
+        """The number of values."""
         return self.every.numel()
 
     @property
     def times(self) -> float:
-        """Number of values that one value of the sample represents."""
+        """The number of values that one value of the sample represents."""
         return self.count / max(1, self.some.numel())
 
     def own_scale(self, format: Format) -> float:
-        """The factor that maps the largest value to the format's largest, as in torchao's tensorwise recipe.
+        """Return the factor that maps the largest value to the format's largest, as in torchao's tensorwise recipe.
 
         Source: torchao.float8, ``amax_to_scale``, which treats a largest value below 1e-12 as 1e-12.
         """
         return format.max / max(self.largest, 1e-12)
 
     def count_into(self, magnitudes: Magnitudes) -> None:
-        """Count the sample's magnitudes as representative of all values; the largest is exact."""
+        """Add the values to counts of magnitudes: the sample stands for all values, but the largest magnitude is exact."""
         magnitudes.add(self.some, round(self.times))
         magnitudes.largest = max(magnitudes.largest, self.largest)
 
     def tally(self, format: Format, scale: float = 1.0) -> Tally:
-        """Cast the scaled values to a format and count. Waits for the device."""
+        """Cast the scaled values to a format, and return the sums of what overflows, underflows and is lost; waits for the device."""
         if not self.count:
             return Tally()
         some = self.some * scale
@@ -159,7 +160,7 @@ class Values:
         return Tally(float(self.count), self._overflowing(format, scale), subnormal, flush, error, square)
 
     def _overflowing(self, format: Format, scale: float) -> float:
-        """Number of values that overflow, over all values: a sample would miss rare ones."""
+        """Return how many of all values overflow; a sample would miss rare overflows."""
         if self.largest * scale <= format.max:
             return 0.0
         large = self.every[self.every.abs() * scale >= format.max] * scale
@@ -172,7 +173,11 @@ def _places(count: int) -> Tensor:
 
 
 def _edge(format: Format) -> float:
-    """Halfway between the largest value and the next representable one: larger values overflow, also if the cast saturates."""
+    """Return the magnitude above which a value overflows.
+
+    It lies halfway between the format's largest value and the number that would come next. It also holds for formats whose cast
+    saturates instead of giving infinity.
+    """
     return format.max + 2.0 ** math.floor(math.log2(format.max)) * format.eps / 2.0
 
 

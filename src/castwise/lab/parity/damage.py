@@ -1,19 +1,23 @@
-"""What rounding does to one update, from inner products of gradients: pure functions of small matrices.
+"""Compute the damage that rounding does to one optimizer update, from inner products of gradients.
 
-Over K microbatches let g_k be the fp32 gradients, h_k those of a plan at the same weights, data and random draws, and
-d_k = h_k - g_k. With the unbiased estimates
+Let g_k be the fp32 gradients of K microbatches, h_k the gradients under a plan at the same weights, data and random draws, and
+d_k = h_k - g_k. There are four unbiased estimates:
 
-- S, the variance of g over batches, and G2, the square of its mean: the data's noise and its signal;
-- D, the variance of d, and B2, the square of its mean: the rounding's noise and its bias;
+- S, the variance of g over microbatches: the data's noise;
+- G2, the square of the mean of g: the data's signal;
+- D, the variance of d over microbatches: the rounding's noise;
+- B2, the square of the mean of d: the rounding's bias.
 
-and m microbatches per update, the *damage* is D/m / (max(G2, 0) + S/m) + max(B2, 0) / (max(G2, 0) + S/max(m, HORIZON)): the
-relative error of an update, as a square. The rounding's noise is compared with the expected square of one update, noise of the
-data included, since both average out over later updates. A bias does not: it is compared with what is left of the data's noise in
-the mean of several microbatches, as an optimizer's momentum averages them. Otherwise a bias larger than the signal would hide in the
-noise of small microbatches.
+With m microbatches per update, the *damage* is D/m / (max(G2, 0) + S/m) + max(B2, 0) / (max(G2, 0) + S/max(m, HORIZON)). It is
+the squared relative error of an update.
 
-All of it follows from the K x K matrices of inner products, so gradients are computed once, and regions, weightings and
-bootstrap samples cost almost nothing.
+The rounding's noise is compared with the expected square of one update, which includes the data's noise, since both noises average
+out over later updates. The rounding's bias does not average out. So it is compared with a mean of several microbatches, in which
+less of the data's noise is left, as an optimizer's momentum averages them. Otherwise a bias larger than the signal would hide in
+the noise of small microbatches.
+
+The damage follows from the K x K matrices of inner products alone. So gradients are computed once, and regions, weightings and
+bootstrap samples cost almost nothing. The functions are pure functions of these small matrices.
 
 Source: the signal-to-noise view of gradients in McCandlish et al. 2018, arXiv:1812.06162.
 """
@@ -38,24 +42,24 @@ ADAM_PASS = 0.03
 ADAM_FAIL = 0.3
 """``FAIL`` in units of Adam's steps."""
 HORIZON = 10
-"""Number of microbatches whose mean must show no bias: a momentum of 0.9 averages as many updates.
+"""Number of microbatches over whose mean a bias is judged: a momentum of 0.9 averages as many updates.
 
-A larger number finds a smaller bias in noisier data, but leaves more sound plans undecided, since a bias of zero is not known
-exactly. Source: bench/results/verdicts-cpu.json, by bench/bench_verdicts.py.
+A larger number finds a smaller bias in noisier data. But it leaves more sound plans undecided, since a bias of zero cannot be
+measured exactly. Source: bench/results/verdicts-cpu.json, by bench/bench_verdicts.py.
 """
 LASTING = 1000
-"""Number of microbatches whose mean must show no bias known to exceed the thresholds: an epoch averages as many or more."""
+"""Number of microbatches over whose mean a bias is judged for long training: an epoch averages as many or more."""
 LEVEL = 0.95
 RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
 class Grams:
-    """Inner products of gradients over K microbatches.
+    """The inner products of gradients, and of the gradients' errors, between K microbatches.
 
     Attributes:
-        signal: ``[K, K]``, <g_k, g_l>.
-        error: ``[K, K]``, <d_k, d_l>.
+        signal: ``[K, K]``, <g_k, g_l>, with the fp32 gradients g.
+        error: ``[K, K]``, <d_k, d_l>, with d the gradients under a plan minus the fp32 gradients.
     """
 
     signal: Matrix
@@ -68,7 +72,7 @@ class Grams:
 
     @staticmethod
     def total(parts: Iterable[Grams]) -> Grams:
-        """The sums of the parts' inner products, which are the inner products of the concatenated gradients."""
+        """Return the sums of the parts' inner products, which are the inner products of the concatenated gradients."""
         parts = list(parts)
         return Grams(
             np.sum([part.signal for part in parts], axis=0), np.sum([part.error for part in parts], axis=0)
@@ -77,20 +81,22 @@ class Grams:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Damage with its components and a bootstrap interval.
+    """The damage (the squared relative error that a plan adds to an update), with its components and a bootstrap interval.
+
+    The letters are those of the description of :mod:`castwise.lab.parity.damage`.
 
     Attributes:
         value: The damage; infinite if an error is not finite.
         low: Lower end of the 95 % interval.
-        high: Upper end.
-        bias: max(B2, 0) over ``averaged``.
-        noise: D/m over the denominator.
-        signal: max(G2, 0), absolute.
-        data_noise: S/m, absolute.
-        denominator: signal + data_noise: the expected square of one update.
+        high: Upper end of the 95 % interval.
+        bias: The part of the damage that the rounding's bias makes: max(B2, 0) divided by ``averaged``.
+        noise: The part of the damage that the rounding's noise makes: D/m divided by ``denominator``.
+        signal: The squared mean gradient, max(G2, 0).
+        data_noise: The variance of the gradient of one update, S/m.
+        denominator: ``signal`` + ``data_noise``: the expected square of one update.
         averaged: Expected square of the mean of at least ``HORIZON`` microbatches.
-        lasting: Lower bound of the bias, over the sum of the lower bound of the signal and the noise left after
-            ``LASTING`` microbatches.
+        lasting: How large the bias certainly is in long training: the lower bound of the bias, divided by the lower bound of the
+            signal plus the data's noise that is left after ``LASTING`` microbatches.
     """
 
     value: float
@@ -106,7 +112,10 @@ class Estimate:
 
 
 def _moments(gram: Matrix, weights: Matrix) -> tuple[Matrix, Matrix]:
-    """Unbiased variance and squared mean, one per row of ``weights`` (how often each microbatch was drawn)."""
+    """Return the unbiased variances and squared means of the vectors whose inner products are given.
+
+    There is one of each per row of ``weights``, which says how often each microbatch was drawn.
+    """
     count = weights.sum(axis=1)
     square = (weights @ np.diagonal(gram)) / count
     mean = np.einsum("bi,ij,bj->b", weights, gram, weights) / count**2
@@ -115,15 +124,15 @@ def _moments(gram: Matrix, weights: Matrix) -> tuple[Matrix, Matrix]:
 
 
 def estimate(grams: Grams, per_update: int = 1, whole: Grams | None = None, seed: int = 0) -> Estimate:
-    """The damage, with a percentile bootstrap over microbatches as its interval.
+    """Estimate the damage; its interval is a percentile bootstrap over microbatches.
 
-    A resample repeats microbatches, which makes its variances too small by (K - 1)/K on average and its squared means
-    too large; both are corrected.
+    A bootstrap sample repeats microbatches. That makes the sample's variances too small by (K - 1)/K on average and its squared
+    means too large; both are corrected.
 
     Args:
-        grams: Inner products of the gradients to judge, K >= 2.
+        grams: Inner products of the gradients to judge, of K >= 2 microbatches.
         per_update: Microbatches per update, m.
-        whole: Inner products of all gradients, whose update is the denominator; by default ``grams`` itself.
+        whole: Inner products of all gradients, whose expected square is the denominator; by default ``grams`` itself.
         seed: Seed of the bootstrap.
     """
     whole = grams if whole is None else whole
@@ -141,7 +150,7 @@ def estimate(grams: Grams, per_update: int = 1, whole: Grams | None = None, seed
     b_data, b_signal = _resampled(whole.signal, weights)
 
     def left(microbatches: int) -> Matrix:
-        """The expected square of the mean of so many microbatches, by resample."""
+        """Return the expected square of the mean of so many microbatches, for each bootstrap sample."""
         return np.maximum(b_signal + b_data / microbatches, np.finfo(np.float64).tiny)
 
     ratios = b_noise / per_update / left(per_update) + b_bias / left(max(per_update, HORIZON))
@@ -161,22 +170,22 @@ def estimate(grams: Grams, per_update: int = 1, whole: Grams | None = None, seed
 
 
 def _positive(gram: Matrix, per_update: int) -> tuple[float, float]:
-    """Variance of an update and squared mean, at least 0."""
+    """Return the variance of an update of ``per_update`` microbatches, and the squared mean, which is at least 0."""
     variance, square = _moments(gram, np.ones((1, len(gram))))
     return float(variance[0]) / per_update, max(float(square[0]), 0.0)
 
 
 def _resampled(gram: Matrix, weights: Matrix) -> tuple[Matrix, Matrix]:
-    """Variances and squared means of resamples, without what repeated microbatches add or take away."""
+    """Return the variances and squared means of bootstrap samples, corrected for the effect of repeated microbatches."""
     count = len(gram)
     variance, square = _moments(gram, weights)
     stretch = count / (count - 1)
-    # squared mean of a resample = unbiased square + variance/K of its own + variance/K of the sample it came from
+    # squared mean of a bootstrap sample = unbiased square + its own variance/K + variance/K of the original sample
     return variance * stretch, np.maximum(square + variance / count - 2 * variance * stretch / count, 0.0)
 
 
 def share(part: Grams, whole: Estimate, per_update: int = 1) -> tuple[float, float, float]:
-    """A region's contribution to the whole's damage: bias, noise and data noise."""
+    """Return a region's contributions to the damage of all gradients: bias, noise and data noise."""
     if not whole.denominator > 0.0 or not np.isfinite(part.error).all():
         return math.nan, math.nan, math.nan
     noise, bias = _positive(part.error, per_update)
@@ -185,7 +194,10 @@ def share(part: Grams, whole: Estimate, per_update: int = 1) -> tuple[float, flo
 
 
 def quick_estimate(part: Grams, whole: Estimate, per_update: int = 1) -> float:
-    """The damage from at least two microbatches, over a whole update known from more microbatches; without an interval."""
+    """Return the damage of at least two microbatches, without an interval.
+
+    The expected square of the update, the denominator, is known from more microbatches (``whole``).
+    """
     if not np.isfinite(part.error).all():
         return math.inf
     if not whole.denominator > 0.0:
@@ -195,8 +207,8 @@ def quick_estimate(part: Grams, whole: Estimate, per_update: int = 1) -> float:
 
 
 def severity(plain: float, adam: float | None = None) -> float:
-    """Damage relative to the line below which a plan passes; it passes below 1.
+    """Return the damage divided by the threshold below which a plan passes, so that a plan passes below 1.
 
-    The larger of the plain damage and, if it was computed, the damage in units of Adam's steps.
+    If the damage in units of Adam's steps was computed, the larger of both quotients is returned.
     """
     return max(plain / PASS, 0.0 if adam is None else adam / ADAM_PASS)

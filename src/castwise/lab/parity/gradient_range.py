@@ -1,8 +1,8 @@
-"""Magnitudes of gradients, and the loss scales at which fp16 holds them.
+"""Observe the magnitudes of gradients, and find the loss scales at which they neither overflow nor underflow in fp16.
 
-In an fp16 backward, gradients of activations underflow; these and weight gradients, which are
-summed over the batch before they are cast to fp32, overflow. Both are observed in an fp32 pass, per module; the range of
-scales follows from them, and training can start inside it.
+In an fp16 backward pass, small gradients of activations underflow. Large ones overflow, and so do weight gradients, which are
+summed over the batch before they are cast to fp32. The gradients of each module are observed in an fp32 pass. The range of
+possible loss scales follows from their magnitudes, and training can start with a loss scale inside this range.
 
 Source: the method of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, with a measured factor.
 """
@@ -28,16 +28,17 @@ BINS = 277
 LOST = 1e-4
 """Share of a module's squared gradient that may be lost to underflow."""
 HEADROOM = 8.0
-"""The scale starts this far below overflow: other batches and later steps have larger gradients."""
+"""Factor by which the initial loss scale is below overflow: other batches and later steps have larger gradients."""
 NEGLIGIBLE = 1e-10
 """Modules with less than this share of the largest module's squared gradient do not narrow the range of scales."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Magnitudes of a region's gradients, or of other values, in fp32.
+    """The magnitudes of a region's gradients, or of other values, counted by powers of two.
 
     Attributes:
+        pattern: Path of the region, or the pattern that names the region in a plan.
         lowest: Exponent of the first bin: bin i counts values with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
         counts: Number of values per bin.
         zeros: Number of values that are exactly zero.
@@ -49,7 +50,7 @@ class Histogram:
     zeros: int
 
     def smallest(self, share: float = LOST) -> float:
-        """The power of two below which at most ``share`` of the squared norm lies; 0 if all gradients are zero."""
+        """Return the power of two below which values make up at most ``share`` of the squared norm; 0 if all are zero."""
         rest = share * self.energy
         for i, energy in enumerate(self._energies):
             if energy > rest:
@@ -59,7 +60,7 @@ class Histogram:
 
     @property
     def energy(self) -> float:
-        """Approximate sum of squares."""
+        """The approximate sum of the squared values."""
         return math.fsum(self._energies)
 
     @property
@@ -74,9 +75,9 @@ class ScaleRange:
     Attributes:
         largest: Largest magnitude of any gradient of a module's output or of a parameter, unscaled.
         smallest: Magnitude below which gradients together have one part in 10,000 of a module's squared gradient.
-        lowest_scale: Scale below which ``smallest`` underflows.
-        highest_scale: Scale above which ``largest`` overflows.
-        init: The initial scale: a power of two, a factor of eight below overflow.
+        lowest_scale: Loss scale below which ``smallest`` underflows.
+        highest_scale: Loss scale above which ``largest`` overflows.
+        init: A good initial loss scale: a power of two, at least a factor of eight below overflow.
     """
 
     largest: float
@@ -92,11 +93,11 @@ class ScaleRange:
 
 
 class Magnitudes:
-    """Counts values by the power of two below them. Waits for the device with each tensor.
+    """Counts values by the powers of two between which their magnitudes lie; waits for the device with each tensor.
 
     Attributes:
         zeros: Number of values that are exactly zero.
-        largest: Largest magnitude; infinite if a value is.
+        largest: Largest magnitude; infinite if a value is infinite.
     """
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ class Magnitudes:
         self.largest = 0.0
 
     def add(self, tensor: Tensor, times: int = 1) -> None:
-        """Count the values of a floating tensor, each ``times`` times; non-finite ones affect only ``largest``."""
+        """Count the values of a floating tensor, each ``times`` times; non-finite values affect only ``largest``."""
         magnitude = tensor.detach().abs().reshape(-1)
         magnitude = magnitude if magnitude.dtype is torch.float64 else magnitude.float()
         if not magnitude.numel():
@@ -123,7 +124,7 @@ class Magnitudes:
         return self
 
     def histogram(self, pattern: str) -> Histogram:
-        """The histogram of the counts, without empty bins at both ends."""
+        """Return the histogram of the counts, without empty bins at both ends."""
         used = self._counts.nonzero().flatten().tolist()
         if not used:
             return Histogram(pattern, 0, (), self.zeros)
@@ -133,10 +134,10 @@ class Magnitudes:
 
 
 class GradientRange(Observer):
-    """Observes the gradients of module outputs.
+    """Observes the magnitudes of the gradients of module outputs and of parameters.
 
     Attributes:
-        largest_parameter: Largest gradient of a parameter, per name.
+        largest_parameter: The largest magnitude in each parameter's gradient, by the parameter's name.
     """
 
     def __init__(self) -> None:
@@ -145,22 +146,22 @@ class GradientRange(Observer):
 
     @property
     def largest(self) -> dict[str, float]:
-        """Largest gradient of an output, per module path."""
+        """The largest magnitude in the gradients of each module's outputs, by module path."""
         return {path: seen.largest for path, seen in self._seen.items()}
 
     def see_parameters(self, names: Iterable[str], gradients: Iterable[Tensor]) -> None:
-        """Include gradients of parameters, unscaled."""
+        """Include the gradients of parameters, which must not be multiplied by a loss scale."""
         for name, gradient in zip(names, gradients, strict=True):
             if gradient.numel():
                 value = float(gradient.abs().max())
                 self.largest_parameter[name] = max(self.largest_parameter.get(name, 0.0), value)
 
     def modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """All modules."""
+        """Return all modules of the model, with their paths."""
         yield from model.named_modules()
 
     def leave(self, call: Call, output: Any) -> None:
-        """Register hooks for the gradients of an output."""
+        """Register hooks that observe the gradients of a module's output."""
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.is_floating_point():
                 tensor.register_hook(lambda gradient: self._see(call.path, gradient))
@@ -171,15 +172,15 @@ class GradientRange(Observer):
             self._seen.setdefault(path, Magnitudes()).add(gradient)
 
     def histogram(self, pattern: str, paths: Iterable[str]) -> Histogram | None:
-        """The magnitudes of the modules at some paths, added, without empty bins at both ends.
+        """Return one histogram of the output gradients of the modules at some paths, without empty bins at both ends.
 
-        None if no gradient passed through any of them.
+        None is returned if no gradient passed through any of these modules.
         """
         seen = [self._seen[path] for path in paths if path in self._seen]
         return sum_of(seen).histogram(pattern) if seen else None
 
     def scales(self) -> ScaleRange | None:
-        """The loss scales for fp16, over all modules, or None if no gradient was seen."""
+        """Return the loss scales at which fp16 holds the gradients of all modules, or None if no gradient was seen."""
         finite = [path for path, value in self.largest.items() if 0.0 < value < math.inf]
         histograms = [h for path in finite if (h := self.histogram(path, [path])) is not None]
         largest = [*(self.largest[path] for path in finite), *self.largest_parameter.values()]
@@ -187,7 +188,7 @@ class GradientRange(Observer):
 
 
 def sum_of(parts: Iterable[Magnitudes]) -> Magnitudes:
-    """The sum of several counts."""
+    """Return the sum of several counts of magnitudes."""
     total = Magnitudes()
     for part in parts:
         total += part
@@ -195,7 +196,7 @@ def sum_of(parts: Iterable[Magnitudes]) -> Magnitudes:
 
 
 def scale_range(histograms: Sequence[Histogram], largest: float) -> ScaleRange | None:
-    """The loss scales at which fp16 holds gradients, or None if there are no gradients.
+    """Return the loss scales at which fp16 holds gradients, or None if there are no gradients.
 
     Args:
         histograms: Histograms of regions; regions with negligible gradients do not narrow the range.

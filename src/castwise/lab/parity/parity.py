@@ -1,13 +1,13 @@
-"""``parity``: are a plan's gradients as good as fp32's?
+"""``parity``: test whether a plan's gradients are as good as fp32's.
 
 The plan's gradients are compared with fp32's at the same dithered weights, data and random draws, over several
-microbatches. The error that the plan adds to one update is divided by the update's own expected square, which includes the noise
-of the data (:mod:`castwise.lab.parity.damage`). Below ``PASS`` it does not show in training; above ``FAIL`` it does.
+microbatches. The squared error that the plan adds to one update is divided by the expected square of the update, which includes
+the noise of the data (:mod:`castwise.lab.parity.damage`). This quotient is called *damage*. Damage below ``PASS`` does not show in
+training; damage above ``FAIL`` does.
 
-If the optimizer is of Adam's kind, the test is repeated in units of its steps, in which parameters with small
-gradients count as much as others. Parameters whose fp32 gradient is only rounding error (the bias of a convolution
-before BatchNorm, the key bias of attention) are excluded there: an optimizer's step from them is meaningless in fp32
-too.
+If the optimizer is of Adam's kind, the test is repeated in units of Adam's steps, in which parameters with small gradients count as
+much as others. Parameters whose fp32 gradient is only rounding error (the bias of a convolution before BatchNorm, the key bias of
+attention) are excluded from this repetition: an optimizer's step from such a gradient is meaningless in fp32 too.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ FLOOR = 4
 MOST = 4
 """Maximum number of microbatches, as a multiple of the initial number."""
 DEAD = 1e-4
-"""A parameter has no gradient if its fp32 gradient differs between fp32 runs by more than this share of its square."""
+"""A gradient is only rounding error if two fp32 runs with different rounding differ by more than this share of its square."""
 BROKEN = Estimate(math.inf, math.inf, math.inf, *[math.nan] * 6)
-"""The estimate of a probe that stopped at its first microbatch because a gradient was not finite."""
+"""The damage of a plan whose gradient was not finite in the first microbatch, so that the run stopped there."""
 COMPARABLE = 0.3
-"""Maximum difference between fp32 runs, as a share of the plan's difference, at which the plan can be judged."""
+"""A plan can be judged if fp32 runs differ from each other by at most this share of the plan's difference from fp32."""
 
 
 @dataclass(frozen=True)
 class RegionParity:
-    """The contribution of one module's own parameters to the damage.
+    """The contribution of one module's own parameters to the damage, the relative squared error of an update.
 
     Attributes:
         path: Path of the module.
-        bias: Its share of the total damage that is the same in every batch.
-        noise: Its share that averages out over batches.
-        data_noise: The variance of its gradient over batches, in the same unit.
+        bias: The module's part of the damage that is the same in every batch.
+        noise: The module's part of the damage that averages out over batches.
+        data_noise: The variance of the module's gradient over batches, in the same unit.
         adam: Bias plus noise in units of Adam's steps; None if not computed or if the gradient
             is only rounding error.
     """
@@ -93,11 +93,11 @@ class ParityResult:
         plan: The plan tested.
         verdict: ``pass``, ``fail`` or ``undecided``.
         reason: Why, in a sentence.
-        damage: The error added to one update over the update's expected square.
+        damage: The squared error that the plan adds to one update, divided by the update's expected square.
         adam: The damage in units of Adam's steps; None for other optimizers.
         regions: One entry for each module with direct parameters.
         floor: Damage of fp32 against fp32 with different rounding.
-        repeat: Damage of fp32 against an identical second run: above 0 if the loss is not deterministic.
+        repeat: Damage of fp32 against an identical second run; above 0 if the loss is not deterministic.
         lost_updates: For plans that store parameters low without masters, the share of an optimizer's update that rounding
             loses: the largest over the optimizer's groups and over steps early and late in a training.
         loss_scale: Loss scale of the gradients, None without one.
@@ -141,22 +141,25 @@ class ParityResult:
 
     @property
     def severity(self) -> float:
-        """Damage divided by the threshold below which a plan passes; below 1, training shows no difference."""
+        """The damage divided by the threshold below which a plan passes; below 1, training shows no difference."""
         return severity(self.damage.value, None if self.adam is None else self.adam.value)
 
     @property
     def biased(self) -> bool:
-        """Whether a bias is known that outlasts the noise of the data: no short training run can show its harm."""
+        """Whether the plan certainly has a bias that remains when the noise of the data has averaged out in long training.
+
+        A short training run cannot show the harm of such a bias.
+        """
         return not lasts(self.damage, self.adam)
 
     @property
     def needed(self) -> int | None:
-        """About how many microbatches would decide, if more of them would let the plan pass; else None."""
+        """About how many microbatches would let an undecided plan pass; None if more microbatches would not."""
         return needed(self.damage, self.adam, self.microbatches) if self.verdict == "undecided" else None
 
     @property
     def next_step(self) -> str:
-        """What may decide an undecided result, in a sentence; empty for others."""
+        """A sentence that says what may decide an undecided result; empty for other results."""
         if self.verdict != "undecided":
             return ""
         if self.needed is not None or self.more:
@@ -171,7 +174,7 @@ class ParityResult:
 
     @property
     def lines(self) -> tuple[float, float | None]:
-        """The thresholds for a pass: of the plain damage, and of the damage in Adam's units (None if not computed)."""
+        """The thresholds below which a plan passes: for the damage, and for the damage in Adam's units (None if not computed)."""
         return PASS, None if self.adam is None else ADAM_PASS
 
     @property
@@ -181,12 +184,12 @@ class ParityResult:
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """Paths of the modules whose state or choices fail, the worst first."""
+        """The paths of the modules whose buffers, untrained parameters or discrete choices make the plan fail; the worst first."""
         state = [name.rpartition(".")[0] for name in self.stopped]
         return tuple(dict.fromkeys([*state, *(choice.path for choice in self.wrong_choices)]))
 
     def worst(self, count: int = 5) -> tuple[RegionParity, ...]:
-        """The modules that contribute most to the damage, the worst first."""
+        """Return the ``count`` modules that contribute most to the damage, the worst first."""
 
         def weight(region: RegionParity) -> float:
             return (
@@ -196,7 +199,7 @@ class ParityResult:
         return tuple(sorted(self.regions, key=weight, reverse=True)[:count])
 
     def table(self) -> RenderableType:
-        """The result and the worst modules, for ``rich.print``."""
+        """Return the result and the worst modules as text and tables for ``rich.print``."""
         from castwise.report.show import table
 
         said = {
@@ -215,14 +218,15 @@ class ParityResult:
 
 @dataclass
 class ParityTest:
-    """The steps of the test, for callers that judge many plans against one reference.
+    """The gradient parity test in single steps, for callers that judge many plans against one fp32 reference.
 
     Attributes:
+        prober: Runs the model on microbatches in fp32 and under plans.
         per_update: Microbatches per update.
         adam: Whether to test in units of Adam's steps too.
-        optimizer: The user's optimizer, for the few steps of the state test; without an optimizer, these steps change
-            no weight.
-        range: Observed range of the reference's gradients.
+        optimizer: Makes the user's optimizer, for the few training steps that test buffers and untrained parameters. Without an
+            optimizer, these steps change no weight.
+        range: Observed range of the fp32 gradients.
         floor: Damage of fp32 against fp32 with different rounding.
         repeat: Damage of fp32 against an identical repetition.
         dead: Parameters whose fp32 gradient is only rounding error.
@@ -245,7 +249,9 @@ class ParityTest:
         return StateTest(self.prober, self.optimizer)
 
     def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
-        """Run fp32 on ``count`` microbatches, observing every module on ``observed`` of them, then run it against itself.
+        """Run fp32 on ``count`` microbatches, then compare fp32 with itself.
+
+        On the first ``observed`` microbatches the gradients of every module's outputs are observed.
 
         Raises:
             WorkloadError: All gradients are zero.
@@ -274,9 +280,9 @@ class ParityTest:
         self.repeat = float(again.error.trace()) / square if square else 0.0
 
     def quick(self, probe: Probe) -> tuple[float, float | None]:
-        """The damage of a plan from at least two microbatches, relative to the reference's whole update.
+        """Return the damage of a plan from at least two microbatches, as a share of the expected square of the whole update.
 
-        Plain, and in units of Adam's steps or None.
+        There are two numbers: the plain damage, and the damage in units of Adam's steps, or None if that is not asked for.
         """
         whole, adam_whole = self._wholes()
         plain = quick_estimate(Grams.total(self.prober.grams(probe).values()), whole, self.per_update)
@@ -285,7 +291,10 @@ class ParityTest:
         return plain, quick_estimate(Grams.total(self._in_steps(probe).values()), adam_whole, self.per_update)
 
     def _in_steps(self, probe: Probe) -> dict[str, Grams]:
-        """Inner products in units of Adam's steps, without parameters that have no gradient; empty if not asked for."""
+        """Return the inner products of gradients in units of Adam's steps, by parameter; empty if these are not asked for.
+
+        Parameters whose fp32 gradient is only rounding error are left out.
+        """
         if not self.adam:
             return {}
         drawn = len(self.prober.micros)
@@ -295,7 +304,7 @@ class ParityTest:
         return {name: g for name, g in grams.items() if name not in self.dead}
 
     def _wholes(self) -> tuple[Estimate, Estimate | None]:
-        """Estimates of the whole update, plain and in units of Adam's steps, from the first reference."""
+        """Return estimates of the whole update's expected square, plain and in units of Adam's steps, from the fp32 reference."""
         drawn = len(self.prober.micros)
         if self._whole is not None and self._whole[0] == drawn:
             return self._whole[1]
@@ -310,16 +319,17 @@ class ParityTest:
         return whole
 
     def least(self) -> int:
-        """Minimum number of microbatches to pass; all of them, if the batches repeat sooner."""
+        """Return how many microbatches a plan must be tested on to pass; if the batches repeat sooner, all different ones."""
         return min(LEAST, period([micro.batch for micro in self.prober.micros]) or LEAST)
 
     def judge(self, probe: Probe, before: int = 0, least: int | None = None) -> ParityResult:
-        """Judge a plan by the microbatches it has run on; ``undecided`` if more may decide.
+        """Judge a plan by the microbatches that it has run on.
 
         Args:
-            probe: Probe of the plan.
-            before: Number of other microbatches on which its damage was below the lines.
-            least: Minimum total of both numbers to pass; by default :meth:`least`.
+            probe: The plan's gradients on these microbatches.
+            before: Number of other microbatches on which the plan's damage was below the thresholds.
+            least: Minimum number of microbatches, with those of ``before``, on which a plan must be tested to pass; by default that
+                of :meth:`least`.
         """
         grams = self.prober.grams(probe)
         whole = Grams.total(grams.values())
@@ -351,7 +361,7 @@ class ParityTest:
 
         Args:
             plan: The plan to judge.
-            first: Microbatches at first, and per extension.
+            first: Number of microbatches at first, and of those added each time.
             most: Maximum number of microbatches.
             least: As for :meth:`judge`.
         """
@@ -366,7 +376,10 @@ class ParityTest:
         return result
 
     def with_state(self, result: ParityResult) -> ParityResult:
-        """The result after the test of buffers and untrained parameters, unless it already failed."""
+        """Test discrete choices, then buffers and untrained parameters, and return the result with what was found.
+
+        A result that already failed is returned unchanged.
+        """
         if result.verdict == "fail":
             return result
         result = self._with_choices(result)
@@ -390,7 +403,7 @@ class ParityTest:
         )
 
     def _with_choices(self, result: ParityResult) -> ParityResult:
-        """The result with the discrete choices that differ from fp32's; a failure, if rounding does not explain them."""
+        """Return the result with the discrete choices that differ from fp32's; it fails if rounding does not explain them."""
         found = self.prober.changed_choices(with_scale(result.plan, result.loss_scale))
         result = dataclasses.replace(result, choices=found, passes=self.prober.passes)
         if not (wrong := result.wrong_choices):
@@ -454,13 +467,16 @@ def _weight(region: RegionParity, adam: bool) -> float:
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has ``betas`` and divides by the root of a running mean of squared gradients."""
+    """Whether an optimizer is of Adam's kind: it divides by the root of a running mean of squared gradients.
+
+    Such optimizers are recognised by ``betas`` in their parameter groups; Lion has ``betas`` too and is excluded.
+    """
     groups = optimizer.param_groups
     return bool(groups) and "betas" in groups[0] and "Lion" not in type(optimizer).__name__
 
 
 def made(optimizer: Optimizer, model: nn.Module, call: str = "parity") -> torch.optim.Optimizer:
-    """The optimizer that a user's function returns for a model's parameters.
+    """Return the optimizer that a user's function makes for a model's parameters.
 
     Raises:
         WorkloadError: ``optimizer`` is not a function, or returns something else.
@@ -492,8 +508,8 @@ def parity(
 ) -> ParityResult:
     """Test whether a plan's gradients can be distinguished from fp32's, whatever the plan's speed.
 
-    Everything runs on copies: the model, random numbers and process-wide settings are unchanged when it returns or
-    fails. On a CPU, fp16 matrix products are computed in fp32 and rounded, so plans for a GPU can be tested there.
+    Everything runs on copies: the model, random numbers and process-wide settings are unchanged when the function returns or
+    fails. On a CPU, fp16 matrix products are computed in fp32 and rounded, so a plan for a GPU can be tested on a CPU.
 
     Args:
         model: The model, in any training state: its modes (dropout, frozen BatchNorm) are kept. Tensors stored in
@@ -502,12 +518,12 @@ def parity(
         batches: A sequence, a re-iterable, or ``batches(seed)`` -> iterator; each batch is
             one microbatch.
         plan: The plan to test.
-        optimizer: ``optimizer(params)`` -> Optimizer. If it is of Adam's kind, the test is also made in units of its
-            steps. Plans that store parameters low need an optimizer: steps of the plan's own optimizer are compared
-            with fp32's, without masters during 259 steps of training.
+        optimizer: ``optimizer(params)`` -> Optimizer. If it is of Adam's kind, the test is also made in units of Adam's
+            steps. Plans that store parameters in bf16 or fp16 need an optimizer: steps of the plan's own optimizer are
+            compared with fp32's, and if the plan keeps no master weights, this takes 259 steps of training.
         accumulate: Microbatches accumulated per update.
         world_size: Data-parallel ranks that average their gradients.
-        microbatches: Initial number, at least 4. A pass needs 29 in total, or all batches if there are fewer;
+        microbatches: Initial number, at least 4. To pass, a plan needs 29 in total, or all batches if there are fewer;
             if those do not decide, up to four times the initial number are drawn.
         device: By default the device of the model's parameters.
         seed: Seed of dither, random draws and, if batches are a function, of the batches.
@@ -572,7 +588,10 @@ def _with_updates(result: ParityResult, updates: UpdateLoss | None, passes: int)
 
 
 def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
-    """The plan with its dynamic loss scale started inside the measured range; other plans unchanged."""
+    """Return the plan with its dynamic loss scale started inside the range that was measured for the gradients.
+
+    A plan without a dynamic loss scale is returned unchanged.
+    """
     scales = seen.scales()
     if plan.loss_scale is None or not plan.loss_scale.dynamic or scales is None:
         return plan
@@ -580,7 +599,10 @@ def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
 
 
 def with_scale(plan: Plan, init: float | None) -> Plan:
-    """The plan with its loss scale started at a value, within its floor and ceiling; plans without a loss scale unchanged."""
+    """Return the plan with its loss scale started at a value, limited to the plan's floor and ceiling.
+
+    A plan without a loss scale is returned unchanged.
+    """
     if plan.loss_scale is None or init is None:
         return plan
     scale = plan.loss_scale
@@ -589,12 +611,15 @@ def with_scale(plan: Plan, init: float | None) -> Plan:
 
 
 def coarsest(formats: Iterable[str]) -> str:
-    """The format with the fewest digits, which determines the dither; bf16 if there is only fp32, since its dither does no harm."""
+    """Return the low format with the fewest digits among some formats, which determines how much weights are dithered.
+
+    If none of the formats is low, the result is bf16, since dither of this size does no harm.
+    """
     return "fp16" if {name for name in formats if name in LOW} == {"fp16"} else "bf16"
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's parameters; without any, the available accelerator, else the CPU."""
+    """Return the device of a model's parameters; for a model without parameters, the available accelerator, or else the CPU."""
     for parameter in model.parameters():
         return parameter.device
     return torch.device(default_device_type())

@@ -1,9 +1,9 @@
-"""Determine up to which position a plan was tested, since a format's error in positions grows with their size.
+"""Determine up to which sequence position a plan was tested, since a format's error in positions grows with their size.
 
-bf16 does not distinguish 256 from 257, so positions computed in it go wrong only in long sequences. A model's use of
-positions is observed in its forward: tables whose first rows it takes (embeddings, rotary caches, masks), and
-positions made by ``torch.arange`` or given as input. A length is a size of the sample other than its batch size. Unrecognised
-uses are not reported.
+bf16 does not distinguish 256 from 257, so positions computed in bf16 go wrong only in long sequences. A model's use of
+positions is observed in its forward pass: tables whose first rows the model takes (embeddings, rotary caches, masks), and
+positions made by ``torch.arange`` or given as input. A number counts as a sequence length if a dimension of the batch, other than
+the batch size, has this size, one more or one less. Uses of positions that are not recognised are not reported.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from castwise.core.casting.trees import tensors_in
 from castwise.lab.passes.observers import Args, Kwargs, Observer, Run
 
 SHORTEST = 8
-"""Fewer elements than this in a row are not taken for positions."""
+"""Sequences shorter than this are not taken for positions."""
 
 
 @dataclass
 class Positions:
-    """How one forward of a model uses positions.
+    """The sequence positions that one forward pass of a model uses.
 
     Attributes:
-        length: Number of positions in the sample; 0 if none were seen.
-        tables: Rows of each buffer or parameter whose first rows are taken, by name.
+        length: Number of positions in the batch; 0 if none were seen.
+        tables: For each buffer or parameter of which the model takes the first rows, its number of rows, by name.
     """
 
     length: int = 0
@@ -36,7 +36,7 @@ class Positions:
 
     @property
     def note(self) -> str:
-        """Up to which position a plan was tested, in a sentence; empty if no later positions are known."""
+        """A sentence that says up to which position a plan was tested; empty if no later positions are known."""
         longer = {name: size for name, size in self.tables.items() if size > self.length}
         if not self.length or (self.tables and not longer):
             return ""
@@ -48,7 +48,7 @@ class Positions:
 
 
 class PositionWatch(Observer):
-    """Observes how a model's forward uses positions."""
+    """Observes which sequence positions a model's forward pass uses, and records them in ``found``."""
 
     def __init__(self, found: Positions, model: nn.Module, batch: Any) -> None:
         self._found = found
@@ -64,7 +64,7 @@ class PositionWatch(Observer):
             self._take(self._row(tensor), 0, "")
 
     def modules(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        """Only the model itself."""
+        """Return only the model itself."""
         return (("", model),)
 
     def operator(self, run: Run, op: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -94,7 +94,7 @@ class PositionWatch(Observer):
         return self._names.get(_place(table), "?")
 
     def _row(self, indices: Tensor) -> int:
-        """How far integers count up from 0 in the last dimension; 0 if they do not."""
+        """Return the length of the last dimension if integers count up from 0 along it; otherwise 0."""
         if indices.is_floating_point() or indices.dtype is torch.bool or not indices.dim():
             return 0
         length = indices.shape[-1]
@@ -102,7 +102,7 @@ class PositionWatch(Observer):
         return length if length and bool((indices == row).all()) else 0
 
     def _take(self, length: int, rows: int, name: str) -> None:
-        """Record that positions up to a length were used, in a table of ``rows`` rows if it has a name."""
+        """Record that positions up to a length were used; if ``name`` is not empty, in a table with this name and number of rows."""
         if length in self._lengths and name != "?":
             self._found.length = max(self._found.length, length)
             if name:
@@ -110,5 +110,5 @@ class PositionWatch(Observer):
 
 
 def _place(tensor: Tensor) -> int:
-    """Address of the storage of a tensor and its views; 0 if it has no ordinary storage."""
+    """Return the address of a tensor's storage, which its views share; 0 if the tensor has no ordinary storage."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

@@ -1,8 +1,8 @@
-"""Probes: forward and backward in fp32 and under a plan, at the same weights, data and random draws.
+"""Run forward and backward in fp32 and under a plan, at the same weights, data and random draws, and compare the gradients.
 
-Every microbatch has dithered weights: each weight is perturbed by up to half a unit in the last place of the coarsest
-format tested, equally in every run. The rounding error of the weights is the same in every batch
-while they are fixed, but averages out in training; dither turns this false bias into noise.
+The weights are dithered for every microbatch: each weight is perturbed by up to half a unit in the last place of the coarsest
+format tested, equally in every run. While weights are fixed, their rounding error is the same in every batch. In training this
+error averages out, since weights change. Dither makes it average out in the test too; otherwise it would look like a bias.
 
 The given model is copied and never changed.
 """
@@ -39,7 +39,8 @@ REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 MOST_ELEMENTS = 1 << 21
 """A larger parameter is represented by this many of its elements, drawn at random."""
 MOST_IN_ALL = 1 << 24
-"""Maximum number of elements of all parameters together, above which large ones are sampled further: 64 MiB per microbatch."""
+"""Maximum number of elements that represent all parameters together: 64 MiB per microbatch. Above it, large parameters are
+represented by fewer elements."""
 LEAST_ELEMENTS = 1 << 15
 """Minimum number of elements per sampled parameter."""
 RESCALE = 2.0**-6
@@ -48,7 +49,7 @@ RESCALES = 3
 CHOOSING = 2
 """Number of microbatches whose discrete choices are compared."""
 _CHUNKS = {"cpu": 1 << 14}
-"""Elements of a vector multiplied at once: all vectors together fit in a CPU's caches, and occupy a GPU."""
+"""Number of elements of each vector that are multiplied at once: few enough for a CPU's caches, enough to occupy a GPU."""
 _EXPONENTS = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}
 """Exponent bits of a number: the integer type that it is viewed as, and the mask."""
 _NO_MORE = object()
@@ -56,13 +57,15 @@ _NO_MORE = object()
 
 @dataclass
 class Micro:
-    """A microbatch of the reference.
+    """A microbatch, with what the fp32 reference computed on it.
 
     Attributes:
         batch: The batch, on the device.
         seed: Seed of dither and random draws.
-        choices: Discrete choices of its forward, in the first ``CHOOSING`` microbatches.
-        gradients: fp32, one vector per parameter; complex ones as real and imaginary parts.
+        draws: The random draws of the forward and backward pass.
+        choices: The discrete choices of the forward pass; recorded only in the first ``CHOOSING`` microbatches.
+        gradients: The fp32 gradients, one vector per parameter; complex gradients as real and imaginary parts.
+        loss: The loss.
     """
 
     batch: Any
@@ -75,12 +78,14 @@ class Micro:
 
 @dataclass
 class Probe:
-    """A plan's gradients on some microbatches, as errors against the reference.
+    """A plan's gradients on some microbatches, stored as differences from the fp32 gradients.
 
     Attributes:
+        plan: The plan.
         scale: Loss scale of the gradients, None without one.
-        indices: Positions of the microbatches in the prober's ``micros``.
-        errors: Per microbatch and parameter d_k = h_k - g_k, fp32.
+        indices: Positions of the microbatches in :attr:`Prober.micros`.
+        errors: For each microbatch and parameter, the plan's gradient minus the fp32 gradient, in fp32.
+        finite: Whether all gradients are finite.
         blame: Names of parameters with non-finite gradients.
         strayed: Random draws that could not be repeated.
     """
@@ -95,27 +100,27 @@ class Probe:
 
 
 class Prober:
-    """Runs probes of one model and one loss.
+    """Runs one model and one loss on microbatches, in fp32 as the reference and under plans, and compares the gradients.
 
     Args:
-        model: In fp32; it is copied.
+        model: The model in fp32; it is copied.
         loss: ``loss(model, batch)`` -> scalar.
         batches: The batches, on any device.
         device: The device to run on.
         seed: Seed of dither and random draws.
         call: The caller, for errors.
         dither: The coarsest format tested.
-        arrived: For a model that was widened, path of a tensor -> the low format it was given in; by default read from the
-            model.
-        first: Number of microbatches assigned to lower ranks, so that all ranks together draw the same microbatches
-            as one process would.
+        arrived: For a model that was widened to fp32, the original low dtypes of its tensors, by path; by default read from
+            the model.
+        first: Number of microbatches that lower ranks run. Microbatches are numbered after these, so that all ranks together use
+            the same seeds as one process would.
 
     Attributes:
         passes: Number of forward/backward passes so far.
         micros: The reference's microbatches.
         names: Names of the trained parameters, in gradient order.
         sparse: Whether a gradient was sparse.
-        positions: How the first forward used positions.
+        positions: Which sequence positions the first forward pass used.
         moving: Names of buffers and untrained parameters that a forward and backward of the reference changed.
         original: The model copied for each pass.
         model: The fp32 model, for inspection.
@@ -185,14 +190,19 @@ class Prober:
         return torch.randint(numel, (most,), generator=generator, device="cpu").sort().values.to(self.device)
 
     def picked(self, name: str, values: Tensor) -> Tensor:
-        """The elements that represent a trained parameter, taken from values of its shape such as optimizer state; fp32 and flat."""
+        """Return the elements that represent a trained parameter, in fp32 and flat.
+
+        Args:
+            name: Name of the parameter.
+            values: A tensor of the parameter's shape, such as optimizer state.
+        """
         flat, pick = as_real(values.detach()).reshape(-1), self._picks[name]
         return (flat if pick is None else flat[pick]).to(self.device, torch.float32)
 
     # --- passes -------------------------------------------------------------------------------------------
 
     def extend(self, count: int, *observers: Observer) -> None:
-        """Run the reference on ``count`` more microbatches, with observers.
+        """Run the fp32 reference on ``count`` more microbatches, with observers.
 
         Raises:
             WorkloadError: A loss that is not differentiable, or batches that end.
@@ -247,9 +257,9 @@ class Prober:
             )
 
     def floor(self, indices: Sequence[int]) -> Probe:
-        """fp32 against fp32 with different rounding: the weights are perturbed by up to one unit of fp32's last place.
+        """Compare fp32 with fp32 under different rounding, by perturbing the weights by up to one unit in fp32's last place.
 
-        An identical repetition on a CPU is bit-identical and shows nothing about rounding; a permuted batch does,
+        An identical repetition on a CPU is bit-identical and shows nothing about rounding. A permuted batch would show it,
         but not every loss allows a permutation. A perturbation of 2**-23 of the weights changes every later rounding.
         """
         return self.probe(
@@ -257,19 +267,19 @@ class Prober:
         )  # a smaller jitter would be rounded away
 
     def repeat(self, index: int = 0) -> Probe:
-        """fp32 against an identical repetition: an error only if the loss is not deterministic."""
+        """Compare fp32 with an identical repetition, which differs only if the loss is not deterministic."""
         return self.probe(REFERENCE, [index])
 
     def probe(
         self, plan: Plan, indices: Sequence[int], jitter: float = 0.0, onto: Probe | None = None
     ) -> Probe:
-        """Run a plan on microbatches of the reference.
+        """Run a plan on microbatches of the fp32 reference, and return the differences of the gradients.
 
         Args:
             plan: The plan to run under. Its loss scale is lowered if gradients overflow, as in training.
-            indices: Positions in ``micros``.
-            jitter: Relative size of an additional dither for this run's weights only.
-            onto: A probe of the same plan on other microbatches, to extend.
+            indices: Positions of the microbatches in ``micros``.
+            jitter: Relative size of a further perturbation of the weights in this run only.
+            onto: The result of the same plan on other microbatches, which is extended.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.
@@ -290,7 +300,10 @@ class Prober:
         return probe
 
     def _run(self, plan: Plan, indices: list[int], jitter: float, probe: Probe, last: bool) -> list[int]:
-        """Run until the first overflow that another loss scale might cure; return the remaining indices."""
+        """Run a plan on microbatches until gradients overflow; return the indices of the microbatches that remain.
+
+        With ``last``, no smaller loss scale follows, so an overflow is recorded in ``probe`` and nothing remains.
+        """
         with self._under(plan) as (model, amp):
             for at, index in enumerate(indices):
                 micro = self.micros[index]
@@ -309,7 +322,7 @@ class Prober:
         return []
 
     def observe(self, plan: Plan, indices: Sequence[int], *observers: Observer) -> None:
-        """Run a plan on microbatches of the reference for observers; gradients are not collected.
+        """Run a plan on microbatches of the fp32 reference for observers only; gradients are not collected.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.
@@ -320,7 +333,7 @@ class Prober:
                 self._replay(model, amp, self.micros[index], *observers)
 
     def changed_choices(self, plan: Plan) -> tuple[Choice, ...]:
-        """The discrete choices that differ from the reference's under a plan; runs passes only if the model makes any.
+        """Return the discrete choices that differ under a plan from those in fp32; nothing runs if the model makes no choices.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.
@@ -334,15 +347,15 @@ class Prober:
         return changed_choices(changes)
 
     def _replay(self, model: nn.Module, amp: Amp, micro: Micro, *observers: Observer) -> None:
-        """A forward and backward with the reference's random draws; on a CPU, fp16 products are emulated as on a GPU."""
+        """Run forward and backward with the reference's random draws; on a CPU, fp16 products are emulated as on a GPU."""
         with observed_under(amp.plan, model, self.device, *observers, micro.draws):
             self._backward(model, amp, micro)
 
     @contextlib.contextmanager
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
-        """A copy of the model under a plan, with masters as in training, so that gradients are fp32.
+        """Yield a copy of the model under a plan, and the session; master weights exist as in training, so gradients are fp32.
 
-        It is not compiled, since repeating random draws and emulating fp16 products need eager mode.
+        The copy is not compiled, since repeating random draws and emulating fp16 products need eager mode.
         """
         model = self.original.copy()
         with under(dataclasses.replace(plan, compile="as_given"), model, self.device) as amp:
@@ -362,7 +375,7 @@ class Prober:
                 weight = self._weights.get(name)
                 if weight is None:
                     continue
-                # a frozen tensor that was given low is exact in that format: no dither
+                # a frozen parameter that was given in bf16 or fp16 is exact in that format: no dither
                 still = name in self.original.arrived and not parameter.requires_grad
                 moved = weight if still else dithered(weight, self._eps, generator)
                 if jitter:
@@ -394,10 +407,10 @@ class Prober:
     # --- inner products -----------------------------------------------------------------------------------
 
     def grams(self, probe: Probe, weighting: Sequence[Tensor] | None = None) -> dict[str, Grams]:
-        """Inner products per parameter, by name, of a probe's errors and of the reference's gradients.
+        """Return, for each parameter by name, the inner products of the fp32 gradients and of a plan's gradient errors.
 
-        Those of a sampled parameter are scaled up to its full size. ``weighting`` has factors per parameter and
-        element, such as those of :meth:`preconditioner`.
+        If only a sample of a parameter's elements is known, the inner products are scaled up to the parameter's full size.
+        ``weighting`` has a factor for each element of each parameter, such as those of :meth:`preconditioner`.
         """
         out = {}
         for at, name in enumerate(self.names):
@@ -410,10 +423,10 @@ class Prober:
         return out
 
     def preconditioner(self) -> list[Tensor]:
-        """Per element, 1 / (sqrt(mean over microbatches of g**2) + eps), which turns gradients into Adam's steps.
+        """Return the factors that turn gradients into Adam's steps: 1 / (sqrt(mean over microbatches of g**2) + eps).
 
-        A hundredth of the tensor's root mean square is added to Adam's eps, so that an element whose gradient happens
-        to be zero in these batches does not dominate.
+        There is one factor per element of each parameter. A hundredth of the gradient's root mean square is added to Adam's eps,
+        so that an element whose gradient happens to be zero in these batches does not dominate.
         """
         out = []
         for at in range(len(self.names)):
@@ -426,7 +439,7 @@ class Prober:
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """State of a model besides its trained weights: dense buffers and untrained parameters."""
+    """Yield the names and tensors of a model's state besides its trained weights: dense buffers and untrained parameters."""
     for name, tensor in (*model.named_buffers(), *model.named_parameters()):
         untrained = not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
         if untrained and tensor.layout is torch.strided:
@@ -434,12 +447,15 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as real and imaginary parts in a last dimension of 2; others unchanged."""
+    """Return a complex tensor as real and imaginary parts in a last dimension of 2; other tensors are returned unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
-    """Perturb a weight uniformly by up to half a unit in the last place of a format with this eps; complex ones in both parts."""
+    """Perturb a weight uniformly by up to half a unit in the last place of a format, which is given by its eps.
+
+    Of a complex weight both parts are perturbed.
+    """
     if weight.is_complex():
         return torch.view_as_complex(dithered(as_real(weight), eps, generator))
     wide = weight if weight.dtype in _EXPONENTS else weight.float()

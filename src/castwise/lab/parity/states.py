@@ -1,16 +1,17 @@
-"""Test of model state that stops changing: counters, averages and running statistics beside the trained weights.
+"""Test whether rounding stops model state that should change: counters, averages and running statistics.
 
-Gradients do not show it. A counter in bf16 stops at 256, since 257 rounds to 256; an average that changes by a thousandth of
-the difference never changes at all. So a copy of the model is trained for a few steps in fp32 and under the plan, from the same
-start, batches and random draws. State that changes in fp32 must change equally under the plan, measured by the component of the
-plan's change along fp32's, which added noise does not affect. If that is far from 1, rounding has stopped the state.
+Gradients do not show that such state stops. A counter in bf16 stops at 256, since 257 rounds to 256. An average that changes by a
+thousandth of the difference never changes at all. So a copy of the model is trained for a few steps in fp32 and another under the
+plan, from the same start, batches and random draws. State that changes in fp32 must change equally under the plan. The measure is
+the component of the plan's change along fp32's change, as a share of fp32's change; added noise does not affect this measure. If it
+is far from 1, rounding has stopped the state.
 
-Then both run again from fp32's final state, with growing numbers moved far ahead, to detect state that stops later, that starts
-to change only then, or whose change was hidden by a large first one.
+Then both copies are trained again from fp32's final state, with growing numbers moved far ahead. This second run detects state
+that stops later, state that starts to change later, and state whose first change was so large that it hid the later changes.
 
-Such state is stored low by the plan, or computed by a forward from low activations.
-BatchNorm's statistics are fp32 in both cases and are excluded unless a region stores them low; so are the vectors of
-spectral_norm, which are recomputed from the weight in every step.
+State can only stop if the plan stores it in a low format, or if a forward computes it from low activations. BatchNorm's statistics
+are fp32 in both cases and are excluded, unless a region stores them low. The vectors of spectral_norm are excluded too, since they
+are recomputed from the weight in every step.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ ALIKE = 0.5
 STEADY = 0.5
 """A number grows steadily if the second half of the steps adds at least this share of what the first half adds."""
 AHEAD = 1250
-"""Steadily growing numbers are tested again as if after this many times four steps, when fp16 no longer changes either."""
+"""Steadily growing numbers are tested again with the values that they reach after this many times four steps, which is so far that
+numbers in fp16 no longer change either."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class _Path:
-    """A tensor's values at the start, halfway and at the end."""
+    """The values of a tensor at the start of a short training, halfway and at the end."""
 
     start: Tensor
     middle: Tensor
@@ -54,13 +56,13 @@ class _Path:
         return not (_same(self.start, self.middle) and _same(self.middle, self.end))
 
     def grows(self) -> Tensor:
-        """Elements that grow steadily, like counters."""
+        """Return a mask of the elements that grow steadily, like counters."""
         start, middle, end = (t.double() for t in (self.start, self.middle, self.end))
         first, second = middle - start, end - middle
         return (end.abs() > middle.abs()) & (second * first.sign() >= STEADY * first.abs()) & (first != 0)
 
     def later(self, far: bool) -> Tensor:
-        """The values after these steps or, with growth extrapolated, many steps later."""
+        """Return the values after these steps; with ``far``, steadily growing elements are extrapolated to many steps later."""
         start, end = self.start.double(), self.end.double()
         return torch.where(self.grows(), start + (self.middle.double() - start) * AHEAD, end) if far else end
 
@@ -70,7 +72,13 @@ class _Path:
 
 @dataclass
 class _Runs:
-    """fp32 runs from one start, and, if needed, runs from there with different rounding."""
+    """The fp32 training runs from one start.
+
+    Attributes:
+        start: The values of the state at the start, if they are not the model's own.
+        fp32: What the fp32 run did to each tensor.
+        again: The same from an fp32 run with different rounding, which is made only if needed.
+    """
 
     start: Mapping[str, Tensor]
     fp32: dict[str, _Path]
@@ -79,11 +87,11 @@ class _Runs:
 
 @dataclass
 class StateTest:
-    """Compares a model's state after a few steps under a plan with fp32's.
+    """Compares a model's buffers and untrained parameters after a few training steps under a plan and in fp32.
 
     Attributes:
         prober: Provides the model and the batches.
-        optimizer: The model's optimizer; without one, weights are fixed.
+        optimizer: Makes the model's optimizer; without an optimizer, weights are fixed.
     """
 
     prober: Prober
@@ -93,7 +101,7 @@ class StateTest:
     _draws: list[Draws] = field(default_factory=lambda: [Draws() for _ in range(STEPS)])
 
     def stopped(self, plan: Plan) -> dict[str, str]:
-        """Names of the state that does not change under a plan as it does in fp32, with a clause for each.
+        """Return the names of the state that does not change under a plan as in fp32, each with a clause that says how it differs.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.
@@ -113,7 +121,10 @@ class StateTest:
         return out
 
     def _later(self, base: dict[str, _Path]) -> _Runs | None:
-        """fp32 runs from the later start: far ahead, if the model's code accepts such large counts."""
+        """Run fp32 from the final state of an earlier run, with growing numbers moved far ahead if the model's code accepts that.
+
+        None is returned if the model fails from any such start.
+        """
         for far in (True, False):
             start = {
                 name: path.later(far and not hasattr(self._owner(name), "track_running_stats"))
@@ -124,7 +135,10 @@ class StateTest:
         return None
 
     def _differing(self, plan: Plan, runs: _Runs, ours: dict[str, _Path]) -> dict[str, str]:
-        """State that changes otherwise than in fp32, unless rounding alone explains it."""
+        """Return the names of the state that changes otherwise under a plan than in fp32, each with a clause that says how.
+
+        State whose change differs between fp32 runs too is left out.
+        """
         out = {}
         for name, fp32 in runs.fp32.items():
             if name not in ours or ours[name].end.shape != fp32.end.shape or not self._may_stop(name, plan):
@@ -148,7 +162,7 @@ class StateTest:
         return low or not hasattr(owner, "track_running_stats")  # torch's norm layers
 
     def _repeats(self, name: str, runs: _Runs, which: Tensor | None) -> bool:
-        """Whether the state changes alike in fp32 with different rounding; otherwise its change is only rounding error."""
+        """Whether state changes alike in an fp32 run with different rounding; otherwise its change is only rounding error."""
         if runs.again is None:
             runs.again = self._train(REFERENCE, 2 * FORMATS["fp32"].eps, runs.start)
         return name in runs.again and not _differs(runs.fp32[name], runs.again[name], which)
@@ -156,7 +170,10 @@ class StateTest:
     def _train(
         self, plan: Plan, jitter: float = 0.0, start: Mapping[str, Tensor] = MappingProxyType({})
     ) -> dict[str, _Path]:
-        """The paths of the state; for fp32, only of state that changes."""
+        """Train a copy for a few steps, and return the values of its state at the start, halfway and at the end.
+
+        For the fp32 reference only state that changes is returned.
+        """
         prober = self.prober
         model = prober.original.copy()
         for name, tensor in state_of(model):
@@ -194,7 +211,7 @@ class StateTest:
 
 
 def _now(model: nn.Module, before: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
-    """The present state, sharing tensors with ``before`` if they are unchanged."""
+    """Return copies of a model's present state; a tensor that is unchanged since ``before`` is shared instead of copied."""
     out = {}
     for name, tensor in state_of(model):
         value = as_real(tensor.detach())
@@ -207,7 +224,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _stands(fp32: _Path, ours: _Path) -> str:
-    """A clause if most elements that still change in fp32 have stopped under the plan; else empty."""
+    """Return a clause if most elements that still change in fp32 have stopped under the plan; otherwise an empty string."""
     moves = fp32.middle != fp32.end
     stands = ours.middle == ours.end
     if 2 * int((moves & stands).sum()) <= int(moves.sum()):
@@ -216,10 +233,11 @@ def _stands(fp32: _Path, ours: _Path) -> str:
 
 
 def _differs(fp32: _Path, ours: _Path, which: Tensor | None = None) -> str:
-    """How state changes otherwise than in fp32, in a clause; empty if it changes alike.
+    """Return a clause that says how state changes otherwise under a plan than in fp32; empty if it changes alike.
 
-    For the later start, whose growing numbers are tested separately, ``which`` are the other elements. There the second half is
-    tested too: a large first change, as of an average that starts with the first batch, would dominate the rest.
+    In the second run, which starts far ahead, growing numbers are tested separately, and ``which`` is a mask of the other elements.
+    There the second half of the steps is tested by itself too. Otherwise a large first change, such as that of an average which
+    starts with the first batch, would dominate the rest.
     """
     if which is not None:
         fp32, ours = fp32.of(which), ours.of(which)

@@ -1,4 +1,4 @@
-"""Examine a model in one process, or in all ranks of DistributedDataParallel or FSDP2 together with one report."""
+"""Examine a model in one process, or in all ranks of DistributedDataParallel or FSDP2 together, with one report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Looking(Ranks):
     """The processes that examine a model together.
 
     Args:
-        group: Their process group; :data:`~castwise.ranks.ALONE` for this process alone.
+        group: The process group of these processes; :data:`~castwise.ranks.ALONE` for this process alone.
         failed: Message prefix if a user's function fails.
 
     Attributes:
@@ -42,7 +42,10 @@ class Looking(Ranks):
         self._failed = failed
 
     def every(self, task: Callable[[], _T]) -> list[_T]:
-        """Like :meth:`castwise.ranks.Ranks.every`; an error from a user's function is raised as one sentence."""
+        """Run a task on every rank and return all results, as :meth:`castwise.ranks.Ranks.every` does.
+
+        An error from a user's function is raised as an error of castwise with one sentence.
+        """
 
         def said() -> _T:
             with users_code(self._failed):
@@ -56,7 +59,7 @@ class Looking(Ranks):
         Args:
             call: The caller, for errors.
             names: Names of the arguments.
-            given: Checks and returns the arguments in that order, followed by values that may differ.
+            given: Checks the arguments and returns them in the order of ``names``, followed by values that may differ.
 
         Raises:
             PlanError: Ranks got different arguments; raised on all ranks.
@@ -81,18 +84,20 @@ class Looking(Ranks):
 def together(
     model: nn.Module, call: str, *, what: str = "the model or its loss", group: Any = None
 ) -> Iterator[Looking]:
-    """Examine a model on all ranks of its wrapper together; random numbers, settings and the model are restored at the end.
+    """Yield the ranks that examine a model together; restore random numbers, settings and the model after the block.
+
+    The ranks are those of the model's wrapper, such as DistributedDataParallel.
 
     Args:
         model: The model, in DistributedDataParallel, sharded by FSDP2 or tensor parallelism, or of this process
             alone.
         call: The caller, for errors.
-        what: The user's function that may fail.
+        what: The user's functions that may fail, for errors.
         group: Used instead of the wrapper's ranks.
 
     Raises:
         WorkloadError: The argument is not a model, memory does not suffice for a whole copy, or the wrapper itself is
-            called meanwhile.
+            called inside the block.
     """
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"{call}: model is {type(model).__name__}; give the torch.nn.Module itself")
@@ -114,7 +119,7 @@ def together(
 
 
 def _exact(value: object) -> str:
-    """A string that is equal for equal values."""
+    """Return a string that is equal for equal values."""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_exact, value))
     return value.digest if isinstance(value, Plan) else repr(value)

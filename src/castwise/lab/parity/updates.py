@@ -1,14 +1,16 @@
-"""The optimizer's updates under plans that store parameters low: correct gradients say nothing about them.
+"""Test the optimizer's updates under plans that store parameters in bf16 or fp16; correct gradients say nothing about them.
 
-A copy of the model is trained in fp32. After 1, 4, 16, 64 and 256 steps, each of the next steps is taken twice from the same
-weights, gradients and optimizer state: in fp32, and as the plan stores them, by the plan's own optimizer. So this test sees
+A copy of the model is trained in fp32. After 1, 4, 16, 64 and 256 steps, each of the next three steps is taken twice from the same
+weights, gradients and optimizer state. It is taken once in fp32, and once by the plan's own optimizer with weights and state in
+the formats in which the plan stores them. So this test finds
 
 - updates that rounding drops, because they are small beside the weights that they change;
 - an optimizer whose own arithmetic fails in the format: in fp16 Adam's eps of 1e-8 is 0, and so are its second moments.
 
-What counts is the share of fp32's *update* that is missing, not the number of elements: SGD often drops half of the elements
-without harm, since they hold little of the update. Each group of the optimizer is tested by itself, since a small group can
-stand still while the whole moves. Updates shrink while a model learns, so late steps are tested too.
+What counts is the share of fp32's *update* that is missing, not the number of elements. With SGD, rounding often drops the updates
+of half of the elements without harm, since these elements hold little of the update. Each parameter group of the optimizer is
+tested by itself, since a small group can stand still while the whole moves. Updates shrink while a model learns, so late steps are
+tested too.
 """
 
 from __future__ import annotations
@@ -39,18 +41,19 @@ from castwise.lab.passes.isolation import seed_all, unmoved
 from castwise.lab.passes.passes import under
 
 LOST = 0.05
-"""Maximum share of a group's update that a plan may lose.
+"""Maximum share of a parameter group's update that a plan may lose.
 
 Source: bench/results/updates-cpu.json, by bench/bench_updates.py.
 """
 FAR = 0.5
-"""Maximum share by which a plan may move a group further than fp32 does."""
+"""Maximum share by which a plan may move a parameter group further than fp32 does."""
 AFTER = (1, 4, 16, 64, 256)
 """Numbers of fp32 steps after which the plan's steps are compared with fp32's."""
 COMPARED = 3
 """Number of steps compared each time."""
 REPEATED = 0.01
-"""Maximum difference between fp32's step and one from copies of its weights, gradients and state dict, as a share of its norm."""
+"""Maximum difference between two fp32 steps, as a share of the step's norm, at which they count as equal. One is the training's own
+step, and the other starts from copies of its weights, gradients and state dict."""
 _FP32 = PRESETS["fp32"]
 WARM_STEPS = 4
 """Steps before the step that :func:`one_update` observes: an optimizer's first step differs from later steps."""
@@ -58,15 +61,17 @@ WARM_STEPS = 4
 
 @dataclass(frozen=True)
 class UpdateLoss:
-    """How a plan's updates differ from fp32's.
+    """How the optimizer's updates under a plan differ from those in fp32.
 
     Attributes:
-        lost: Share of a group's update that the plan loses, the worst over groups and steps; below 0 if it moves too far.
-        where: The worst group, by its parameters.
+        lost: Share of a parameter group's update that the plan loses, for the worst group and step; below 0 if the plan moves the
+            group too far.
+        where: The parameters of the worst group.
         step: Number of the worst step.
         steps: Number of the last step that was compared.
         broken: A clause about the first tensor that the plan's optimizer made non-finite, or an empty string.
-        still: A group that has gradients and that fp32 changed in no compared step, so that nothing is known of its updates.
+        still: A parameter group that has gradients but that fp32 changed in no compared step, so that nothing is known of its
+            updates.
     """
 
     lost: float = 0.0
@@ -78,7 +83,7 @@ class UpdateLoss:
 
     @property
     def why(self) -> str:
-        """Why the plan cannot be used, as a clause; empty if its updates are sound."""
+        """The reason why the plan's updates make it unusable, as a clause; empty if the updates are sound."""
         if self.broken:
             return self.broken
         if self.lost > LOST:
@@ -89,7 +94,7 @@ class UpdateLoss:
 
     @property
     def unknown(self) -> str:
-        """Why the updates of a plan without masters are not known, as a clause; empty if they are."""
+        """The reason why the updates of a plan without master weights are not known, as a clause; empty if they are known."""
         if not self.still:
             return ""
         return (
@@ -99,14 +104,14 @@ class UpdateLoss:
 
     @property
     def severity(self) -> float:
-        """The loss relative to the line above which a plan fails."""
+        """The lost share of the update divided by the largest share that a plan may lose; a plan fails above 1."""
         return math.inf if self.broken else max(self.lost / LOST, -self.lost / FAR)
 
 
 class UpdateTest:
     """Compares steps of a plan's own optimizer with fp32's, in stages that come later and later in a training.
 
-    With masters there are only early stages, since nothing is rounded.
+    For a plan with master weights there are only early stages, since no update is rounded.
 
     Attributes:
         found: The result so far.
@@ -117,20 +122,20 @@ class UpdateTest:
         self._stages = list(AFTER if plan.lacks_masters else AFTER[:2])
         self._step_s = self._compared_s = 0.0
         self._still = dict.fromkeys(range(len(self._training.groups)), False)
-        """Groups without an update so far, and whether they had a gradient."""
+        """Parameter groups without an update so far, and whether they had a gradient."""
         self.found = UpdateLoss()
 
     @property
     def next_s(self) -> float | None:
-        """About how many seconds the next stage takes; None after the last one."""
+        """About how many seconds the next stage takes; None after the last stage."""
         if not self._stages:
             return None
         return (self._stages[0] - self._training.steps) * self._step_s + self._compared_s
 
     def stage(self) -> UpdateLoss:
-        """Train up to the next stage, compare its steps, and return the result so far.
+        """Train up to the next stage, compare a few steps there, and return the result so far.
 
-        A stage takes all of its steps whatever it finds: other ranks may wait for this one in a collective of the loss.
+        All steps of a stage are taken whatever is found: other ranks may wait for this rank in a collective of the loss.
         """
         training, began = self._training, time.monotonic()
         if count := self._stages.pop(0) - training.steps:
@@ -188,12 +193,12 @@ class UpdateTest:
 
 
 def is_needed(plan: Plan) -> bool:
-    """Whether a plan stores parameters low, so that its updates can differ from fp32's."""
+    """Whether a plan stores parameters in bf16 or fp16, so that its updates can differ from fp32's."""
     return plan.lacks_masters or plan.keeps_masters
 
 
 def update_loss(training: Training, plan: Plan) -> UpdateLoss:
-    """The result of all stages of an :class:`UpdateTest` of a plan that stores parameters low."""
+    """Run all stages of an :class:`UpdateTest` of a plan that stores parameters in bf16 or fp16, and return the result."""
     test = UpdateTest(training, plan)
     while test.next_s is not None:
         test.stage()
@@ -201,7 +206,7 @@ def update_loss(training: Training, plan: Plan) -> UpdateLoss:
 
 
 def one_update(training: Training) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Train for a few steps; yield the name, the weights and the last update of each parameter."""
+    """Train for a few steps; yield each parameter's name, its weights before the last step, and the update of that step."""
     for _ in range(WARM_STEPS):
         training.step()
     before = [p.detach().clone() for p in training.model.parameters()]
@@ -211,7 +216,7 @@ def one_update(training: Training) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def stored_change(weights: Tensor, update: Tensor, dtype: torch.dtype) -> Tensor:
-    """The change of weights stored in a format by an update: fp32, 0 where rounding drops it."""
+    """Return how much an update changes weights that are stored in a format, in fp32; 0 where rounding drops the update."""
     stored = weights.to(dtype).float()
     moved = (stored + update).to(dtype).float()
     return torch.where(moved == stored, 0.0, moved - stored)
@@ -221,7 +226,7 @@ class Training:
     """A copy of a model that is trained in fp32.
 
     Args:
-        model: It is copied, and widened to fp32 if parts of it are stored low.
+        model: The model; it is copied, and tensors stored in bf16 or fp16 are widened to fp32.
         loss: ``loss(model, batch)`` -> scalar tensor.
         batches: Batches on any device.
         optimizer: ``optimizer(params)`` -> Optimizer.
@@ -230,8 +235,8 @@ class Training:
 
     Attributes:
         model: The copy.
-        optimizer: Its optimizer.
-        groups: For each group of the optimizer, a description of its parameters.
+        optimizer: The optimizer of the copy.
+        groups: For each parameter group of the optimizer, a description of its parameters.
         params: The parameters of each group.
         steps: Number of steps so far.
     """
@@ -265,16 +270,16 @@ class Training:
 
     @property
     def needs_closure(self) -> bool:
-        """Whether the optimizer's step computes gradients itself."""
+        """Whether the optimizer's step needs a closure that computes the gradients."""
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
 
     def values(self) -> list[list[Tensor]]:
-        """Copies of the parameters, by group of the optimizer."""
+        """Return copies of the parameters, by parameter group of the optimizer."""
         return [[p.detach().clone() for p in group] for group in self.params]
 
     def backward(self) -> None:
-        """Compute the gradients of the next batch."""
+        """Compute the loss of the next batch and its gradients."""
         self._batch = to_device(next(self._batches), self.device)
         self._evaluate()
 
@@ -284,7 +289,7 @@ class Training:
         self.steps += 1
 
     def step(self) -> None:
-        """Take a whole step on the next batch."""
+        """Compute the gradients of the next batch and let the optimizer take its step."""
         self.backward()
         self.update()
 
@@ -298,12 +303,12 @@ class Training:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that a plan's optimizer takes from the training's weights, gradients and state, by group.
+    """One step that a plan's optimizer takes from copies of the fp32 training's weights, gradients and optimizer state.
 
     Attributes:
-        formats: In which the parameters are stored.
-        changes: Changes of the parameters; empty if the optimizer takes no step from given gradients or state.
-        broken: A clause if a change is not finite.
+        formats: The dtypes in which the parameters are stored, by parameter group.
+        changes: The changes of the parameters, by group; empty if the optimizer cannot step from given gradients or state.
+        broken: A clause that says what is not finite after the step; otherwise empty.
         keeps: Whether the optimizer keeps what rounding drops for later steps, or rounds at random.
     """
 
@@ -315,7 +320,15 @@ class _Step:
     def counted(
         self, index: int, olds: Sequence[Tensor], updates: Sequence[Tensor], comparable: bool
     ) -> Iterable[Tensor]:
-        """The changes of a group that count as the plan's, given its parameters and fp32's updates."""
+        """Return the changes of one parameter group that count as the plan's.
+
+        Args:
+            index: Index of the group.
+            olds: The parameters before the step.
+            updates: fp32's updates of these parameters.
+            comparable: Whether the step of the plan's optimizer can be compared with fp32's. Otherwise its changes are computed
+                from fp32's updates, by rounding.
+        """
         formats = self.formats[index]
         if not comparable:
             return updates if self.keeps else map(_stored, olds, updates, formats)
@@ -323,7 +336,7 @@ class _Step:
         return map(_beyond_rounding, olds, updates, own, formats) if self.keeps else own
 
     def repeats(self, changes: list[list[Tensor]]) -> bool:
-        """Whether this step makes the given changes."""
+        """Whether this step makes the given changes, up to a small difference."""
         return bool(self.changes) and all(
             _dot(off, off) <= REPEATED**2 * _dot(change, change)
             for mine, group in zip(self.changes, changes, strict=True)
@@ -363,7 +376,13 @@ def _step_of(training: Training, plan: Plan) -> _Step:
 def _continue_from(
     optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer, values: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Give an optimizer the state of another, in the formats in which its own first step keeps it; ``values`` are its parameters'."""
+    """Give an optimizer the state of another optimizer, in the formats in which its own first step creates this state.
+
+    Args:
+        optimizer: The optimizer that gets the state. It takes a step first, which is undone.
+        other: The optimizer whose state is copied.
+        values: The values of the first optimizer's parameters, which are restored after its step.
+    """
     optimizer.step()
     formats = {
         p: {key: getattr(value, "dtype", None) for key, value in optimizer.state[p].items()}
@@ -387,7 +406,7 @@ def _continue_from(
 
 
 def _changes(new: Sequence[Sequence[Tensor]], old: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Changes of tensors, by group."""
+    """Return the differences between new and old tensors, in fp32 or wider, by parameter group."""
     return [
         [_wide(one) - _wide(other) for one, other in zip(news, olds, strict=True)]
         for news, olds in zip(new, old, strict=True)
@@ -395,24 +414,28 @@ def _changes(new: Sequence[Sequence[Tensor]], old: Sequence[Sequence[Tensor]]) -
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """A tensor in fp32 or, if it is wider, as it is."""
+    """Return a tensor in fp32, or in its own format if that is wider."""
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Paths of an optimizer's parameters, in its order."""
+    """Return the paths of an optimizer's parameters in the model, in the optimizer's order."""
     names = {id(p): name for name, p in model.named_parameters()}
     groups = optimizer.param_groups
     return [names.get(id(p), "a tensor outside the model") for group in groups for p in group["params"]]
 
 
 def _stored(old: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
-    """The change of a parameter that is stored in a format."""
+    """Return how much a change alters a parameter that is stored in a format, after rounding to that format."""
     return stored_change(old, change, dtype) if dtype in LOW_DTYPES else change
 
 
 def _beyond_rounding(old: Tensor, update: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
-    """The own change of a parameter, or fp32's update as far as rounding up or down explains the difference."""
+    """Return the change of a parameter that counts as the plan's, if the plan's optimizer keeps what rounding drops.
+
+    It is fp32's update, plus the part of the difference between the plan's change (``own``) and fp32's update that rounding up or
+    down does not explain.
+    """
     if dtype not in LOW_DTYPES:
         return own
     limits = torch.finfo(dtype)

@@ -1,10 +1,13 @@
-"""From damage to a verdict, and the number of microbatches needed: pure functions, validated by bench/bench_verdicts.py.
+"""Decide from the damage whether a plan passes, and estimate how many microbatches are needed.
 
-A plan passes if the whole interval of its damage is below the line, and if enough microbatches were seen: rounding
-may do damage in only a few of them, and an interval does not cover what was not drawn. If none of K microbatches
-is of a damaging kind, that kind is rarer than 1 - 0.05^(1/K), about 3/K, at 95 % confidence. If every
-such microbatch were at the line above which plans fail, their share would have to be below PASS/FAIL, a tenth, to keep
-the total below the line where plans pass: so K is at least 29. Rarer damage, or rarer and worse, can be missed.
+The damage is the squared relative error that a plan adds to an update (:mod:`castwise.lab.parity.damage`). A *line* is a threshold:
+plans pass below the lower line and fail above the upper line. bench/bench_verdicts.py validates these pure functions.
+
+A plan passes if the whole interval of its damage is below the lower line, and if enough microbatches were seen. Rounding
+may do damage in only a few microbatches, and an interval does not cover what was not drawn. If none of K microbatches
+is of a damaging kind, that kind is rarer than 1 - 0.05^(1/K), about 3/K, at 95 % confidence. Assume that every microbatch of this
+kind had damage at the upper line. Their share would then have to be below PASS/FAIL, a tenth, to keep the total below the lower
+line. So K must be at least 29. Rarer damage, or rarer and worse damage, can be missed.
 
 Source: the "rule of three" (Hanley and Lippman-Hand 1983, JAMA 249(13)).
 """
@@ -33,17 +36,20 @@ def _lines(damage: Estimate, adam: Estimate | None) -> list[_Line]:
 
 
 def may_pass(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether more microbatches may bring the intervals below the lines: no interval is entirely above its line."""
+    """Whether more microbatches may let a plan pass, because no interval lies entirely above the threshold for passing."""
     return all(e.low < below for e, below, _, _ in _lines(damage, adam))
 
 
 def lasts(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether a plan is fit for long training: no bias is known to exceed the passing lines there."""
+    """Whether a plan is fit for long training: no bias certainly exceeds the thresholds for passing when noise has averaged out."""
     return all(e.lasting < below for e, below, _, _ in _lines(damage, adam))
 
 
 def fails(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether damage (with its interval above the passing line) or a lasting bias is above the failing line."""
+    """Whether a plan fails: the damage or a bias in long training exceeds the threshold for failing.
+
+    The damage counts only if its whole interval is above the threshold for passing.
+    """
     return any(
         (e.value > above and e.low > below) or e.lasting > above
         for e, below, above, _ in _lines(damage, adam)
@@ -51,20 +57,20 @@ def fails(damage: Estimate, adam: Estimate | None) -> bool:
 
 
 def passes(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether the intervals are below the passing lines, and no bias is known to exceed these lines in a long training."""
+    """Whether a plan passes: all intervals are below the thresholds, and no bias certainly exceeds them in long training."""
     return all(e.high < below for e, below, _, _ in _lines(damage, adam)) and lasts(damage, adam)
 
 
 def compare(
     damage: Estimate, adam: Estimate | None, seen: int, least: int = LEAST
 ) -> tuple[Verdict, str, bool]:
-    """Compare a damage with the lines.
+    """Compare a plan's damage with the thresholds for passing and failing.
 
     Args:
         damage: Damage of the gradients.
         adam: The damage in units of Adam's steps, None if not computed.
         seen: Number of microbatches that the plan ran on.
-        least: Minimum number to pass.
+        least: Minimum number of microbatches on which a plan must be tested to pass.
 
     Returns:
         The verdict, its reason in a sentence, and whether more microbatches may change it.
@@ -113,9 +119,10 @@ def compare(
 
 
 def needed(damage: Estimate, adam: Estimate | None, seen: int) -> int | None:
-    """About how many microbatches would let a plan pass if its damage is below the thresholds and its interval is not.
+    """Estimate how many microbatches would let a plan pass whose damage is below the thresholds, but whose interval is not.
 
-    An interval that rounding noise makes wide shrinks with the number of microbatches. None if the damage is not below.
+    The estimate assumes that rounding noise makes the interval wide, so that it shrinks with the number of microbatches. None is
+    returned if the damage is not below the thresholds, if the plan passes already, or if its bias is too large for long training.
     """
     lines = [(e, below) for e, below, _, _ in _lines(damage, adam)]
     if passes(damage, adam) or not lasts(damage, adam) or not all(e.value < below for e, below in lines):
@@ -126,15 +133,22 @@ def needed(damage: Estimate, adam: Estimate | None, seen: int) -> int | None:
 
 
 def goes_on(verdict: Verdict, may_change: bool, drawn: int, first: int, most: int) -> bool:
-    """Whether to draw more microbatches after ``drawn``, with ``first`` per extension and ``most`` at most.
+    """Whether a test should continue with more microbatches.
 
-    A failure is confirmed on as many fresh microbatches.
+    A failure on the first microbatches is confirmed on as many fresh ones.
+
+    Args:
+        verdict: The verdict so far.
+        may_change: Whether more microbatches may change the verdict.
+        drawn: Number of microbatches so far.
+        first: Number of microbatches at first, and of those added each time.
+        most: Maximum number of microbatches.
     """
     return may_change and drawn < most and (verdict != "fail" or drawn <= first)
 
 
 def _worst(lines: Sequence[_Line], sizes: Sequence[float]) -> tuple[str, float, float]:
-    """The largest damage in words, and its lines."""
+    """Return the damage with the largest of ``sizes`` in words, with its thresholds for passing and failing."""
     e, below, above, units = max(zip(sizes, lines, strict=True), key=lambda pair: pair[0])[1]
     value = (
         f"damage {e.value:.2g} (the relative error of an update; {LEVEL:.0%} interval {e.low:.2g} to {e.high:.2g}){units}"

@@ -1,6 +1,7 @@
-"""A pass: a copy of a model runs forward and backward under a plan, with observers, and without side effects.
+"""Run a copy of a model forward and backward under a plan, observe the run, and leave no side effects.
 
-``passes``: the copy, the plan on it, the loss, its backward, and the gradients. ``observers``: observe operators and module
-calls. ``isolation``: restores random numbers, process-wide settings and a model that a loss may change. ``draws``: repeats
-one pass's random draws in another. ``emulation``: fp16 on a CPU.
+Such a run is called a *pass*. ``passes`` copies the model, applies the plan, runs loss and backward, and collects gradients.
+``observers`` observes operators and module calls. ``isolation`` restores random numbers, process-wide settings, and a model
+that a loss may change. ``draws`` repeats the random draws of one pass in another. ``choices`` compares the discrete choices
+(indices, masks) of two passes. ``emulation`` emulates fp16 products on a CPU.
 """

@@ -1,16 +1,20 @@
-"""Compare the discrete choices of a reference run with those of a run in a lower format.
+"""Compare the discrete choices of a reference run in fp32 with those of a run in a lower format.
 
-A choice is an integer or boolean tensor that an operator computes from floating tensors: an index, a mask, an order, a route. It
-has no gradient, so that a comparison of gradients can miss a wrong one. Near a tie a choice changes by rounding alone, in fp32 too,
-and does no harm: two experts with equal scores, a mask at 0. A choice is *wrong* where rounding does not explain the change:
-the operator chooses as before in fp32 when its inputs move towards those of the lower format by at most
+A *choice* is an integer or boolean tensor that an operator computes from floating tensors: an index, a mask, an order, a route.
+A choice has no gradient, so a comparison of gradients can miss a wrong choice. Near a tie (two experts with equal scores, a mask
+at 0), rounding alone changes a choice, in fp32 too, and does no harm.
+
+A changed element is *wrong* if rounding does not explain the change. To find out, the operator runs again in fp32 on the
+reference's inputs, moved towards the inputs of the lower format. If the result is still the reference's, the change is wrong.
+The inputs move by at most
 
 - ``TOLERANCE`` * eps standard deviations, plus the rounding of the element's distance from the mean;
-- half a unit, if the result is an integer made of the number itself (``.long()``);
-- nothing, if the input consists of whole numbers that the lower format does not hold: positions above 256 in bf16, above 2048 in
-  fp16. Whole numbers that it holds change only by an earlier choice, and explain any change.
+- half a unit, if the operator converts the numbers themselves to integers (``.long()``);
+- nothing, if the input consists of whole numbers that the lower format cannot represent: positions above 256 in bf16, or above
+  2048 in fp16. Whole numbers that the format can represent differ only because of an earlier choice, so they move without a limit.
 
-Each operator is judged alone: the reference's choices are put in the place of the lower format's, as random draws are.
+Each operator is judged alone: the run in the lower format continues with the reference's choices, as it does with the
+reference's random draws.
 """
 
 from __future__ import annotations
@@ -64,12 +68,12 @@ class Choice:
 
     @property
     def share(self) -> float:
-        """Share of elements that differ."""
+        """The share of elements that differ."""
         return self.changed / self.elements
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the format, not a tie, changes the choice."""
+        """Whether the format changes the choice by more than rounding near a tie explains."""
         return self.wrong >= LEAST and self.wrong > WRONG * self.elements
 
     @property
@@ -78,20 +82,23 @@ class Choice:
         return "conversion to integers" if self.operator == "_to_copy" else self.operator
 
     def said(self, format: str) -> str:
-        """The change in a sentence."""
+        """Return the change as a sentence; ``format`` is the plan's lower format."""
         return (
             f"{self.what} in {self.path or 'the model itself'} chooses differently in {format}: {self.changed / self.elements:.1%} of "
             f"its results differ from fp32's, {self.wrong / self.elements:.1%} by more than rounding explains"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and properties, for reports."""
+        """Return the fields and properties as a dictionary for reports."""
         said = {"what": self.what, "share": self.share, "is_wrong": self.is_wrong}
         return dataclasses.asdict(self) | said
 
 
 class _Made(NamedTuple):
-    """A choice of the reference: the operator with copies of its arguments, and its integer and boolean results."""
+    """A choice that the reference made: the operator, copies of its arguments, and its integer and boolean results.
+
+    The arguments are None if they have more than ``LARGEST`` elements.
+    """
 
     path: str
     op: _torch.operators.OpOverload
@@ -100,7 +107,7 @@ class _Made(NamedTuple):
 
 
 def _is_choice(op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> bool:
-    """Whether an operator of a forward could choose: it gets floating tensors and is not random."""
+    """Whether an operator can make a choice: it runs in the forward pass, gets floating tensors and draws no random numbers."""
     return (
         _torch.autograd.graph_task_id() == -1
         and torch.Tag.nondeterministic_seeded not in op.tags
@@ -110,7 +117,7 @@ def _is_choice(op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> b
 
 
 def _chosen(out: Any) -> list[Tensor]:
-    """The integer and boolean tensors of a result; bytes are workspaces of kernels."""
+    """Return the integer and boolean tensors of an operator's result, without bytes, which are workspaces of kernels."""
     return [
         t
         for t in tensors_in(out)
@@ -120,7 +127,7 @@ def _chosen(out: Any) -> list[Tensor]:
 
 
 class Choices(Observer):
-    """Records the choices of a reference's forward.
+    """Records the discrete choices (indices, masks) of a reference's forward pass.
 
     Attributes:
         tape: Each choice of the last pass, in order.
@@ -130,16 +137,16 @@ class Choices(Observer):
         self.tape: list[_Made] = []
 
     def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
-        """Start a pass."""
+        """Forget the previous pass when a new pass of the model begins."""
         self.tape = []
         return super().around(model)
 
     def modules(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        """All modules, to know whose code runs."""
+        """Return all modules, so that it is known whose code calls an operator."""
         yield from model.named_modules()
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator, and record what it chooses."""
+        """Run an operator, and record its integer and boolean results."""
         out = run(op, args, kwargs)
         if _is_choice(op, args, kwargs) and (results := _chosen(out)):
             path = self.running[-1].path if self.running else LOSS
@@ -150,7 +157,7 @@ class Choices(Observer):
 
 
 class Changes(Observer):
-    """Compares the choices of a forward with recorded choices, and replaces them by the recorded choices.
+    """Compares the discrete choices of a forward pass with recorded choices, and replaces them by the recorded choices.
 
     Args:
         tape: The tape of :class:`Choices`.
@@ -166,12 +173,12 @@ class Changes(Observer):
         self.counts: dict[tuple[str, str], Counter[str]] = {}
 
     def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
-        """Start a pass."""
+        """Forget the previous pass when a new pass of the model begins."""
         self._rest, self.counts = [*self._tape], {}
         return super().around(model)
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator; compare and replace what it chooses."""
+        """Run an operator, and compare and replace its integer and boolean results."""
         out = run(op, args, kwargs)
         if not self._rest or not _is_choice(op, args, kwargs) or not (results := _chosen(out)):
             return out
@@ -198,7 +205,11 @@ class Changes(Observer):
         return out
 
     def _moved(self, made: _Made, args: Args, kwargs: Kwargs, count: int) -> list[Tensor]:
-        """The choices of the reference's operator when its inputs move towards those of the format, as far as rounding explains."""
+        """Run the reference's operator again on moved inputs, and return its integer and boolean results.
+
+        The reference's inputs are moved towards ``args`` and ``kwargs``, the arguments in the lower format, as far as rounding
+        explains.
+        """
         assert made.given is not None
         low = iter(tensors_in((args, kwargs)))
         converts = made.op.overloadpacket.__name__ == "_to_copy"
@@ -219,12 +230,15 @@ class Changes(Observer):
 
 
 def _differ(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Elements that differ; all, if the shapes do."""
+    """Return a mask of the elements that differ; every element differs if the shapes do."""
     return ours != theirs if ours.shape == theirs.shape else torch.ones_like(theirs, dtype=torch.bool)
 
 
 def _towards(wide: Tensor, low: Tensor, format: Format, converts: bool) -> Tensor:
-    """Numbers moved towards those of a lower format by at most what rounding explains."""
+    """Move the numbers of ``wide`` towards those of ``low``, by at most what rounding to a format explains.
+
+    With ``converts``, the numbers are converted to integers, so they move by at most half a unit.
+    """
     x, y = wide.double(), low.double()
     finite = torch.isfinite(x) & torch.isfinite(y)
     if not bool(finite.any()):
@@ -244,7 +258,7 @@ def _towards(wide: Tensor, low: Tensor, format: Format, converts: bool) -> Tenso
 
 
 def changed_choices(passes: Iterable[Changes]) -> tuple[Choice, ...]:
-    """The choices that changed in some passes, those that are wrong first."""
+    """Return the operators whose choices changed in any of the passes; wrong choices come first."""
     total: dict[tuple[str, str], Counter[str]] = {}
     for one in passes:
         for place, count in one.counts.items():
@@ -258,7 +272,7 @@ def changed_choices(passes: Iterable[Changes]) -> tuple[Choice, ...]:
 
 
 def worst_choices(by_rank: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
-    """The worst rank's result of each operator."""
+    """Return, for each operator, the result of the rank where it is worst; wrong choices come first."""
     worst: dict[tuple[str, str], Choice] = {}
     for choice in itertools.chain.from_iterable(by_rank):
         place = choice.path, choice.operator
@@ -271,6 +285,6 @@ def _order(choice: Choice) -> tuple[bool, float, float]:
 
 
 def lowest_format(plan: Plan) -> Format | None:
-    """The format with the fewest digits in which a plan computes; None if all are as fine as fp32."""
+    """Return the format with the fewest digits in which a plan computes, or None if no format has fewer than fp32."""
     format = max((FORMATS[name] for name in plan.formats), key=lambda format: format.eps)
     return format if format.eps > FORMATS["fp32"].eps else None

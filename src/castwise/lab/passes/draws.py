@@ -1,11 +1,11 @@
-"""Repeat the random draws of a reference run in another run: two formats must get the same noise to be compared.
+"""Repeat the random draws of a reference run in another run, since two formats can only be compared with the same noise.
 
-With one seed, dropout masks agree across formats on a CPU, but ``randn_like`` and ``rand_like`` of a low tensor draw
-other numbers than those of an fp32 tensor, and on a GPU masks can differ too. So the result of every operator that
+With the same seed, dropout masks agree across formats on a CPU. But ``randn_like`` and ``rand_like`` of a bf16 or fp16 tensor
+draw other numbers than those of an fp32 tensor, and on a GPU masks can differ too. So the result of every operator that
 torch tags as random is recorded in the reference and replaces the result in the other run.
 
-A lower format draws from another distribution, which the repeated draw must have too. Most of torch's kernels draw in fp32 and round,
-and so does the repetition. The others:
+A lower format draws from another distribution, and a repeated draw must have that distribution too. Most of torch's kernels draw
+in fp32 and round; for these the recorded draw is rounded. The others:
 
 - ``rand``, ``rand_like`` and ``uniform_(a, b)`` never return b: what rounds to b becomes a. So ``rand`` in bf16 is 0 once in 512 draws,
   in fp16 once in 4096. The repeated draw is the one at the same quantile.
@@ -42,7 +42,7 @@ def _is_random(op: _torch.operators.OpOverload, given: Given) -> bool:
 
 
 def _drawn(op: _torch.operators.OpOverload, given: Given, out: Any, number: int) -> Tensor | None:
-    """The random part of an operator's result; None if it cannot be repeated."""
+    """Return the random part of an operator's result, such as a dropout mask; None if it cannot be repeated."""
     name = op.overloadpacket.__name__
     if name == "native_dropout":
         return out[1]  # type: ignore[no-any-return]
@@ -60,7 +60,7 @@ def _drawn(op: _torch.operators.OpOverload, given: Given, out: Any, number: int)
 def _repeated(
     op: _torch.operators.OpOverload, given: Given, out: Any, drawn: Tensor | None, number: int
 ) -> Any:
-    """The operator's result with the recorded draw, as its format would draw; None if that is impossible."""
+    """Return the operator's result with the recorded draw, as the operator's format would draw it; None if that is impossible."""
     name = op.overloadpacket.__name__
     if drawn is None:
         return None
@@ -89,7 +89,7 @@ def _repeated(
 
 
 def _in_format(name: str, given: Given, dtype: torch.dtype, drawn: Tensor) -> Tensor:
-    """The value that a low format's kernel draws at the quantile of a wider format's draw."""
+    """Return the value that a bf16 or fp16 kernel would draw at the same quantile as the recorded draw of a wider format."""
     if name.startswith(("randint", "random")):
         end = given.get("high", given.get("to"))
         if end is None:  # random_(): up to the last integer before which all are exact
@@ -108,29 +108,33 @@ def _in_format(name: str, given: Given, dtype: torch.dtype, drawn: Tensor) -> Te
 
 
 def _below(end: float, dtype: torch.dtype) -> Tensor:
-    """The largest number of a format below ``end``."""
+    """Return the largest number of a format that is smaller than ``end``."""
     nearest = torch.tensor(end, dtype=dtype, device="cpu")
     return nearest if float(nearest) < end else torch.nextafter(nearest, nearest - torch.inf)
 
 
 def _chances(op: _torch.operators.OpOverload, given: Given) -> Tensor | None:
-    """The chance of each element of a Bernoulli draw; None if all have one, given as a number."""
+    """Return the probability of each element of a Bernoulli draw; None if all elements have the same, given as a number."""
     p = given["self"] if str(op) == "aten.bernoulli.default" else given.get("p")
     return p.float() if isinstance(p, Tensor) else None
 
 
 def _deciding(mask: Tensor, chances: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform numbers in [0, 1) that are below the chances where the mask is set, and nowhere else."""
+    """Draw uniform numbers in [0, 1) that would have given a Bernoulli mask.
+
+    A number is below its probability in ``chances`` where the mask is set, and nowhere else.
+    """
     uniform = torch.rand(mask.shape, generator=generator, device=mask.device)
     below = torch.nextafter(chances, torch.zeros_like(chances))
     return torch.where(mask, torch.minimum(chances * uniform, below), chances + (1.0 - chances) * uniform)
 
 
 def _raced(weights: Tensor, winners: Tensor, generator: torch.Generator) -> Tensor:
-    """The winners of ``multinomial`` in a low format, given those of exact arithmetic.
+    """Return the categories that ``multinomial`` draws in a low format, given those drawn in exact arithmetic (``winners``).
 
-    ``weights / exponential draws`` is largest for the category that arrives first, if category j arrives after a time with rate
-    ``weights[j]``. So the exponential draws are drawn here on condition that the winners arrive in their order.
+    ``multinomial`` takes the largest of ``weights / exponential draws``. That is the category that arrives first, if category j
+    arrives after a random time with rate ``weights[j]``. So this function draws exponential numbers under the condition that the
+    given categories arrive first, in their order, and then repeats the division in the low format.
     """
     wide = weights.float()
 
@@ -147,7 +151,10 @@ def _raced(weights: Tensor, winners: Tensor, generator: torch.Generator) -> Tens
 
 
 def _generator(like: Tensor, number: int) -> torch.Generator:
-    """A generator of its own for each draw: seeded as users seed theirs, it would repeat the numbers that made the draw."""
+    """Return a new generator for draw ``number``.
+
+    Its seed is one that users hardly choose: with the user's seed it would repeat the numbers that made the recorded draw.
+    """
     return torch.Generator(like.device).manual_seed(_SEED + number)
 
 
@@ -155,8 +162,8 @@ class Draws(Observer):
     """Records the random draws of a first pass, and repeats them in each later pass of the same code.
 
     Attributes:
-        tape: Each random operator of the first pass with its draw; None for a draw that cannot be repeated: attention with dropout
-            inside a kernel.
+        tape: Each random operator of the first pass with its draw. The draw is None if it cannot be repeated, as with attention
+            whose kernel applies dropout.
         strayed: Number of draws in the last pass without a counterpart in the first; these are drawn anew.
     """
 
@@ -166,7 +173,7 @@ class Draws(Observer):
         self.strayed = 0
 
     def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
-        """Start a pass."""
+        """Begin the recording, or in later passes the repetition from its start."""
         self._rest = None if self.tape is None else [*self.tape]
         self.tape = [] if self.tape is None else self.tape
         self.strayed = 0

@@ -1,8 +1,8 @@
-"""Emulated fp16 matrix products on a CPU, fast enough for experiments.
+"""Emulate fp16 matrix products on a CPU, fast enough for experiments.
 
-CPUs without fp16 arithmetic run fp16 products many times slower than fp32 ones. The effect of a GPU plan on
-gradients does not need them: a matrix unit takes fp16 operands, sums in fp32 and rounds the result once, which equals
-an fp32 product of fp16 values rounded to fp16, up to the order of the sum.
+CPUs without fp16 arithmetic run fp16 products many times slower than fp32 products. A test of a GPU plan's gradients does
+not need these slow kernels. A GPU's matrix unit takes fp16 operands, sums in fp32 and rounds the result once. That equals
+an fp32 product of fp16 values that is rounded to fp16, up to the order of the sum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PRODUCTS = frozenset({
     "addbmm", "addmm", "addmv", "baddbmm", "bmm", "convolution", "convolution_backward", "mm", "mv",
 })  # fmt: skip
 _KEPT = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
-"""Operators whose other results are statistics in fp32."""
+"""Operators of which only the first result is rounded, since their other results are statistics in fp32."""
 
 
 class EmulatedProducts(Observer):

@@ -1,4 +1,4 @@
-"""Experiments without side effects: random numbers, process-wide settings and gradient mode are restored."""
+"""Run experiments without side effects: restore random numbers, process-wide settings, gradient mode and the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from castwise.errors import CastwiseError, WorkloadError
 
 
 def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
-    """A copy of a model for experiments; a sharded model is copied whole, see :func:`castwise.parallel.whole.whole_copy`.
+    """Return a copy of a model for experiments; a sharded model is copied whole, see :func:`castwise.parallel.whole.whole_copy`.
 
     Raises:
         WorkloadError: The model cannot be copied, or has uninitialised lazy parameters; the message names the caller.
@@ -75,7 +75,11 @@ def _accelerators() -> list[Any]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore what an experiment may change: generators, gradient mode, and all of :func:`castwise.core.session.process.settings`."""
+    """Run a block with gradients enabled and autocast off, and afterwards restore what an experiment may change.
+
+    Restored are the random generators, the gradient mode, and all settings that
+    :func:`castwise.core.session.process.settings` lists.
+    """
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
@@ -95,13 +99,14 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
-    """Restore a model, in case a loss calls it instead of the copy it is given.
+    """Restore a model after the block, in case the loss uses the original model instead of the copy that it is given.
 
-    Its gradients, buffers and all attributes of its modules, such as the training mode, are restored. Weights
-    are not saved, which would take a copy of every model: with the name of a ``call``, a backward to them raises.
+    The model's gradients, buffers and all attributes of its modules, such as the training mode, are restored. Weights
+    are not, since saving them would take a copy of every model. Instead, if ``call`` names the caller, an error is raised as
+    soon as a backward pass reaches the original weights.
 
     Raises:
-        WorkloadError: With a ``call``, a backward reaches the original model; or the model has uninitialised lazy
+        WorkloadError: A backward pass reaches the original model and ``call`` is given, or the model has uninitialised lazy
             parameters.
     """
     _refuse_lazy(model, call)
@@ -143,7 +148,10 @@ def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def unmoved(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Iterator[None]:
-    """Restore the tensors of an optimizer that are not in its model, which a copy of the model still shares with the user's code."""
+    """Restore after the block the optimizer's tensors that are not parameters of the model, and their gradients.
+
+    A copy of the model does not copy these tensors, so the optimizer would change the user's own.
+    """
     inside = {id(p) for p in model.parameters()}
     outside = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in inside]
     before = [(p, p.detach().clone(), p.grad, None if p.grad is None else p.grad.clone()) for p in outside]
@@ -158,7 +166,7 @@ def unmoved(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Iterato
 
 
 def not_given(model: torch.nn.Module, call: str, what: str) -> WorkloadError:
-    """The error for a loss that uses the original model instead of the given copy."""
+    """Return the error for a loss that uses the original model instead of the given copy."""
     return WorkloadError(
         f"{call}: {what} the original {type(model).__name__}, but experiments run on copies; the loss must call the model "
         f"that it is "
@@ -170,7 +178,10 @@ _DICTS = (dict, collections.OrderedDict)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal; torch compares only dense ones, and DTensors collectively."""
+    """Whether two tensors, or this rank's parts of two DTensors, are equal.
+
+    ``torch.equal`` alone compares only dense tensors, and compares DTensors with collectives.
+    """
     if is_dtensor(one):
         one, other = _torch.distributed.local_tensor(one), _torch.distributed.local_tensor(other)
     if one.layout is other.layout:

@@ -1,8 +1,8 @@
-"""Observers of a pass: each observes operators and module calls, and may replace their execution.
+"""Observe the operators and module calls of a forward and backward pass; an observer may also replace an operator.
 
-All observers of a pass share one mode and one set of hooks. Operators are observed below autograd and autocast, in backward
-too; operators that an observer runs itself are not observed. Functions of torch are visible only to
-``torch.overrides.TorchFunctionMode``, which an observer that needs it enters in :meth:`Observer.around`.
+All observers of a pass share one dispatch mode and one set of hooks. Operators are observed below autograd and autocast, in
+the backward pass too. Operators that an observer runs itself are not observed. Calls of torch's Python functions are visible
+only to ``torch.overrides.TorchFunctionMode``; an observer that needs such a mode enters it in :meth:`Observer.around`.
 """
 
 from __future__ import annotations
@@ -24,37 +24,43 @@ Run = Callable[[_torch.operators.OpOverload, Args, Kwargs], Any]
 
 
 class Call(NamedTuple):
-    """A call of a module: its path (empty for the whole model) and the number of the call, from 0."""
+    """One call of a module: the module's path (empty for the whole model), and which of its calls this is, counted from 0."""
 
     path: str
     number: int
 
 
 class Observer:
-    """Base class whose methods do nothing; a subclass overrides what it needs.
+    """The base class of observers. It observes nothing; a subclass overrides the methods that it needs.
 
     Attributes:
-        running: Calls in progress of the modules observed in this pass, the innermost last.
+        running: Calls in progress of the modules that are observed in this pass, the innermost last.
     """
 
     running: Sequence[Call] = ()
 
     def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
-        """A context manager in which the pass runs."""
+        """Return a context manager; the model's forward and backward pass runs inside it."""
         return contextlib.nullcontext()
 
     def modules(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        """Modules to observe, by path; by default none, since hooks disable some of torch's fused code."""
+        """Return the modules whose calls are observed, with their paths.
+
+        By default there are none, since hooks disable some of torch's fused code.
+        """
         return ()
 
     def enter(self, call: Call, args: Args, kwargs: Kwargs) -> None:
-        """Called before ``forward``, after the hooks that existed before."""
+        """Handle the start of a module call; runs before ``forward``, after the hooks that the module already had."""
 
     def leave(self, call: Call, output: Any) -> None:
-        """Called after ``forward`` and the hooks that existed before; ``output`` is None after an exception."""
+        """Handle the end of a module call; runs after ``forward`` and the hooks that the module already had.
+
+        ``output`` is None after an exception.
+        """
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator or a replacement."""
+        """Run an operator, or a replacement for it, and return the result."""
         return run(op, args, kwargs)
 
 
@@ -72,7 +78,7 @@ class Operators(Observer):
 
 @contextlib.contextmanager
 def observed(model: nn.Module, *observers: Observer) -> Iterator[None]:
-    """Observe the code inside; the last observer gets an operator first."""
+    """Observe the code inside the block with the given observers; the last observer gets each operator first."""
     running: list[Call] = []
     numbers: Counter[str] = Counter()
     modules: dict[str, nn.Module] = {}

@@ -1,4 +1,4 @@
-"""The parts of a pass: a copy of a model, a plan on it, the loss, its backward, and the gradients."""
+"""Copy a model, apply a plan to the copy, run the loss and its backward, and collect the gradients."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from castwise.lab.workloads.workload import check_loss, check_no_backward
 
 
 class Original:
-    """The model that each pass copies: a copy of the user's model, widened to fp32 if it is stored in bf16 or fp16.
+    """A copy of the user's model, of which each forward and backward pass gets its own copy.
+
+    Tensors that the user's model stores in bf16 or fp16 are widened to fp32.
 
     Args:
         model: The user's model.
         call: The caller, for errors.
         device: The device to run on.
-        arrived: For a model that was stored low and was widened, the original dtypes of its tensors, by path.
+        arrived: For a model that was already widened from bf16 or fp16, the original dtypes of its tensors, by path.
 
     Attributes:
         model: The fp32 model.
-        arrived: Dtypes of the tensors that were given low, by path.
+        arrived: Original dtypes of the tensors that were bf16 or fp16, by path.
 
     Raises:
         WorkloadError: The model cannot be copied.
@@ -52,7 +54,7 @@ class Original:
         self.arrived = arrived or widen_(self.model)
 
     def copy(self) -> nn.Module:
-        """A copy with the given model's storage formats."""
+        """Return a copy of the model, with each tensor stored in the dtype that it had in the user's model."""
         model = copy.deepcopy(self.model)
         store_(model, self.arrived)
         return model
@@ -62,9 +64,10 @@ class Original:
 def under(
     plan: Plan, model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[Amp]:
-    """Run a model under a plan, in this process alone.
+    """Prepare a model under a plan for the block, and yield the session; other ranks do not take part.
 
-    Without an optimizer, masters belong to an optimizer that changes nothing, so that gradients are fp32 as in training.
+    If the plan keeps master weights and no optimizer is given, an optimizer that changes nothing holds them, so that gradients
+    are fp32 as in training.
 
     Raises:
         CastwiseError: The plan does not fit the model or the device.
@@ -78,12 +81,15 @@ def under(
 
 
 def still(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of a model's trained parameters that changes nothing."""
+    """Return an optimizer of a model's trained parameters whose steps change nothing."""
     return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
 
 
 def at_scale(plan: Plan, scale: float | None) -> Plan:
-    """The plan with its loss scale started at a value, ignoring floor and ceiling; unchanged without a loss scale."""
+    """Return the plan with its loss scale started at a value, without floor and ceiling.
+
+    The plan is returned unchanged if it has no loss scale, or if the value is None.
+    """
     if scale is None or plan.loss_scale is None:
         return plan
     policy = dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None)
@@ -93,7 +99,7 @@ def at_scale(plan: Plan, scale: float | None) -> Plan:
 def observed_under(
     plan: Plan, model: nn.Module, device: torch.device, *observers: Observer
 ) -> AbstractContextManager[None]:
-    """Observe a pass under a plan; on a CPU its fp16 products are emulated unless the model is compiled."""
+    """Return a block in which observers observe a model's pass; on a CPU, fp16 products are emulated unless the plan compiles."""
     emulates = device.type == "cpu" and "fp16" in plan.formats and plan.compile == "as_given"
     return observed(model, *((EmulatedProducts(),) if emulates else ()), *observers)
 
@@ -133,7 +139,7 @@ def run_backward(
 
 
 def gradients_of(model: nn.Module, scale: float) -> dict[str, Tensor]:
-    """Copies of a model's gradients, by parameter: dense, in fp32 or wider, unscaled."""
+    """Return copies of a model's gradients by parameter name: dense, in fp32 or wider, and divided by the loss scale."""
     out = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

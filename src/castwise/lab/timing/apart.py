@@ -1,9 +1,9 @@
 """Time training or inference of several plans, each in its own process; one process runs while the others wait.
 
-Plans timed in one process share its allocator, caches and threads, and a process can be consistently fast or
-slow: the location of its memory can change the step time by more than many rounds can resolve. So decisive
-measurements run as in use: each plan trains in its own process, which is started several
-times, and the spread between starts is part of the interval (:func:`castwise.lab.timing.stats.restarts`).
+Plans timed in one process share the allocator, caches and threads. Moreover, a whole process can be consistently fast or slow: the
+location of its memory can change the step time by more than many rounds can resolve. So decisive measurements run as in real use.
+Each plan trains in its own process, which is started several times, and the spread between starts is part of the interval
+(:func:`castwise.lab.timing.stats.restarts`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from castwise.lab.timing.served import belong_to, libraries, page_faults
 from castwise.lab.timing.timing import WARMUP, block_s, race
 
 BLOCK_S = 0.12
-"""Minimum duration of a block of steps, so that timer resolution and scheduling are negligible."""
+"""Target duration of a block of steps, in which timer resolution and scheduling are negligible."""
 LEAST_ROUNDS = 3
 REST_S = 0.01
 """Pause before a block: threads of the previous block spin for some milliseconds (bench/results/rest-cpu.json)."""
 COMPILING = 2
-"""Total first steps beyond the usual ones if a plan compiles: the first may be followed by another compilation."""
+"""Number of additional warm-up steps if a plan compiles, since the first step may be followed by another compilation."""
 
 Kind = type[TrainingRun] | type[InferenceRun]
 
 
 class SeparateRun:
-    """A :class:`TrainingRun`, or inference, in its own process, which waits until it is told to run.
+    """Training (:class:`TrainingRun`) or inference under a plan in its own process, which waits until it is told to run steps.
 
     Args:
         home: Where the process is started.
@@ -47,9 +47,9 @@ class SeparateRun:
         kind: Training or inference.
 
     Attributes:
-        losses: Losses of its steps, available after it is closed; none for inference.
-        compile_s: Seconds spent compiling, available after it is closed.
-        faults: Page faults per step after the first steps, available after it is closed.
+        losses: Losses of the training steps, available after :meth:`close`; none for inference.
+        compile_s: Seconds spent compiling, available after :meth:`close`.
+        faults: Page faults per step after the warm-up steps, available after :meth:`close`.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class SeparateRun:
         self._process = home.start(_run, workload, plan.to_json(), str(device), seed, kind)
 
     def warm_up(self, steps: int = WARMUP) -> float:
-        """Wait until the model is built, and run the first steps, which build kernels and optimizer state, and compile.
+        """Wait until the model is built, and run warm-up steps, which compile and build kernels and optimizer state.
 
         Returns:
-            Seconds of the last first step.
+            Seconds of the last warm-up step.
 
         Raises:
             Exception: Raised in the process; CastwiseError if the process died or hangs.
@@ -98,7 +98,7 @@ class SeparateRun:
         return float(self._process.answer())
 
     def close(self) -> None:
-        """End the process; kill it if an answer is pending, as after a hang or an interrupt."""
+        """End the process and read its results; if an answer is pending, as after a hang or an interrupt, kill the process."""
         if not self._process.at_work:
             with contextlib.suppress(Exception):  # a failed process returns no losses
                 self._process.send(0)
@@ -133,14 +133,14 @@ def _run(
 
 @dataclass
 class Timed:
-    """Measurements of one start of one plan.
+    """The measurements of one plan in one start of its process.
 
     Attributes:
         times_s: Seconds per step, by round.
-        losses: Losses of its steps; all plans of a start run equally many steps, unless one fails.
+        losses: Losses of the steps, as many for every plan that was timed at the same time.
         compile_s: Seconds spent compiling, before the first round and outside all rounds.
         faults: Page faults per step: how often memory was returned to the system and requested again.
-        error: The error that ended it, if any.
+        error: The error that ended the plan's process, if any.
     """
 
     times_s: list[float] = field(default_factory=list)
@@ -165,7 +165,7 @@ def race_apart(
     on_round: Callable[[int], None] = lambda _done: None,
     ranks: Lockstep = BY_ITSELF,
 ) -> list[Timed]:
-    """Start training or inference of each plan in its own process, and time them in turns.
+    """Start training or inference of each plan in its own process, and time the plans in turns.
 
     Args:
         home: Where the processes are started.
@@ -173,16 +173,17 @@ def race_apart(
         plans: The plans to run under; a plan may appear more than once.
         device: The device for all.
         rounds: Number of rounds; in each, every plan runs a block of steps of about 0.12 s, in an order that changes per round.
-        first: Number of rounds in earlier starts; the order continues from there.
-        steps: Maximum number of steps, equal for all, but at least one per round: a workload may have finitely many batches.
+        first: Number of rounds in earlier starts; the changing order of the plans continues from there.
+        steps: Maximum number of steps, since a workload may have finitely many batches. It is equal for all plans, and each
+            round has at least one step.
         seed: Seed of weights and data.
-        until: Clock time (``ranks.now()``) after which no further round starts, once there are three.
+        until: Clock time (``ranks.now()``) after which no further round starts, once there are three rounds.
         kind: Training or inference.
         on_round: Called with the number of completed rounds.
         ranks: The ranks that measure together: times are the slowest rank's, and a plan that fails on one rank fails on all.
 
     Returns:
-        The measurements by plan.
+        The measurements of each plan, in the order of ``plans``.
     """
     warmup = WARMUP + COMPILING * any(plan.compile != "as_given" for plan in plans)
 
@@ -225,7 +226,7 @@ def start_apart(
     kind: Kind = TrainingRun,
     on_round: Callable[[int], None] = lambda _done: None,
 ) -> list[list[Timed]]:
-    """Race plans several times in new processes; a plan that failed is not started again.
+    """Time plans several times, each time in new processes; a plan that failed is not started again.
 
     Args:
         home: Where the processes are started.
@@ -240,7 +241,7 @@ def start_apart(
         on_round: Called with the number of completed rounds of all starts.
 
     Returns:
-        By plan, the measurements of each start; the last one may have failed.
+        For each plan, the measurements of each start; the last start may have failed.
     """
     out: list[list[Timed]] = [[] for _ in plans]
     for start in range(starts):

@@ -1,6 +1,6 @@
-"""The environment of a measurement, attached to every result file.
+"""Describe the environment of a measurement, which is written into every result file.
 
-It does not identify the machine's owner: no host name, no user, no path.
+The description does not identify the machine's owner: it has no host name, no user and no path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 @dataclass(frozen=True)
 class Environment:
-    """Device, time, versions and command line of a measurement; of paths in the command line, only the last part is kept.
+    """The device, time, versions and command line of a measurement; of paths in the command line, only the last part is kept.
 
     Attributes:
         device: The device's name, as given by the vendor.
@@ -45,7 +45,7 @@ class Environment:
 
 
 def environment(device: torch.device | str = "cpu") -> Environment:
-    """The environment of this process, with its command line."""
+    """Return the device, time, versions and command line of this process."""
     device = torch.device(device)
     return Environment(
         device=_device_name(device),
@@ -64,7 +64,7 @@ def environment(device: torch.device | str = "cpu") -> Environment:
 
 
 def command_line(argv: list[str]) -> str:
-    """A command line in which absolute and home paths are reduced to their last part."""
+    """Join a command line in which absolute paths and paths that start with ``~`` are reduced to their last part."""
     words = []
     for index, word in enumerate(argv):
         word = re.sub(r"(?:~|(?<![\w.:/])/)[\w.~+@-]*(?:/[\w.~+@-]*)*", lambda m: Path(m.group()).name, word)
@@ -75,7 +75,7 @@ def command_line(argv: list[str]) -> str:
 
 
 def cpuinfo() -> str:
-    """The text of Linux's ``/proc/cpuinfo``; empty elsewhere."""
+    """Return the text of Linux's ``/proc/cpuinfo``; empty on other systems."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -113,7 +113,7 @@ def _cores() -> int:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that contains this file; not of a project that merely contains an installation."""
+    """Return the commit of castwise's own checkout, or None if castwise is installed, even inside another project's checkout."""
     package = Path(__file__).resolve().parents[2]
     root = package.parent.parent
     if package != root / "src" / "castwise" or not (root / ".git").exists():

@@ -1,7 +1,7 @@
-"""Recognise errors that mean a plan cannot run, and give the reason in a clause.
+"""Recognise errors which mean that a plan cannot run, and give the reason in a clause.
 
 These are errors about dtypes, missing kernels and memory. They are recognised by torch's messages, since torch raises the same
-few types for everything; the tests have each message, from torch itself or from where it was reported.
+few exception types for everything. The tests contain each message, from torch itself or from a report.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _OF_PYTHON = re.compile(
 def cannot_run(error: BaseException) -> bool:
     """Whether an error means that a plan cannot run.
 
-    It does if an operator or the device lacks a format, memory is exhausted, or castwise refuses the plan. Any other error
-    is a fault of the code that ran, including the workload's own checks of its numbers, and not of the plan.
+    That is so if an operator or the device lacks a format, memory is exhausted, or castwise refuses the plan. Any other error
+    is a fault of the code that ran and not of the plan; this includes errors from a workload's own checks of its numbers.
     """
     if isinstance(error, RankError):
         return error.cannot_run
@@ -67,7 +67,7 @@ def _is_lacking(error: BaseException) -> bool:
 
 
 def unfit(error: BaseException) -> str:
-    """Why a plan could not be run, as a reason in a table."""
+    """Return the reason why a plan could not be run, as a short text for a table."""
     if isinstance(error, RankError):
         return error.reason
     if isinstance(error, CastwiseError):

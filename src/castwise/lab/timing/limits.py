@@ -1,4 +1,4 @@
-"""Breakdown of a training step's time: data, operators by class, matrix sizes, and operator launches."""
+"""Break down a training step's time: loading data, operators by kind of work and by shapes, and operator launches."""
 
 from __future__ import annotations
 
@@ -53,9 +53,12 @@ _VIEWS = frozenset({
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """Calls per step of one operator on one set of shapes, and their share of the time of all operators.
+    """The calls of one operator on one set of shapes in a training step.
 
     Attributes:
+        name: The profiler's name of the operator.
+        share: Share of the time of all operators.
+        calls: Number of calls per step.
         product: For matrix operators, the kind of product, from :func:`product_of`.
         kind: ``matrix``, ``depthwise``, ``optimizer`` or ``other``.
     """
@@ -69,13 +72,13 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Breakdown of the time of a training step.
+    """The breakdown of the time of a training step.
 
     Attributes:
-        step_s: Forward, backward and optimizer, without the profiler.
-        data_s: Time of ``next(batches)``, without the transfer to the device.
+        step_s: Seconds of forward, backward and optimizer, without the profiler.
+        data_s: Seconds of ``next(batches)``, without the transfer to the device.
         data_share: Median over steps of data time / (data time + step time).
-        operators: By shapes, the slowest first.
+        operators: One entry per operator and set of shapes, the slowest first.
         launches: Number of operators per step that compute something and call no other operator.
         launch_s: Minimum time of one operator call, forward or backward, on this machine.
         busy_share: Share of a step during which an accelerator computes; None on a CPU.
@@ -91,22 +94,22 @@ class StepProfile:
 
     @property
     def outside_share(self) -> float:
-        """Share of operator time that matrix units cannot speed up."""
+        """The share of operator time that matrix units cannot speed up."""
         return sum(operator.share for operator in self.operators if operator.kind != "matrix")
 
     @property
     def launch_share(self) -> float:
-        """Share of a step spent launching operators on the host, estimated from their number."""
+        """The share of a step that is spent launching operators on the host, estimated from their number."""
         return min(1.0, self.launches * self.launch_s / self.step_s.median_s)
 
 
 def profile_steps(
     workload: Workload, device: torch.device, *, seed: int = 0, steps: int = STEPS, budget_s: float = BUDGET_S
 ) -> StepProfile:
-    """Train a fresh copy of a workload's model in fp32 for a few steps, timed and then profiled.
+    """Train a newly built model of a workload in fp32 for a few steps, which are first timed and then profiled.
 
-    Random numbers depend on the seed only, and torch's generators are restored. At most ``steps``
-    steps are timed, and only three after ``budget_s`` seconds.
+    Random numbers depend on the seed only, and torch's generators are restored. At most ``steps`` steps are timed. After
+    ``budget_s`` seconds timing stops, but at least three steps are timed.
 
     Raises:
         WorkloadError: The batches end, or the loss is not a scalar.
@@ -190,7 +193,7 @@ def _profiled(device: torch.device) -> Iterator[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress standard error: torch 2.13's profiler writes a line there when it starts and when it stops."""
+    """Suppress standard error during the block, since torch 2.13's profiler writes a line there when it starts and stops."""
     try:
         sys.stderr.flush()
         kept = os.dup(2)
@@ -208,7 +211,7 @@ def _quiet() -> Iterator[None]:
 
 
 def operator_class(name: str, shapes: Sequence[Sequence[int]]) -> str:
-    """The kind of work of an operator, by the profiler's name for it and the shapes of its operands.
+    """Return an operator's kind of work, given the profiler's name of the operator and the shapes of its operands.
 
     Returns:
         ``matrix``, ``depthwise`` (a convolution that matrix units cannot speed up), ``optimizer`` or ``other``.
@@ -222,9 +225,10 @@ def operator_class(name: str, shapes: Sequence[Sequence[int]]) -> str:
 
 
 def product_of(name: str, shapes: Sequence[Sequence[int]]) -> str:
-    """What an operator multiplies: ``matmul``, ``convolution`` or ``depthwise``; empty if nothing, or if the shapes do not show it.
+    """Return the kind of product that an operator computes: ``matmul``, ``convolution`` or ``depthwise``.
 
-    An argument that is not a tensor has an empty shape.
+    The result is empty if the operator computes no product, or if the shapes do not show one. In ``shapes``, an argument that is
+    not a tensor has an empty shape.
     """
     base = name.rpartition("::")[2]
     operands = [tuple(shape) for shape in shapes if len(shape) >= 2]
@@ -242,7 +246,10 @@ def product_of(name: str, shapes: Sequence[Sequence[int]]) -> str:
 
 
 def _operators(profiler: Any, device: torch.device) -> tuple[tuple[OperatorTime, ...], float]:
-    """Self times of operators by shapes, and their sum in seconds: device times if the profiler has them."""
+    """Return the time share of each operator by shapes, and the sum of the operators' times in seconds.
+
+    Times are those of the operator itself, without operators that it calls. They are device times if the profiler has them.
+    """
     taken: dict[tuple[str, tuple[tuple[int, ...], ...]], list[float]] = defaultdict(list)
     on_device = _has_device_times(device)
     for event in profiler.events():
@@ -269,12 +276,12 @@ def _is_shape(value: Any) -> bool:
 
 
 def _is_operator(name: str) -> bool:
-    """Whether an event is an operator; for autograd nodes and ranges, the operators inside them are counted."""
+    """Whether a profiler event is an operator, not an autograd node or a named range, inside which operators have own events."""
     return "::" in name and not name.startswith("autograd::")
 
 
 def _launches(profiler: Any) -> int:
-    """Number of operators that compute something and call no such operator."""
+    """Return the number of operators that compute something and call no other operator that computes something."""
 
     def computes(name: str) -> bool:
         return _is_operator(name) and name.rpartition("::")[2] not in _VIEWS
@@ -286,7 +293,7 @@ def _launches(profiler: Any) -> int:
 
 
 def _launch_s() -> float:
-    """Time of an operator on four elements on the CPU: a lower bound of the host's time per call on any device."""
+    """Measure the time of an operator on four elements on the CPU, a lower bound of the host's time per call on any device."""
     return (
         min(
             timeit.repeat(

@@ -1,4 +1,4 @@
-"""The matrix units of a device, and the sizes that suit them."""
+"""Find out which matrix units a device has, and which formats they support."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class MatrixUnits:
     Attributes:
         name: ``AMX``, ``Tensor Cores``, ``Matrix Cores``, ``XMX``, ``SME``, ``none`` or ``unknown``.
         formats: Formats that the matrix units support.
-        vector_formats: Formats below fp32 that vector instructions support: their speedup is at most the gain in lanes.
+        vector_formats: 16-bit formats that vector instructions support. Their speedup is at most the larger number of elements
+            per vector.
         sentence: A summary in words.
     """
 
@@ -29,12 +30,12 @@ class MatrixUnits:
 
     @property
     def present(self) -> bool:
-        """Whether there are matrix units."""
+        """Whether the device is known to have matrix units."""
         return self.name not in ("none", "unknown")
 
 
 def matrix_units(device: torch.device) -> MatrixUnits:
-    """The matrix units of a device of this machine; named ``unknown`` if torch does not report them."""
+    """Return the matrix units of a device of this machine; their name is ``unknown`` if torch does not report them."""
     if device.type == "cpu":
         return cpu_units(cpu_flags(cpuinfo()))
     if device.type == "cuda":
@@ -55,16 +56,16 @@ def matrix_units(device: torch.device) -> MatrixUnits:
 
 
 def cpu_flags(cpuinfo: str) -> frozenset[str]:
-    """Instruction sets of the first processor in the text of ``/proc/cpuinfo``, as the kernel spells them.
+    """Return the instruction sets of the first processor in the text of ``/proc/cpuinfo``, as the kernel spells them.
 
-    The line is ``flags`` on x86 and ``Features`` on Arm; without it the result is empty.
+    They are in the line ``flags`` on x86 and ``Features`` on Arm; without such a line the result is empty.
     """
     match = re.search(r"^(?:flags|Features)[ \t]*:[ \t]*(.*)$", cpuinfo, re.MULTILINE)
     return frozenset(match.group(1).split()) if match else frozenset()
 
 
 def cpu_units(flags: frozenset[str]) -> MatrixUnits:
-    """The matrix units of a CPU with these instruction sets: AMX or SME.
+    """Return the matrix units (AMX or SME) of a CPU with some instruction sets.
 
     AVX-512 BF16 and FP16 are reported as vector instructions.
 
@@ -114,11 +115,11 @@ _TENSOR_CORES: tuple[tuple[int, str, tuple[str, ...]], ...] = (
     (75, "second generation", ("fp16",)),
     (70, "first generation", ("fp16",)),
 )
-"""By minimum capability (major * 10 + minor): generation and formats."""
+"""Tensor Core generations: the minimum compute capability (major * 10 + minor), the name and the formats of each."""
 
 
 def cuda_units(capability: tuple[int, int], name: str = "") -> MatrixUnits:
-    """The Tensor Cores of an NVIDIA GPU.
+    """Return the Tensor Cores of an NVIDIA GPU.
 
     Args:
         capability: Compute capability, major and minor.
@@ -144,7 +145,7 @@ def cuda_units(capability: tuple[int, int], name: str = "") -> MatrixUnits:
 
 
 def rocm_units(architecture: str) -> MatrixUnits:
-    """The matrix units of an AMD GPU of an architecture such as ``gfx942:sramecc+:xnack-``.
+    """Return the matrix units of an AMD GPU, given its architecture, such as ``gfx942:sramecc+:xnack-``.
 
     Source:
         AMD ROCm documentation, "Data types and precision support", hardware table: CDNA has MFMA, RDNA 3 on WMMA.

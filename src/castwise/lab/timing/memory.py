@@ -1,8 +1,8 @@
-"""Peak memory of a training step and of inference, each plan in its own process.
+"""Measure the peak memory of a training step and of inference, for each plan in its own process.
 
-On a CPU, the bytes held by torch's allocator are counted with torch's profiler: equal runs give equal
-numbers to the byte, whereas the resident size of a process (``VmHWM`` of ``/proc/self/status``) varies between equal
-runs. Memory that libraries allocate outside torch is not included. On an accelerator it is ``max_memory_allocated`` after a reset of its peak.
+On a CPU, the bytes held by torch's allocator are counted with torch's profiler. Equal runs then give equal numbers to the byte,
+whereas the resident size of a process (``VmHWM`` of ``/proc/self/status``) varies between equal runs. Memory that libraries
+allocate outside torch is not included. On an accelerator, the peak is ``max_memory_allocated`` after a reset of the peak statistics.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from castwise.lab.workloads.workload import Workload
 
 _MARK = "castwise::peak"
 _WARMUP = 2
-"""Steps before the measured one: optimizer state exists after the first, casts are cached after it."""
+"""Number of steps before the measured step: after the first, optimizer state exists and casts are cached."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a workload under a plan, all in bytes.
+    """The memory that a workload needs under a plan, in bytes.
 
     Attributes:
         training_peak_bytes: Maximum allocated during one training step: weights, masters,
             gradients, optimizer state, activations and the batch.
         inference_peak_bytes: Maximum allocated during one inference call, without anything that only training needs.
-        saved_bytes: Storages kept for the backward pass that are neither parameters nor buffers.
+        saved_bytes: Size of the storages that autograd keeps for the backward pass, without those of parameters and buffers.
         method: The method of measurement.
     """
 
@@ -60,10 +60,10 @@ def measure_memory(
     inference: bool = True,
     home: Home | None = None,
 ) -> Memory:
-    """Measure a plan's memory in a new process; its home's patience limits the wait.
+    """Measure a plan's memory in a new process; ``home.patience_s`` limits how long this process waits.
 
-    A workload that cannot be sent to it (it holds a lock, an open file, a module that only this process has) is measured in a fork of
-    this process, if the operating system and the device allow it.
+    Some workloads cannot be sent to another process, because they hold a lock, an open file, or a module that only this process
+    has. Such a workload is measured in a fork of this process, if the operating system and the device allow it.
 
     Args:
         workload: A workload, or a name that :func:`castwise.lab.workloads.workload.find_workload` finds in the new process.
@@ -71,7 +71,7 @@ def measure_memory(
         device: The device to run on.
         seed: Seed of weights and data.
         inference: Whether to measure inference too.
-        home: Where the process is started; by default a new home.
+        home: Starts the process; by default a new :class:`~castwise.lab.timing.processes.Home`.
 
     Raises:
         CastwiseError: The workload cannot be sent, or the process failed; the message says why.
@@ -127,9 +127,9 @@ def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int
 
 
 def peak_bytes(build: Callable[[], TrainingRun | InferenceRun], device: torch.device) -> int | None:
-    """Maximum allocated bytes during one step, after warm-up steps; None if the device does not report it.
+    """Return the maximum number of allocated bytes during one step, after warm-up steps; None if the device does not report it.
 
-    It includes what the runner made by ``build`` allocates and keeps.
+    The number includes what the runner that ``build`` makes allocates and keeps, such as weights.
     """
     gc.collect()
     if device.type == "cpu":
@@ -175,10 +175,10 @@ def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
 
 
 def _peak_of_marked_step(events: list[dict[str, Any]]) -> int:
-    """The maximum of the allocator's total inside the marked step of a trace.
+    """Return the maximum of the allocator's total of bytes during the marked step of a profiler trace.
 
-    Blocks allocated earlier in the trace are part of the total; the initial count,
-    left over from an earlier trace in this process, is not.
+    Blocks that were allocated earlier in the trace are part of the total. The initial count, which is left over from an earlier
+    trace in this process, is not.
     """
     step = next(e for e in events if e.get("name") == _MARK and e.get("ph") == "X")
     start, end = step["ts"], step["ts"] + step["dur"]
@@ -196,17 +196,17 @@ class _Saved:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the distinct storages."""
+        """The total number of bytes of the saved storages, each counted once."""
         return sum(storage.nbytes() for storage in self.storages.values())
 
 
 @contextlib.contextmanager
 def count_saved_bytes(model: nn.Module) -> Iterator[_Saved]:
-    """Count what autograd saves for the backward of the code inside, as ``total_bytes`` of the yielded object.
+    """Count the bytes that autograd saves for the backward pass of the code inside the block.
 
-    A storage saved by several operators is counted once; those of the model's parameters and buffers are not
-    counted. Casts of weights to a lower format are counted: training needs that memory. The storages stay
-    allocated until the block ends, so peaks should be measured elsewhere.
+    The block gets an object whose ``total_bytes`` is the count. A storage that several operators save is counted once. Storages of
+    the model's parameters and buffers are not counted. Casts of weights to a lower format are counted, since training needs that
+    memory. Counted storages stay allocated until the block ends, so peak memory should be measured elsewhere.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved = _Saved()

@@ -1,10 +1,11 @@
-"""Processes for measurements: each holds only what it measures, under the settings of the requesting process.
+"""Start processes for measurements; each holds only what it measures, under the settings of the process that requests it.
 
-On systems with safe forks, starting one is cheap: one process imports castwise, touches no device and starts no thread, and
-is forked for each request. Elsewhere each is a new interpreter. Commands and answers go over a
-pipe. A process that is no longer needed is killed with its process group, so none outlives the requesting
-process, and one that hangs delays it for at most its patience. The libraries that the first process imported for a workload are
-imported once for all later ones (:meth:`Home.import_once`).
+On systems with safe forks, starting a process is cheap: one process imports castwise, touches no device and starts no thread, and
+is forked for each request. On other systems each request starts a new interpreter. Requests and answers go over a pipe.
+
+A process that is no longer needed is killed with its process group, so no process outlives the requesting process. A process that
+hangs delays the requesting process for at most a limited time (:attr:`Home.patience_s`). The libraries that the first process
+imported for a workload are imported once for all later processes (:meth:`Home.import_once`).
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from castwise.lab.workloads.workload import Workload, find_workload
 FORKS = sys.platform.startswith("linux")
 """Whether forks are safe on this system."""
 _RECEIVED_S = 60.0
-"""Seconds after which a workload that has not been received by a process is given up."""
+"""Seconds that a process may take to receive a workload."""
 PATIENCE_S = 600.0
 """Seconds without an answer after which a process counts as hanging, unless a caller sets another limit."""
 HURRY = 0.1
-"""Factor by which the patience is multiplied after a process has hung."""
+"""Factor by which :attr:`Home.patience_s` is multiplied after a process has hung."""
 _STARTS_S = 60.0
-"""Seconds after which a forked process that has not started is given up."""
+"""Seconds that a forked process may take to start."""
 _ENDS_S = 5.0
-"""Seconds for a process to end, or to report its id, after it was told to."""
+"""Seconds that a process may take to end, or to report its id, after it was told to."""
 _ENTRY = """
 import ast, sys
 sys.path[:] = ast.literal_eval(sys.argv[3])
@@ -58,7 +59,7 @@ _LAUNCHED = re.compile(
 """torchrun's environment variables, which are removed: a measuring process is not one of the ranks."""
 
 _IMPORT_S = 10.0
-"""Seconds; imports that take longer are left to each process."""
+"""Seconds that an import for all processes may take; if it takes longer, each process imports by itself."""
 
 
 class SilentError(CastwiseError):
@@ -66,14 +67,16 @@ class SilentError(CastwiseError):
 
 
 class NotThereError(WorkloadError):
-    """A workload cannot leave this process, or does not run in another."""
+    """A workload cannot be sent to another process, or does not run there."""
 
 
 def portable(workload: Workload | str) -> bytes:
-    """A workload, or its name, as bytes for another process; cloudpickle handles lambdas and functions of scripts.
+    """Pickle a workload, or its name, for another process.
+
+    With cloudpickle installed, the workload may contain lambdas and functions of scripts.
 
     Raises:
-        NotThereError: The workload holds something that cannot leave this process, such as a lock or a generator.
+        NotThereError: The workload holds something that cannot be pickled, such as a lock or a generator.
     """
     try:
         return _dumps(workload)
@@ -94,24 +97,24 @@ def _dumps(workload: Workload | str) -> bytes:
 
 
 def _or_install() -> str:
-    """Advice for objects that another process cannot import by name."""
+    """Return advice to install cloudpickle, for an error about objects that another process cannot import; empty if installed."""
     if importlib.util.find_spec("cloudpickle") is not None:
         return ""
     return f", or let cloudpickle send it: {install('cloudpickle')}"
 
 
 def received(workload: bytes) -> Workload:
-    """Unpack the bytes of :func:`portable` in the other process."""
+    """Unpack the workload from the bytes of :func:`portable`, in the other process."""
     found = pickle.loads(workload)
     return find_workload(found) if isinstance(found, str) else found
 
 
 def delivered(home: Home, workload: Workload | str) -> bytes:
-    """The bytes of :func:`portable`, after a process of the home has unpacked them successfully.
+    """Return the bytes of :func:`portable`, after another process has unpacked them successfully.
 
     Raises:
-        NotThereError: The workload cannot leave this process, or cannot be unpacked in another: it needs a module that
-            only this process has, or a value set here after the start.
+        NotThereError: The workload cannot be pickled, or cannot be unpacked in another process: it needs a module that only
+            this process has, or a value that was set here after the start.
     """
     sent = portable(workload)
     mark = hashlib.sha256(sent).digest()
@@ -133,7 +136,7 @@ def _receive(_pipe: Connection, sent: bytes) -> None:
 
 
 def not_there(workload: Workload | str, error: Exception) -> NotThereError:
-    """The error for a workload that does not run in another process."""
+    """Return the error for a workload that does not run in another process."""
     name = workload if isinstance(workload, str) else workload.name
     if isinstance(error, SilentError):
         return NotThereError(f"workload {name!r} hangs in another process: {error}")
@@ -144,12 +147,12 @@ def not_there(workload: Workload | str, error: Exception) -> NotThereError:
 
 
 class Process:
-    """A process, seen from the requesting process.
+    """A process for measurements, as the process that requested it sees it.
 
     Args:
-        pipe: Connection to it. If it leads a process group, its first message is the group's id.
-        home: Where it was started.
-        leads: Whether it leads a process group.
+        pipe: Connection to the process. If the process leads a process group, its first message is the group's id.
+        home: What started the process.
+        leads: Whether the process leads a process group.
 
     Attributes:
         at_work: Whether an answer is pending.
@@ -162,18 +165,20 @@ class Process:
         self.at_work = True
 
     def send(self, message: object) -> None:
-        """Send a message that needs an answer; if the process has ended, do nothing, since :meth:`answer` raises then."""
+        """Send a message that needs an answer; if the process has ended, nothing happens here, and :meth:`answer` raises."""
         self._asked, self.at_work = time.monotonic(), True
         with contextlib.suppress(BrokenPipeError):
             self._pipe.send(message)
 
     def answer(self, timeout_s: float | None = None) -> Any:
-        """Wait for the process's result, at most ``timeout_s`` seconds after the request, by default the home's patience.
+        """Wait for the process's answer and return it.
+
+        The wait ends ``timeout_s`` seconds after the request; by default that is :attr:`Home.patience_s`.
 
         Raises:
-            Exception: Raised in the process, or described in words if it cannot be pickled; :func:`castwise.errors.place` gives
-                the location in the user's code.
-            CastwiseError: The process ended without an answer, or did not answer in time; then :meth:`close` kills it.
+            Exception: The exception that was raised in the process, or an error that describes it if it cannot be pickled;
+                :func:`castwise.errors.place` gives the location in the user's code.
+            CastwiseError: The process ended without an answer, or did not answer in time; :meth:`close` then kills it.
         """
         try:
             if self._leads and not self._group:
@@ -197,7 +202,10 @@ class Process:
         return self._pipe.recv()
 
     def close(self, gone_s: float = 0.0) -> None:
-        """Close the pipe, kill the rest of its process group, and wait at most ``gone_s`` seconds for that. Works once."""
+        """Close the pipe, and kill the process with its process group; wait at most ``gone_s`` seconds until they are gone.
+
+        Further calls do nothing.
+        """
         with contextlib.suppress(EOFError, ConnectionError):
             if self._leads and not self._group and self._pipe.poll(_ENDS_S):
                 self._group = self._pipe.recv()
@@ -213,12 +221,14 @@ class Process:
 
 
 class Home:
-    """Starts processes that have imported castwise and done nothing else; a context manager that ends them all.
+    """Starts processes that have imported castwise and done nothing else.
+
+    It is a context manager, which ends the processes at its end.
 
     Attributes:
-        delivered: Digests of workloads that a process from here has unpacked.
-        patience_s: Maximum seconds from a request to its answer; after one process has hung
-            it is a tenth of that, since others usually hang for the same reason.
+        delivered: Digests of the workloads that a process started here has unpacked successfully.
+        patience_s: Maximum number of seconds from a request to its answer. After one process has hung, the limit is a tenth of
+            that, since others usually hang for the same reason.
     """
 
     def __init__(self) -> None:
@@ -232,11 +242,11 @@ class Home:
         self._line: socket.socket | None = None
 
     def __enter__(self) -> Self:
-        """Starts nothing: the process to fork from starts with the first request."""
+        """Return the object itself; the process that is forked for each request starts with the first request."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End the process to fork from and wait for pending requests; pipes are closed already, or close with this process."""
+        """End the process that is forked for each request, started interpreters, and forks of this process."""
         self._take_imported(0.0)
         if self._line is not None:
             _end(self._line)
@@ -256,7 +266,9 @@ class Home:
             os.waitpid(pid, 0)
 
     def start(self, work: Callable[..., Any], *args: Any) -> Process:
-        """Start ``work(pipe, *args)``, a module-level function, in a process; its result or exception is its last answer.
+        """Start a new process that runs ``work(pipe, *args)``.
+
+        ``work`` must be a module-level function. The last answer of the process is the function's result or exception.
 
         Raises:
             CastwiseError: No process can be started.
@@ -281,19 +293,19 @@ class Home:
         return process
 
     def has_seen_silence(self) -> None:
-        """Reduce the patience from now on."""
+        """Note that a process has hung: later requests wait only a tenth of the time for an answer."""
         if not self._silent:
             self._silent = True
             self.patience_s *= HURRY
 
     def begin(self) -> None:
-        """In the background, start the process that is forked for each request; if that fails, :meth:`start` raises."""
+        """Start in the background the process that is forked for each request; if that fails, :meth:`start` raises later."""
         if FORKS and self._line is None:
             with contextlib.suppress(Exception):
                 self._line = self.line()
 
     def import_soon(self, modules: Sequence[str]) -> None:
-        """Run :meth:`import_once` in the background; :meth:`start` waits for it."""
+        """Do in the background what :meth:`import_once` does; the next :meth:`start` waits until it is done."""
         self._take_imported()
         if self._line is None or self._imported is None or self._imported.issuperset(modules):
             return
@@ -307,23 +319,26 @@ class Home:
             here.send((os.getcwd(), _path(), _environment(), settings(), list(modules)))
 
     def ready(self, patience_s: float = _STARTS_S) -> None:
-        """Wait at most ``patience_s`` seconds until :meth:`begin` has ended, because its work would disturb measurements."""
+        """Wait until the process that :meth:`begin` started is ready, at most ``patience_s`` seconds.
+
+        Otherwise its start would disturb measurements.
+        """
         if self._line is not None:
             with contextlib.suppress(Exception), contextlib.closing(self.start(_nothing)) as process:
                 process.answer(min(patience_s, _STARTS_S))
 
     def import_once(self, modules: Sequence[str]) -> None:
-        """Import modules of libraries for all processes started from now on.
+        """Import modules of libraries once for all processes that are started from now on.
 
-        They are imported in a fork, from which all later processes are forked: random numbers drawn during the import are
-        the same for all. If a fork would be unsafe with them (one started a thread), or an import fails, ends the process
-        or takes too long, processes start as before, and later calls do not retry.
+        The modules are imported in a fork, from which all later processes are forked. So random numbers that are drawn during the
+        import are the same for all. Processes start as before if forks would be unsafe with these modules, because a module started
+        a thread. The same holds if an import fails, ends the process or takes too long. Later calls do not try again.
         """
         self.import_soon(modules)
         self._take_imported()
 
     def _take_imported(self, patience_s: float = _IMPORT_S) -> None:
-        """Wait for a background import, and fork from its process from now on if it succeeded in time."""
+        """Wait for a background import; if it succeeded in time, fork all later processes from the process that imported."""
         if self._importing is None:
             return
         (line, here), self._importing = self._importing, None
@@ -347,16 +362,17 @@ class Home:
                         os.kill(pid, signal.SIGKILL)
 
     def line(self) -> socket.socket:
-        """A socket to a new process that forks once for each pipe sent to it."""
+        """Start a process that forks once for each pipe that is sent to it, and return a socket to it."""
         line, there = socket.socketpair()
         with there:
             self._interpreter("fork", there.fileno())
         return line
 
     def fork(self, work: Callable[..., Any], *args: Any) -> Process:
-        """Start ``work(*args)`` in a fork of this process, for workloads that cannot be sent to another process.
+        """Run ``work(*args)`` in a fork of this process, for workloads that cannot be sent to another process.
 
-        The fork has one thread, since torch's threads do not survive a fork, no accelerator, and is none of torchrun's ranks.
+        The fork has one thread, since torch's threads do not survive a fork. It cannot use an accelerator, and it is not one of
+        torchrun's ranks.
         """
         here, there = Pipe()
         pid = os.fork()
@@ -387,17 +403,17 @@ class Home:
 
 
 def _end(line: socket.socket) -> None:
-    """Shut a socket down in all processes: one forked here in between, such as a data loader's, has a copy."""
+    """Shut a socket down in all processes that hold it; a process forked here meanwhile, such as a data loader's, has a copy."""
     with contextlib.suppress(OSError):
         line.shutdown(socket.SHUT_RDWR)
     line.close()
 
 
 def _environment() -> dict[str, str]:
-    """The environment without torchrun's variables."""
+    """Return the environment variables without torchrun's."""
     return {name: value for name, value in os.environ.items() if not _LAUNCHED.match(name)}
 
 
 def _path() -> list[str]:
-    """The module search path; entries that are not strings are ignored by import and left out."""
+    """Return the module search path without entries that are not strings, which import ignores."""
     return [entry for entry in sys.path if isinstance(entry, str)]

@@ -1,13 +1,14 @@
-"""Ranks that measure together: the only code by which the ranks of a search agree on values.
+"""Let ranks measure together and agree on values; the ranks of a search agree on values only by this code.
 
-Every rank runs the same code. Values that can differ between ranks (a time, a clock, a pass's result, whether it failed) go
+Every rank runs the same code. Values that can differ between ranks (a time, a clock, the result of a pass, whether it failed) go
 through a :class:`Lockstep`, so that all ranks continue with the same numbers and make the same decisions. With one process nothing
-is exchanged and each method returns this process's value.
+is exchanged, and each method returns this process's value.
 
-There is only one kind of exchange, so ranks cannot wait for each other in different ones: each sends its value and the name of
-its exchange, and receives those of all others. It uses its own gloo group on the CPU, whatever the backend of the default group:
-it needs no memory of the measured device, and does not mix with the collectives of a user's loss. A rank
-that leaves early writes the reason into the group's store and closes its connections; the others notice that and read it.
+There is only one kind of exchange, so ranks cannot wait for each other in different collectives. Each rank sends its value and the
+name of the exchange, and receives the values and names of all other ranks. Exchanges use a separate gloo group on the CPU, whatever
+the backend of the default group. So they need no memory of the measured device, and do not mix with the collectives of a user's
+loss. A rank that leaves early writes the reason into the group's store and closes its connections. The other ranks notice that the
+connections are closed, and read the reason.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ _CURE = "give every rank the same model, batches and arguments"
 
 
 class _Gone(BaseException):
-    """Another rank has left. Not an ``Exception``, so that no rank mistakes it for a candidate's failure and continues alone."""
+    """Raised when another rank has left.
+
+    It is not an ``Exception``, so that no rank mistakes it for a failure of a measured plan and continues alone.
+    """
 
 
 class Lockstep(Ranks):
-    """All ranks, in their own group; without ``call`` this process alone.
+    """All ranks of the default process group, which exchange values over a group of their own.
 
     Args:
-        call: The caller, for errors.
+        call: The caller, for errors; None for this process alone, without a group.
 
     Raises:
         StateError: Another rank did not join.
@@ -56,13 +60,13 @@ class Lockstep(Ranks):
         self._exchange = ""
 
     def at(self, name: str) -> Self:
-        """The same ranks for one exchange; all ranks must give it the same name."""
+        """Return a copy of this object for an exchange with a name; all ranks must use the same name for the same exchange."""
         other = copy.copy(self)
         other._exchange = name
         return other
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, by rank; they are pickled."""
+        """Return the values of all ranks, in the order of the ranks; values are pickled."""
         try:
             heard = super().gather((self._exchange, value))
         except RuntimeError as error:
@@ -74,9 +78,9 @@ class Lockstep(Ranks):
         return [sent for _, sent in heard]
 
     def slowest(self, seconds: Callable[[], Sequence[float]]) -> list[float]:
-        """Take times on all ranks at once; each result is the slowest rank's.
+        """Take times on all ranks at once, and return for each time the value of the slowest rank.
 
-        All ranks start when the last one is ready, if they come here directly from another exchange.
+        All ranks start when the last rank is ready, if they come here directly from another exchange.
         """
         return [max(times) for times in zip(*self.every(seconds), strict=True)]
 
@@ -85,19 +89,19 @@ class Lockstep(Ranks):
         return max(self.every(work), key=weight)
 
     def same(self, value: T) -> T:
-        """Rank 0's value."""
+        """Return the value of rank 0 on every rank."""
         sent: list[Any] = self.gather(value if self.rank == 0 else None)
         return sent[0]  # type: ignore[no-any-return]
 
     def now(self) -> float:
-        """Seconds of ``time.monotonic`` of rank 0's clock."""
+        """Return the seconds of ``time.monotonic`` on rank 0."""
         return self.at("the clock").same(time.monotonic())
 
     def alike(self, call: str, **values: object) -> None:
-        """Raise if ranks differ in values, given by name.
+        """Raise an error if a value, given by its name, is not equal on all ranks.
 
         Raises:
-            StateError: The values differ; raised on every rank, and lists the ranks by value.
+            StateError: A value differs; the error is raised on every rank, and lists the value of each rank.
         """
         heard = self.at(f"what {call} compares").every(lambda: values)
         for name, value in heard[0].items():
@@ -112,7 +116,7 @@ class Lockstep(Ranks):
         return cannot_run(failure)
 
     def _absence(self, error: RuntimeError) -> BaseException:
-        """The reason why ranks are missing, as they left it in the store."""
+        """Return the exception to raise when a rank is missing, with the reason that the rank left in the group's store."""
         try:
             store = self.group.get_group_store()
             for at in range(self.size):
@@ -126,7 +130,7 @@ class Lockstep(Ranks):
         return _Gone(f"another rank ended without an error ({first_line(error)})")
 
     def leave(self, error: BaseException) -> None:
-        """Store the reason why this rank leaves early."""
+        """Write the reason why this rank leaves early into the group's store, for the other ranks."""
         said = {
             "interrupted": isinstance(error, KeyboardInterrupt),
             "words": f"{type(error).__name__}: {first_line(error)}",
@@ -141,14 +145,14 @@ class Lockstep(Ranks):
 
 
 BY_ITSELF = Lockstep()
-"""This process alone, regardless of its process groups."""
+"""A :class:`Lockstep` of this process alone, regardless of its process groups."""
 
 
 @contextlib.contextmanager
 def lockstep(call: str) -> Iterator[Lockstep]:
-    """The ranks of the process group, for agreement inside the block; collective.
+    """Yield a :class:`Lockstep`, by which all ranks of the process group agree on values inside the block.
 
-    Without torch.distributed, or with one process, it is this process alone.
+    All ranks must enter the block. Without torch.distributed, or with one process, the object stands for this process alone.
 
     Raises:
         StateError: Another rank has left, or did not join.

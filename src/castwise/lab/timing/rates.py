@@ -1,7 +1,7 @@
-"""Speed of a device: matrix products and convolutions in each format, and memory bandwidth.
+"""Measure the speed of a device: matrix products and convolutions in each format, and memory bandwidth.
 
-Formats take turns on the same operator, and each is graded by the interval of its ratio to fp32. A small probe goes
-first: some formats are emulated (fp16 on most CPUs is a hundred times slower than fp32), and a call at full size
+Formats take turns on the same operator, and each is graded by the interval of its speed relative to fp32. A small probe goes
+first, since some formats are emulated (fp16 on most CPUs is a hundred times slower than fp32), and a call at full size
 would take seconds.
 """
 
@@ -40,10 +40,11 @@ BLOCK_S = 0.01
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to compute: a format, and what fp32 operators may use internally.
+    """A way to compute that is measured: a format, and the format that fp32 operators may use internally.
 
     Attributes:
         name: ``fp32``, ``fp32 (tf32 inside)``, ``fp32 (bf16 inside)``, ``bf16`` or ``fp16``.
+        dtype: The dtype of the operands.
         inside: For fp32, the value of a plan's ``fp32_matmul`` and ``fp32_conv``; fp32 itself is ``ieee``, so that
             the baseline is true fp32 even if torch defaults to TF32.
     """
@@ -54,7 +55,7 @@ class Variant:
 
     @property
     def plan(self) -> Plan:
-        """The process-wide settings as a plan, with the format as ``compute``."""
+        """A plan with the process-wide settings of this way to compute, and its format as ``compute``."""
         compute = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, "fp32")
         return Plan(compute=compute, fp32_matmul=self.inside, fp32_conv=self.inside)
 
@@ -70,7 +71,10 @@ VARIANTS = (
 
 
 def variants(device_type: str) -> tuple[tuple[Variant, ...], tuple[tuple[Variant, str], ...]]:
-    """The variants that a device can run, fp32 first; and the variants that it cannot run, with reasons."""
+    """Return the ways to compute (:class:`Variant`) that a device can run, and with reasons those that it cannot run.
+
+    The first is fp32.
+    """
     can: list[Variant] = []
     cannot: list[tuple[Variant, str]] = []
     for variant in VARIANTS:
@@ -90,10 +94,11 @@ def variants(device_type: str) -> tuple[tuple[Variant, ...], tuple[tuple[Variant
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operator at one size.
+    """One operator with operands of one size, whose speed is measured.
 
     Attributes:
         name: ``matmul``, ``conv3x3``, ``conv1x1`` or ``depthwise``.
+        size: The size in words.
         flops: Floating-point operations per call; a multiplication and an addition count as two.
         inputs: Shapes of the two operands.
     """
@@ -105,7 +110,10 @@ class Kernel:
     call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """The call on random operands; images are ``channels_last``, the layout that matrix units use."""
+        """Return a function that calls the operator on random operands in a dtype on a device.
+
+        Images are ``channels_last``, the layout that matrix units use.
+        """
         generator = torch.Generator().manual_seed(0)
         tensors = []
         for shape in self.inputs:
@@ -122,9 +130,9 @@ class Kernel:
 
 
 def kernels(device_type: str, *, small: bool = False) -> tuple[Kernel, ...]:
-    """The operators that represent a device's rates: matrix product, 3x3, 1x1 and depthwise 3x3 convolution.
+    """Return the operators that are measured: a matrix product, and 3x3, 1x1 and depthwise 3x3 convolutions.
 
-    Sizes take a CPU about 10 ms in fp32, and fill a GPU; ``small`` ones are for a probe.
+    Their sizes take a CPU about 10 ms in fp32, and fill a GPU. With ``small``, the sizes are those of a quick probe.
     """
     cpu = device_type == "cpu"
     side = (256 if cpu else 512) if small else (1024 if cpu else 4096)
@@ -139,7 +147,7 @@ def kernels(device_type: str, *, small: bool = False) -> tuple[Kernel, ...]:
 
 
 def matmul(m: int, n: int, k: int) -> Kernel:
-    """The product ``[m, k] @ [k, n]``."""
+    """Return the matrix product ``[m, k] @ [k, n]`` as an operator to measure."""
     return _kernel("matmul", f"{m} x {k} x {n}", ((m, k), (k, n)), torch.mm)
 
 
@@ -167,13 +175,13 @@ def _kernel(
 
 @dataclass(frozen=True)
 class Rate:
-    """Speed of one operator in one format.
+    """The speed of one operator in one format.
 
     Attributes:
         gflops: Median rate over rounds, in 1e9 operations per second, with its quartiles; None if it could not run.
         speedup: Speed relative to fp32; None for fp32 itself, or if the times do not determine it.
         grade: Grade of the speedup; None for fp32.
-        probe: Whether it comes from the small probe because full size would take too long.
+        probe: Whether the rate comes from the small probe because full size would take too long.
         error: Why the operator could not run; otherwise empty.
     """
 
@@ -194,9 +202,10 @@ class FormatGrade:
     """A recommendation about a format on this device.
 
     Attributes:
-        grade: ``fast`` if an operator gains and none loses except those in ``avoid_in``.
-        reason: The measured ratios, or why it cannot run.
-        avoid_in: Operators that lose in an otherwise fast format.
+        format: Name of the format.
+        grade: ``fast`` if an operator is faster than in fp32; ``avoid`` if none is and one is slower; otherwise ``no gain``.
+        reason: The measured ratios to fp32, or why the format cannot run.
+        avoid_in: Operators that are slower than in fp32 in an otherwise fast format.
     """
 
     format: str
@@ -206,20 +215,27 @@ class FormatGrade:
 
 
 LOSS = 0.9
-"""A format is to be avoided if its speed is certainly below this share of fp32's; a smaller loss is neutral."""
+"""A format is to be avoided if its speed is certainly below this share of fp32's speed; a smaller loss does not count."""
 
 
 def grade_of(speedup: stats.Ratio) -> Grade:
-    """The grade of a ratio to fp32, by its interval: ``fast`` above 1, ``avoid`` below ``LOSS``, else ``no gain``."""
+    """Return the grade of a speed relative to fp32: ``fast`` if its interval is above 1, ``avoid`` if below ``LOSS``.
+
+    Otherwise the grade is ``no gain``.
+    """
     if speedup.low > 1.0:
         return "fast"
     return "avoid" if speedup.high < LOSS else "no gain"
 
 
 def grade_format(name: str, rates: Sequence[Rate]) -> FormatGrade:
-    """The grade of a variant, from the rates of all variants.
+    """Grade a format by the speeds of its operators.
 
     Depthwise convolutions are reported but do not count: memory bandwidth limits them, not matrix multiplication.
+
+    Args:
+        name: Name of the format.
+        rates: The speeds of all operators in all formats.
     """
     mine = [rate for rate in rates if rate.format == name]
     counted = [rate for rate in mine if rate.kernel != "depthwise"]
@@ -247,18 +263,18 @@ def _figures(value: float) -> str:
 
 
 class Loop:
-    """A runner that calls one kernel in one variant."""
+    """Calls one operator in one format, as a candidate of :func:`castwise.lab.timing.timing.race`."""
 
     def __init__(self, kernel: Kernel, variant: Variant, device: torch.device) -> None:
         self._call = kernel.on(device, variant.dtype)
         self._claim = Claim(replace(variant.plan, compute="fp32"), device.type)
 
     def before(self, steps: int) -> None:
-        """Apply the variant's settings."""
+        """Apply the process-wide settings of the format."""
         self._claim.take()
 
     def run(self, steps: int) -> None:
-        """Call the kernel."""
+        """Call the operator ``steps`` times."""
         call = self._call
         with torch.inference_mode():
             for _ in range(steps):
@@ -276,10 +292,15 @@ def measure_rates(
     small: bool = False,
     on_kernel: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Rate, ...]:
-    """Measure every operator in every variant that the device can run, fp32 first; nothing else should run on the device.
+    """Measure the speed of every operator in every format that the device can run, fp32 first.
 
-    With fewer than six interleaved rounds intervals are wide; ``small`` measures only the probe's sizes, quickly and roughly;
-    ``on_kernel`` is called with an operator's name, the number done and the total.
+    Nothing else should run on the device.
+
+    Args:
+        device: The device.
+        rounds: Number of interleaved rounds; with fewer than six, intervals are wide.
+        small: Measure only the small sizes of the probe, quickly and roughly.
+        on_kernel: Called with an operator's name, the number of operators done and the total.
     """
     can, _ = variants(device.type)
     probes = kernels(device.type, small=True)
@@ -301,7 +322,10 @@ def measure_rates(
 
 
 def _probe(probe: Kernel, kernel: Kernel, can: Sequence[Variant], device: torch.device) -> list[Rate]:
-    """Rates of the variants that are not worth measuring at full size: they fail, are hopeless, or slower and too long."""
+    """Measure a small size of an operator, and return the speeds in those formats that are not measured at full size.
+
+    These are formats in which the operator fails, is much slower than in fp32, or is slower and would take too long.
+    """
     out: list[Rate] = []
     least: dict[str, float] = {}
     for variant in can:
@@ -332,7 +356,10 @@ def _rates(kernel: Kernel, run: Sequence[Variant], device: torch.device, rounds:
 
 
 def _least_s(loop: Loop, device: torch.device) -> float:
-    """Minimum of six single calls after one that builds the kernel: other processes only ever make a call longer."""
+    """Return the minimum time of six single calls, in seconds, after a call that builds the kernel.
+
+    The minimum is best, since other processes only ever make a call longer.
+    """
     return min(race([("", loop)], rounds=6, steps=1, device=device, warmup=1)[""].checked())
 
 
@@ -356,7 +383,7 @@ def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
 
 
 def _single(value: float) -> stats.Ratio:
-    """A ratio from one comparison, without an interval."""
+    """Return a ratio that comes from one comparison and has no interval."""
     return stats.Ratio(value, value, value, 0.0, 1)
 
 
@@ -366,10 +393,12 @@ def _failed(kernel: Kernel, name: str, error: Exception, *, probe: bool = False)
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Memory bandwidth of a device.
+    """The memory bandwidth of a device.
 
     Attributes:
-        gb_per_s: Median rate of a copy, in 1e9 bytes per second, bytes read plus bytes written, with its quartiles.
+        gb_per_s: Median rate of a copy, in 1e9 bytes per second; bytes read and bytes written are added.
+        gb_per_s_low: Lower quartile of the rate.
+        gb_per_s_high: Upper quartile of the rate.
         copied_bytes: Size of the copied tensor: larger than most caches.
     """
 
@@ -382,7 +411,13 @@ class Bandwidth:
 def measure_bandwidth(
     device: torch.device, *, copied_bytes: int = 256 * 2**20, repetitions: int = 7
 ) -> Bandwidth:
-    """Time copies of a tensor of this many bytes, a multiple of 4; it is allocated twice."""
+    """Measure memory bandwidth by timing copies of a tensor.
+
+    Args:
+        device: The device.
+        copied_bytes: Size of the tensor, a multiple of 4. Twice this memory is allocated.
+        repetitions: Number of timed rounds.
+    """
     source = torch.ones(copied_bytes // 4, device=device)
     target = torch.empty_like(source)
     copies = Calls(lambda: target.copy_(source))

@@ -1,4 +1,4 @@
-"""A workload's training step and inference call under a plan, as runners of a race."""
+"""Run a workload's training steps or inference calls under a plan, as candidates of a timing race."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def build_model(
 ) -> nn.Module:
     """Build a workload's model, with weights drawn from the seed or given as a state dict.
 
-    It is in training mode; modules that ``workload.model()`` left in evaluation mode (frozen BatchNorm) stay so.
+    The model is in training mode. If it was so already, modules that ``workload.model()`` put into evaluation mode (frozen
+    BatchNorm) stay in evaluation mode.
 
     Raises:
-        WorkloadError: ``workload.model()`` returned something else.
+        WorkloadError: ``workload.model()`` did not return an ``nn.Module``, or returned a scripted or traced one.
     """
     torch.manual_seed(seed)
     model = workload.model()
@@ -59,12 +60,12 @@ def build_model(
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """A block in which compiled models run uncompiled: a single evaluation takes less time than compiling for it."""
+    """Return a block in which compiled models run uncompiled, since one evaluation takes less time than compiling for it."""
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 class _RandomState:
-    """A candidate's own state of torch's generators, so that dropout draws the same whatever runs in between."""
+    """One run's own state of torch's random generators, so that dropout draws the same whatever other runs draw in between."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._modules: list[tuple[Any, tuple[torch.device, ...]]] = [(torch, ())]
@@ -102,13 +103,16 @@ class _RandomState:
 
 
 class _Run:
-    """A model under a plan, for a race; its process-wide settings and random states apply only while its block runs.
+    """The base class of runs of a model under a plan, which are timed in turns with other runs in one process.
 
-    So plans with conflicting process-wide settings can be timed in turns.
+    The process-wide settings of the plan and the random states of the run apply only while a block of steps runs. So plans with
+    conflicting process-wide settings can be timed in turns.
 
     Attributes:
-        compilations: Number of compilations in its blocks, if its plan compiles.
-        compile_s: Seconds that these took.
+        model: The model.
+        amp: The session of the plan.
+        compilations: Number of compilations so far, if the plan compiles.
+        compile_s: Seconds that the compilations took.
         losses: Losses of the training steps.
     """
 
@@ -128,7 +132,7 @@ class _Run:
         self._without_settings = replace(plan, fp32_matmul="as_is", fp32_conv="as_is", host_memory="as_given")
 
     def before(self, steps: int) -> None:
-        """Fetch a block's data and apply the plan's process-wide settings."""
+        """Fetch the data of a block of steps, and apply the plan's process-wide settings and the run's random states."""
         if self._compiles:
             self._compiled = _torch.dynamo.compilations()
         self._random.enter()
@@ -153,7 +157,7 @@ class _Run:
             self._compiled = count, seconds
 
     def block(self, steps: int) -> None:
-        """Run a block of steps outside of a race."""
+        """Run a block of steps with its preparation and cleanup, without timing it."""
         try:
             self.before(steps)
             self.run(steps)
@@ -167,20 +171,20 @@ class _Run:
 
 
 class TrainingRun(_Run):
-    """Training of a model under a plan, with its losses.
+    """Trains a model under a plan and keeps the losses.
 
     Every run with the same seed starts from the same weights and sees the same batches and random draws.
 
     Args:
         workload: Provides the model, the optimizer and the batches.
         plan: The plan to train under.
-        device: For model and batches.
+        device: The device of model and batches.
         seed: Seed of weights and data.
-        state: Initial weights, where they must equal another run's.
+        state: Initial weights, if they must be equal to another run's; by default drawn from the seed.
 
     Attributes:
-        skipped_steps: Number of steps skipped by the scaler.
-        updates_s: Seconds of host time in the optimizer's part, by step.
+        skipped_steps: Number of steps that the gradient scaler skipped.
+        updates_s: Seconds of host time that the optimizer's step took, for each step.
 
     Raises:
         DeviceError: The device cannot run the plan.
@@ -217,7 +221,7 @@ class TrainingRun(_Run):
         self._block = [to_device(batch, self._device) for batch in batches]
 
     def run(self, steps: int) -> None:
-        """Train on the fetched block; waits for the device only if the scaler has to."""
+        """Train on the batches that were fetched; waits for the device only if the gradient scaler has to."""
         workload, model, optimizer, amp = self._workload, self.model, self.optimizer, self.amp
         for batch in self._block[:steps]:
             loss = workload.loss(model, batch)
@@ -241,7 +245,7 @@ class TrainingRun(_Run):
         self._losses, self._results = [], []
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of the present weights, in fp32 under the model's own keys, on the CPU."""
+        """Return copies of the present weights on the CPU, in fp32, by the keys of the model's state dict."""
         return {
             key: value.detach().to("cpu", copy=True)
             for key, value in self.amp.model_state_dict(self.model).items()
@@ -249,7 +253,10 @@ class TrainingRun(_Run):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode, without gradients and uncompiled, under the whole plan; restored to training mode after."""
+        """Yield the model in evaluation mode under the whole plan, without gradients and uncompiled.
+
+        After the block, the model is in training mode again.
+        """
         try:
             self.before(0)
             with torch.inference_mode(), uncompiled():
@@ -259,17 +266,20 @@ class TrainingRun(_Run):
             self.after()
 
     def close(self) -> None:
-        """Remove the plan from the model, and release model and optimizer; restore tensors of the optimizer outside the model."""
+        """Remove the plan from the model, and release model and optimizer.
+
+        Tensors that the optimizer changed but that are not in the model are restored.
+        """
         super().close()
         self._restored.close()
         del self.optimizer
 
 
 class InferenceRun(_Run):
-    """The model's forward under a plan, with weights cast once, under ``torch.inference_mode``.
+    """Runs a model's forward under a plan, with weights cast once, under ``torch.inference_mode``.
 
-    It calls the model with the arguments that ``workload.loss`` gives it, without the loss itself;
-    if the loss calls the model more than once, or not at all, it calls the whole loss.
+    The model is called with the arguments that ``workload.loss`` gives it, without the loss itself. If the loss calls the model
+    more than once, or not at all, the whole loss is called.
 
     Raises:
         DeviceError: The device cannot run the plan.
@@ -305,7 +315,7 @@ class InferenceRun(_Run):
         self.amp.prepare(self.model, inference=True, widen=widen_for(plan, self.model))
 
     def run(self, steps: int) -> None:
-        """Call the model."""
+        """Call the model ``steps`` times."""
         with torch.inference_mode():
             for _ in range(steps):
                 self._call()

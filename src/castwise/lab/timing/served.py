@@ -1,7 +1,7 @@
-"""Code of a measuring process: it waits for a request, runs it in the requesting process's environment, and answers.
+"""Run in a process for measurements: wait for a request, run it in the environment of the requesting process, and answer.
 
-A process of one kind runs one request; the other kind, which has imported castwise, touched no device and started no thread, forks
-for each request.
+There are two kinds of such processes. One runs a single request. The other has imported castwise, touched no device and started no
+thread, and forks for each request.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from castwise.core.session.process import put_settings
 from castwise.errors import WorkloadError, place, told
 
 FORK, IMPORT = b".", b"i"
-"""Requests to the process that is forked."""
+"""Requests to the process that forks: fork to run a request, or import libraries and fork from then on."""
 _NEEDED = ("castwise.lab.timing.apart", "castwise.lab.timing.memory", "torch._dynamo", "torch.profiler")
 """Modules imported before forking: an optimizer's first step imports Dynamo, which takes seconds."""
 _LONGEST_S = 60
-"""Seconds after which an import is killed."""
+"""Seconds after which a process that imports libraries is killed."""
 _BLOCKS, _LEAST_BLOCK, _LARGEST_BLOCK = 300, 64, 1500
 """Number of random blocks on a heap, bytes of the smallest, and the ratio of the largest to it."""
 _scattered: list[torch.Tensor] = []
@@ -45,9 +45,10 @@ COMPILED = "CASTWISE_COMPILED"
 
 
 def belong_to(plan: Plan) -> None:
-    """Configure this process for one plan: it keeps freed memory if the plan says so, and compiles into the plan's own cache.
+    """Configure this process for one plan: it keeps freed memory if the plan says so, and compiles into a cache of the plan.
 
-    The latter only if a search sets the folder, which then also holds what a killed compiler leaves behind.
+    The cache is used only if a search has set a folder for compiled code (:data:`COMPILED`). That folder then also holds temporary
+    files, so what a killed compiler leaves behind is there too.
     """
     if plan.host_memory == "keep" and can_keep():
         HEAP.host_memory = "keep"
@@ -58,7 +59,7 @@ def belong_to(plan: Plan) -> None:
 
 
 def page_faults() -> int:
-    """Number of page faults of this process so far; 0 if the system does not report it."""
+    """Return the number of page faults of this process so far; 0 if the system does not report it."""
     if sys.platform == "win32":
         return 0
     import resource
@@ -67,9 +68,10 @@ def page_faults() -> int:
 
 
 def libraries(names: Iterable[str]) -> list[str]:
-    """The names of imported modules that belong to installed libraries.
+    """Return those of the given imported modules that belong to installed libraries.
 
-    Without torch, which would not start faster, and without the user's own, which may hold state that each process must create.
+    Modules of torch and castwise are left out, since importing them in advance would not make a start faster. The user's own modules
+    are left out, since they may hold state that each process must create.
     """
     installed = tuple(os.path.join(sysconfig.get_path(where), "") for where in ("purelib", "platlib"))
     return [
@@ -81,7 +83,7 @@ def libraries(names: Iterable[str]) -> list[str]:
 
 
 def serve(what: str, fd: int) -> None:
-    """Main function of a started interpreter: ``run`` one request, or ``fork`` for each."""
+    """Serve requests in a new interpreter: with ``what="run"`` run one request, with ``"fork"`` fork for each request."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # the requesting process handles the interrupt and closes the pipe
@@ -97,7 +99,10 @@ def serve(what: str, fd: int) -> None:
 
 
 def _fork_each(fd: int) -> None:
-    """Fork once for each pipe received over a socket, or for the next process to fork from, until it closes."""
+    """Fork once for each request that is received over a socket, until the socket closes.
+
+    The fork runs the request that comes over the received pipe, or imports libraries and then forks in place of this process.
+    """
     with socket.socket(fileno=fd) as line:
         while True:
             message, fds, _, _ = socket.recv_fds(line, 1, 2)
@@ -119,7 +124,7 @@ def _fork_each(fd: int) -> None:
 
 
 def _import(fd: int, line: int) -> None:
-    """Import the requested modules as a measuring process would, then serve forks over the socket, if forking is as safe as before."""
+    """Import the requested modules; then fork for each request over a socket, if forking is still as safe as before."""
     safe = False
     with Connection(fd) as pipe:
         pipe.send(os.getpid())
@@ -143,7 +148,10 @@ def _import(fd: int, line: int) -> None:
 
 
 def _strange_threads() -> tuple[int, int]:
-    """Numbers of threads that a fork may not survive: Python's, and native ones except OpenBLAS's, which handles forks itself."""
+    """Count the threads that may break in a fork: Python's threads, and native threads.
+
+    OpenBLAS's threads are left out, since OpenBLAS handles forks itself.
+    """
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         pools = {line.split()[-1] for line in lines if "openblas" in line}
     limits = (os.environ.get(f"{name}_NUM_THREADS", "") for name in ("OPENBLAS", "OMP"))
@@ -152,11 +160,11 @@ def _strange_threads() -> tuple[int, int]:
 
 
 def scatter() -> None:
-    """Leave blocks of random sizes on the heap, between as many freed ones.
+    """Allocate blocks of random sizes on the heap and free about half of them, so that each process has other holes in its heap.
 
-    The holes in a process's heap determine how much of it returns to the system after each step and is requested again with page
-    faults: from none to thousands per step of one training. Forks inherit the holes, so without this all starts of one home
-    would be a single sample.
+    The holes determine how much memory returns to the system after each training step and is requested again with page faults: from
+    none to thousands of page faults per step. Forks inherit the holes of their parent. So without this function all starts from one
+    process would be a single sample.
     """
     draw = random.Random()
     blocks = [
@@ -180,7 +188,7 @@ def _as_asked(
     pipe: Connection, folder: str, path: list[str], environment: Mapping[str, str], values: Mapping[str, Any],
     work: Callable[..., Any], args: Sequence[Any],
 ) -> Any:  # fmt: skip
-    """Run the request in the requesting process's environment."""
+    """Run a request with the folder, module search path, environment variables and settings of the requesting process."""
     _go_to(folder, path, environment, values)
     return work(pipe, *args)
 
@@ -194,7 +202,7 @@ def _go_to(folder: str, path: list[str], environment: Mapping[str, str], values:
 
 
 def tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
-    """Whether the call failed, and its result or exception."""
+    """Call a function; return whether it failed, and its result, or the pickled exception with its traceback and location."""
     try:
         return False, work(*args)
     except (Exception, SystemExit) as error:
@@ -202,7 +210,7 @@ def tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """A pickled exception that can be unpickled; otherwise its description."""
+    """Pickle an exception; if it could not be unpickled again, pickle a ``WorkloadError`` that describes it."""
     if not isinstance(error, SystemExit):  # it would end the requesting process
         with contextlib.suppress(Exception):  # one with its own arguments pickles, but fails to unpickle
             data = pickle.dumps(error)

@@ -1,7 +1,7 @@
-"""Statistics of repeated times: pure functions of numbers, without torch.
+"""Compute statistics of repeated times, with pure functions of numbers and without torch.
 
-Times on a shared machine have a long right tail and drift slowly. So the centre is a median, the spread an
-interquartile range, and two candidates are compared by the ratios of times taken next to each other, where the
+Times on a shared machine have a long right tail and drift slowly. So the centre is a median and the spread an
+interquartile range. Two candidates are compared by the ratios of times that were taken next to each other, in which the
 drift cancels.
 """
 
@@ -21,7 +21,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Summary:
-    """Median and quartiles of ``n`` repeated times, in seconds."""
+    """The median and quartiles of ``n`` repeated times, in seconds."""
 
     median_s: float
     q1_s: float
@@ -31,7 +31,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio: the median of ``n`` pairs' ratios, with an interval of coverage ``level``."""
+    """The ratio of two quantities, from ``n`` pairs of measurements, with an interval of coverage ``level``."""
 
     value: float
     low: float
@@ -46,7 +46,7 @@ class Ratio:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The ``q``-quantile by linear interpolation between order statistics (type 7, NumPy's default).
+    """Return the ``q``-quantile by linear interpolation between order statistics (type 7, NumPy's default).
 
     Raises:
         ValueError: No values, or ``q`` not within 0 and 1.
@@ -59,7 +59,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def summarise(times_s: Sequence[float]) -> Summary:
-    """Median and quartiles of at least one time in seconds."""
+    """Return the median and quartiles of times in seconds, of which there must be at least one."""
     median, low, high = (quantile(times_s, q) for q in (0.5, 0.25, 0.75))
     return Summary(median, low, high, len(times_s))
 
@@ -71,15 +71,15 @@ def paired_speedup(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Ratio:
-    """How many times as fast as the baseline a candidate is, from times taken in the same rounds.
+    """Estimate how many times as fast as the baseline a candidate is, from times in seconds taken in the same rounds.
 
-    The estimate is the median over rounds of baseline / candidate. The interval is the wider, end by end, of two:
-    the percentile bootstrap over rounds, and the interval between order statistics that covers a median whatever
-    the distribution. With a dozen rounds the bootstrap alone covers too little.
+    The estimate is the median over rounds of baseline / candidate. Two intervals are computed: the percentile bootstrap over
+    rounds, and the interval between order statistics that covers a median whatever the distribution. Each end of the result is the
+    wider of the two, since with a dozen rounds the bootstrap alone covers too little.
 
-    The same times, in seconds, and the same seed give the same interval. With fewer than six pairs no distribution-free interval
-    reaches 95 %: then it is Student's t interval of the log ratios, which may extend beyond their range. With one pair the
-    interval is from 0 to infinity.
+    The same times and the same seed give the same interval. With fewer than six pairs no distribution-free interval reaches 95 %.
+    The interval is then Student's t interval of the log ratios, widened to contain all ratios. With one pair the interval is from 0
+    to infinity.
 
     Raises:
         ValueError: No pairs, lists of different lengths, or times that are not positive and finite.
@@ -114,7 +114,7 @@ def _of_few(ratios: Sequence[float]) -> Ratio:
 
 
 def _order_statistic(n: int, tail: float) -> int:
-    """Index k of the innermost order statistic with P(median < x_k) <= tail; 0 if none has."""
+    """Return the index k of the innermost order statistic with P(median < x_k) <= tail, or 0 if there is none."""
     covered, k = 0.0, 0
     for index in range(n):
         covered += math.comb(n, index) * 0.5**n
@@ -146,20 +146,21 @@ _T = {
         3.197, 3.174, 3.153,
     ),
 }  # fmt: skip
-"""Two-sided quantiles of Student's t for 1, 2, ... degrees of freedom; for more, the last is used, which is slightly too large."""
+"""Two-sided quantiles of Student's t for 1, 2, ... degrees of freedom; for more degrees, the last quantile is used, which is
+slightly too large."""
 LUCK = 0.02
 """Prior standard deviation of the logarithm of a start's time."""
 _SHARED = 4
 """Degrees of freedom of the pooled variance of all pairs, when it is combined with each pair's own."""
 ALIKE, TELLS = 1.8, 4
-"""Pairs of ``k`` programs vary alike over ``n`` starts if the mean of their variances is at most ``1 + ALIKE (k - 2) / (k - 1) / (n - 1)``
-times their geometric mean (Bartlett's statistic; equally noisy programs pass in four of five cases). Fewer than ``TELLS`` starts
-tell too little."""
+"""Whether the pairs of ``k`` programs vary alike over ``n`` starts is decided by Bartlett's statistic. They do if the mean of the
+pairs' variances is at most ``1 + ALIKE (k - 2) / (k - 1) / (n - 1)`` times the geometric mean of the variances. Equally noisy
+programs pass in four of five cases. With fewer than ``TELLS`` starts all pairs count as alike."""
 STEADY, GROWS, FAR = 0.0035, 1.8, 0.06
 """For a decision, the standard deviation of a pair's log ratio may be at most ``STEADY`` times the root of the number of programs
-after two starts, and ``GROWS`` times as much after each further one; in proportion more if the ratio's log is beyond ``FAR``. By
-chance a noisy program takes the same time twice and looks quiet; within these bounds that decides few searches wrongly
-(bench/results/decision-cpu.json)."""
+after two starts, and ``GROWS`` times as much after each further start. If the log ratio is beyond ``FAR``, the bound grows in
+proportion to it. By chance a noisy program takes the same time twice and looks quiet; within these bounds that decides few searches
+wrongly (bench/results/decision-cpu.json)."""
 QUIET = 0.5
 """Share of a start's rounds, the fastest, whose mean is its time: disturbances only make a round longer."""
 
@@ -178,26 +179,30 @@ def restarts(
     expected: bool = False,
     strict: float | None = None,
 ) -> dict[tuple[int, int], Ratio]:
-    """Pairwise time ratios of several programs, from the times of several starts of all.
+    """Estimate the ratio of times for each pair of several programs, which were started and timed together several times.
 
-    A program's time in a start is the mean of the faster half of its rounds; over starts, the mean of the log ratio
-    of two programs has Student's t interval. If all pairs vary alike (``ALIKE``), the variance of a pair is shrunk towards the mean
-    variance of all pairs, with the weight of four degrees of freedom: with three starts a pair alone has two, and its interval
-    would be half as long again for nothing. If they do not, one program is noisier than another, and each pair has its own variance.
-    If nothing was started twice, the prior ``LUCK`` of starts and the spread of a pair's
-    rounds replace it. The variation between times of day (``ELSEWHEN``) is part of each interval.
+    A program's time in a start is the mean of the faster half of the program's rounds. The mean of the log ratio of two programs over
+    starts has Student's t interval. The variance of this log ratio between starts is estimated as follows:
+
+    - If all pairs vary alike (``ALIKE``), the variance of a pair is shrunk towards the mean variance of all pairs, with the weight of
+      four degrees of freedom. With three starts a pair alone has two degrees of freedom, and its interval would be half as long again
+      for nothing.
+    - If the pairs do not vary alike, one program is noisier than another, and each pair has its own variance.
+    - If nothing was started twice, the prior ``LUCK`` of starts and the spread of a pair's rounds replace the variance.
+
+    The variation between times of day (``ELSEWHEN``) is part of each interval.
 
     Args:
-        times_s: Per program, per start, per round, seconds > 0; an empty start means that it did not take part.
-        level: Coverage, 0.95, 0.97, 0.975 or 0.99.
+        times_s: For each program, start and round, the seconds > 0; an empty start means that the program did not take part.
+        level: Coverage of the intervals, 0.95, 0.97, 0.975 or 0.99.
         expected: For two programs, shrink the variance towards the prior that is used when nothing was started twice.
-            False uses only their own starts, which needs more starts but also holds if starts vary more than the
-            prior expects.
-        strict: For a decision, which errs if a noisy program looks quiet by chance: the coverage for pairs that do not vary
-            alike, one of the above or 0.995. Few starts that differ much (``STEADY``) then give an interval from 0 to infinity.
+            With False, only the variance between the programs' own starts counts. That needs more starts, but also holds if starts
+            vary more than the prior expects.
+        strict: For a decision, which would be wrong if a noisy program looks quiet by chance: the coverage for pairs that do not vary
+            alike, one of the above or 0.995. A pair whose starts differ much (``STEADY``) then has an interval from 0 to infinity.
 
     Returns:
-        Ratios by the indices of both programs; the interval is 0 to infinity if the two share no start.
+        The ratios by the indices of both programs. The interval is from 0 to infinity if two programs share no start.
 
     Raises:
         KeyError: The level is none of these.
@@ -262,14 +267,14 @@ def _exp(value: float) -> float:
 
 
 def _quiet(rounds_s: Sequence[float]) -> float:
-    """The time of a start: the mean of the faster half of its rounds."""
+    """Return the time of a start: the mean of the faster half of its rounds."""
     return statistics.fmean(sorted(rounds_s)[: max(1, round(QUIET * len(rounds_s)))])
 
 
 def _within(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
-    """Variance of the log ratio of two programs in a start, from the spread of its rounds: infinite for one round.
+    """Estimate the variance of the log ratio of two programs in a start, from the spread over rounds; infinite for one round.
 
-    It is the variance of the median of these logarithms, an upper bound of that of the mean of the faster half.
+    It is the variance of the median of the rounds' log ratios. The mean of the faster half of the rounds varies at most as much.
     """
     found = []
     for mine, others in zip(one, other, strict=False):

@@ -1,9 +1,9 @@
-"""Interleaved timing rounds of steps.
+"""Time several candidates in interleaved rounds of steps.
 
-Every candidate runs a block of steps in every round, so that a slow phase of the machine affects all of them,
-and ratios are formed within rounds (see :mod:`castwise.lab.timing.stats`). The order changes per round
-(:func:`turn`), since a block starts with the caches that the previous one left. Candidates run in this process
-(:class:`Runner`) or each in its own (:class:`SeparateRunner`).
+Every candidate runs a block of steps in every round, so that a slow phase of the machine affects all candidates. Ratios are formed
+within rounds (see :mod:`castwise.lab.timing.stats`). The order changes per round (:func:`turn`), since a block starts with the
+caches that the previous block left. Candidates run in this process (:class:`Runner`) or each in its own process
+(:class:`SeparateRunner`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 HOPELESS = 10.0
 """A candidate is stopped if its first steps take this many times the baseline's."""
 PATIENCE_S = 30.0
-"""A first step counts against a candidate (it builds kernels) only if it takes longer than this."""
+"""A first step, which builds kernels, stops a candidate only if it takes longer than this."""
 SURE_S = 1.0
-"""A shorter step can look hopeless because of other processes, so two rounds beside the baseline must agree."""
+"""A step that is shorter than this can look much too slow because of other processes, so two rounds must agree that it is."""
 WARMUP = 2
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 def turn(count: int, number: int) -> list[int]:
-    """The order of one round of ``count`` candidates: over 2 * ``count`` rounds each follows every other equally often.
+    """Return the order in which ``count`` candidates run in round ``number``.
+
+    Over 2 * ``count`` rounds each candidate follows every other candidate equally often.
 
     Source: E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949.
     """
@@ -42,24 +44,27 @@ def turn(count: int, number: int) -> list[int]:
 
 
 class Runner(Protocol):
-    """A candidate. Only ``run`` is timed; ``before`` and ``after`` enclose each block of steps."""
+    """The interface of a candidate that runs in this process.
+
+    Only ``run`` is timed. ``before`` and ``after`` enclose each block of steps.
+    """
 
     def before(self, steps: int) -> None:
-        """Prepare a block: fetch its data, apply its settings."""
+        """Prepare a block of steps: fetch data and apply settings."""
 
     def run(self, steps: int) -> None:
-        """Run the block; work may remain in the device's queue."""
+        """Run a block of steps; work may remain in the device's queue."""
 
     def after(self) -> None:
-        """Clean up after a block, also a failed one."""
+        """Clean up after a block of steps, also if the block failed."""
 
 
 @runtime_checkable
 class SeparateRunner(Protocol):
-    """A candidate in its own process, which times its blocks itself."""
+    """The interface of a candidate that runs in its own process and times its blocks itself."""
 
     def wait(self) -> None:
-        """Wait until this candidate can run steps: none starts before all are ready."""
+        """Wait until this candidate can run steps; no candidate starts before all are ready."""
 
     def steps(self, count: int) -> float:
         """Run a block of steps; return seconds per step."""
@@ -67,7 +72,7 @@ class SeparateRunner(Protocol):
 
 @dataclass(frozen=True)
 class Calls:
-    """A function as a candidate: a step is one call."""
+    """A candidate that calls a function; a step is one call."""
 
     call: Callable[[], object]
 
@@ -85,12 +90,12 @@ class Calls:
 
 @dataclass
 class Lap:
-    """Result of a race for one candidate.
+    """The result of a race for one candidate.
 
     Attributes:
-        times_s: Seconds per step in each round, None in rounds it did not run.
-        slowdown: Ratio of its first steps' time to the baseline's, if that stopped it.
-        error: The exception that ended it, if any.
+        times_s: Seconds per step in each round; None for a round that the candidate did not run.
+        slowdown: Ratio of the candidate's time to the baseline's, if the candidate was stopped for being too slow.
+        error: The exception that ended the candidate, if any.
     """
 
     times_s: list[float | None] = field(default_factory=list)
@@ -108,7 +113,7 @@ class Lap:
         return self.slowdown is not None or self.error is not None
 
     def checked(self) -> list[float]:
-        """The candidate's times, without rounds that it did not run.
+        """Return the candidate's times, without rounds that it did not run.
 
         Raises:
             Exception: The exception that ended this candidate's race.
@@ -127,10 +132,10 @@ def synchronize(device: torch.device) -> None:
 def block_s(
     runner: Runner, steps: int, device: torch.device, ranks: Lockstep = BY_ITSELF, rest_s: float = 0.0
 ) -> float:
-    """Run a block after ``rest_s`` seconds of rest; return seconds per step.
+    """Run a block of steps after ``rest_s`` seconds of rest; return seconds per step.
 
     Raises:
-        Exception: Raised by the candidate, after its cleanup.
+        Exception: The candidate's own exception, raised after the candidate's cleanup.
     """
 
     def get_ready() -> None:
@@ -174,29 +179,29 @@ def race(
     """Time candidates in interleaved rounds.
 
     Args:
-        runners: Names and candidates; the first is the baseline, unless ``against_s`` is given.
-        rounds: Rounds in which every candidate runs one block.
+        runners: Names and candidates; the first candidate is the baseline, unless ``against_s`` is given.
+        rounds: Number of rounds; in each, every candidate runs one block of steps.
         steps: Steps per block, or a function that gives them by name from the seconds of each candidate's last warm-up step.
-        device: Synchronized at both ends of each block.
-        warmup: Number of single steps before the first round, not counted.
-        hopeless: A candidate that takes more than this many times the baseline's time is stopped: after its first step if
-            that took longer than ``PATIENCE_S``, after two if they are long (``sure_s``), else if two rounds and
-            the median of all rounds so far exceed it. Compile time in the first steps (``compile_s``, if a candidate has it)
-            does not count.
-        sure_s: Length of a step, in seconds, that cannot be the machine's noise.
-        against_s: Seconds of a baseline's steps, if it ran before and is not among the runners.
-        first: Number of earlier rounds of these candidates; the order continues from there.
+        device: The device, which is synchronized at both ends of each block.
+        warmup: Number of single steps before the first round, which are not counted.
+        hopeless: A candidate that takes more than this many times the baseline's time is stopped. It is stopped after its first step
+            if that step took longer than ``PATIENCE_S``, or after two steps if both took longer than ``sure_s``. Otherwise it is
+            stopped once two rounds and the median of all rounds so far exceed this limit. Compile time in the first steps
+            (``compile_s``, if a candidate has it) does not count.
+        sure_s: Seconds of a step that is too long to be the machine's noise.
+        against_s: Seconds of a baseline's steps, if the baseline ran before and is not among the runners.
+        first: Number of earlier rounds of these candidates; the changing order continues from there.
         on_block: Called with a name and the number of steps after each block.
-        is_over: Called with the number of completed rounds after each round; true stops the race.
+        is_over: Called with the number of completed rounds after each round; the race stops if it returns True.
         ranks: The ranks that run each block at once: times are the slowest rank's, and a candidate that fails on one fails on all.
 
     Returns:
-        Measurements by name. An exception ends only its own candidate and is kept in ``error``.
+        The measurements by name. An exception ends only the candidate that raised it, and is kept in ``error``.
     """
     laps = {name: Lap() for name, _ in runners}
 
     def taken_s(name: Name, runner: Runner | SeparateRunner, count: int) -> float | None:
-        """Seconds per step of a block; None if an exception has ended the candidate, while the others continue."""
+        """Run a block and return seconds per step; None if an exception has ended this candidate, while the others continue."""
         found = None
         try:
             if isinstance(runner, SeparateRunner):
@@ -258,7 +263,10 @@ def _hopeless_rounds(baseline: Lap, lap: Lap, factor: float) -> float | None:
 
 
 def _hopeless(taken: list[float], reference: list[float], factor: float, sure_s: float) -> float | None:
-    """The slowdown that stops a candidate after the first steps ``taken``, or None to continue."""
+    """Return the slowdown that stops a candidate after its first steps, or None if the candidate continues.
+
+    ``taken`` and ``reference`` are the seconds of the candidate's and the baseline's first steps.
+    """
     if len(taken) == 1:
         slowdown = taken[0] / reference[0]
         return slowdown if slowdown > factor and taken[0] > PATIENCE_S else None
@@ -267,7 +275,7 @@ def _hopeless(taken: list[float], reference: list[float], factor: float, sure_s:
 
 
 def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
-    """The times, in seconds per step, of the rounds that both candidates ran."""
+    """Return the seconds per step of both candidates in the rounds that both ran."""
     both = [
         (a, b)
         for a, b in zip(
@@ -279,6 +287,6 @@ def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
 
 
 def speedup(baseline: Lap, candidate: Lap) -> stats.Ratio | None:
-    """Ratio of the baseline's time to a candidate's, over the rounds that both ran; None without such rounds."""
+    """Return the ratio of the baseline's time to a candidate's, over the rounds that both ran; None without such rounds."""
     before, after = paired(baseline, candidate)
     return stats.paired_speedup(before, after) if before else None
