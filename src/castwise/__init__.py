@@ -128,12 +128,13 @@ _MOVED = {
     "workload": "lab.workloads.workload",
     "workloads": "lab.workloads",
 }
-"""Module paths that the docs give or gave, and the modules to which they lead: ``castwise.ranks.ALONE`` works after ``import castwise``,
-and ``import castwise.checkpoint`` imports the module itself."""
+"""Maps module paths that the docs give, or gave in the past, to the modules to which they lead.
+
+``castwise.ranks.ALONE`` works after ``import castwise``, and ``import castwise.checkpoint`` imports the module itself."""
 
 
 class _Moved:
-    """Import hook for the paths in :data:`_MOVED`."""
+    """An import hook that finds the module for a path in :data:`_MOVED`."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         package, _, rest = name.partition(".")
@@ -147,7 +148,7 @@ class _Moved:
 
 
 class _Alias(importlib.abc.Loader):
-    """Loader that returns a module which already exists under another path."""
+    """A loader that returns the module at another path, so that both paths name the same module."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -161,14 +162,14 @@ class _Alias(importlib.abc.Loader):
         name, module.__spec__ = (
             module.__spec__.name,
             self._spec,
-        )  # in whose place that of the other path was put
+        )  # the import system has replaced the module's own spec by the spec of the other path
         package, _, child = name.rpartition(".")
         if child in vars(sys.modules[package]):
             sys.modules[package] = _Holder(package)
 
 
 class _Holder(types.ModuleType):
-    """Keeps a public name of the package when importing a module of the same name would overwrite it."""
+    """A stand-in for the package that keeps a public name of it when importing a module of that name would overwrite it."""
 
     def __init__(self, package: str) -> None:
         vars(self).update(_package=package, _inner=sys.modules[package])
@@ -180,10 +181,10 @@ class _Holder(types.ModuleType):
         sys.modules[vars(self)["_package"]] = vars(self)["_inner"]
 
 
-sys.meta_path.insert(0, _Moved())  # before that which looks in folders
+sys.meta_path.insert(0, _Moved())  # before the finder that looks in folders
 
 
-if not TYPE_CHECKING:  # or a checker would take every wrong name for Any
+if not TYPE_CHECKING:  # otherwise a type checker would accept every wrong name as Any
 
     def __getattr__(name: str) -> Any:
         """Import a public name when it is first used, so that ``import castwise`` is cheap."""

@@ -1,4 +1,4 @@
-"""``python -m castwise``: the command line."""
+"""Run castwise's command line, as ``python -m castwise``."""
 
 from __future__ import annotations
 

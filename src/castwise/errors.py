@@ -1,7 +1,7 @@
-"""Exception types of castwise.
+"""The exception types of castwise, and functions that describe exceptions.
 
-Each is a subclass of :class:`CastwiseError` and of the builtin that a caller would expect, so that both
-``except castwise.CastwiseError`` and ``except ValueError`` do what they say.
+Each type is a subclass of :class:`CastwiseError` and of the builtin exception that a caller would expect. So both
+``except castwise.CastwiseError`` and ``except ValueError`` work.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ __all__ = [
 
 
 class CastwiseError(Exception):
-    """Root of every error that castwise raises on purpose."""
+    """The base class of every error that castwise raises on purpose."""
 
 
 class PlanError(CastwiseError, ValueError):
-    """A plan, or a part of one, is not valid: the message names the field, the value and the allowed values."""
+    """A plan or a part of a plan is not valid. The message names the field, the value and the allowed values."""
 
 
 class UnknownNameError(PlanError):
-    """A preset, format, operator or field name that does not exist."""
+    """There is no preset, format, operator or field of the given name."""
 
 
 class PatternError(PlanError):
-    """A region pattern that matches nothing, or only modules whose forward never runs."""
+    """The pattern of a region matches nothing, or only modules whose forward never runs."""
 
 
 class DeviceError(CastwiseError, RuntimeError):
@@ -51,7 +51,7 @@ class DeviceError(CastwiseError, RuntimeError):
 
 
 class BannedOperatorError(CastwiseError, NotImplementedError):
-    """An operator ran that the plan's rules ban, as binary_cross_entropy in fp16."""
+    """An operator was called that the plan's rules ban, such as binary_cross_entropy in fp16."""
 
 
 class StateError(CastwiseError, RuntimeError):
@@ -59,12 +59,12 @@ class StateError(CastwiseError, RuntimeError):
 
 
 class RankError(CastwiseError, RuntimeError):
-    """Something failed on some ranks of a process group; every rank raises it.
+    """Something failed on some ranks of a process group. Every rank of the group raises this error.
 
     Attributes:
         reason: A clause that names the failure and the ranks.
-        cannot_run: Whether every failure means that the plan cannot run on that rank; if False, some failure is a fault
-            of the code.
+        cannot_run: True if every failure means that the plan cannot run on its rank. False if some failure is a fault of
+            the code.
     """
 
     def __init__(self, message: str, *, reason: str = "", cannot_run: bool = False) -> None:
@@ -82,7 +82,7 @@ class NonFiniteError(CastwiseError, ArithmeticError):
 
 
 class DivergedError(CastwiseError, ArithmeticError):
-    """A training diverged again and again, and going back to a good state did not help."""
+    """A training run diverged again and again, and going back to a good state did not help."""
 
 
 class WorkloadError(CastwiseError, ValueError):
@@ -98,17 +98,19 @@ class MigrateError(CastwiseError, ValueError):
 
 
 class MissingLibraryError(CastwiseError, ImportError):
-    """A library of one of the package's extras is not installed; the message says how to install it."""
+    """An optional library, which an extra of castwise installs, is missing. The message says how to install it."""
 
 
 class CheckpointError(CastwiseError, ValueError):
-    """A saved state is damaged, or does not fit the training."""
+    """A checkpoint cannot be saved, or a saved state is damaged or does not fit the training run."""
 
 
 def sentence(error: BaseException, whole: bool = True) -> str:
-    """An exception's message on one line: the whole message, or only its first line.
+    """Return an exception's message on one line, preceded by the type's name unless castwise raised the exception.
 
-    castwise's own are sentences already, others get the name of their type.
+    Args:
+        error: The exception.
+        whole: Whether to return the whole message. Otherwise only its first line is returned.
     """
     said = str(error).strip()
     text = " ".join(said.split() if whole else said.splitlines()[:1]).strip()
@@ -121,12 +123,12 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def is_users(file: str) -> bool:
-    """Whether a Python file is the user's own, and not part of castwise or of an installed library."""
+    """Whether a Python file belongs to the user, that is, neither to castwise nor to an installed library."""
     return not file.startswith((_OWN, *_LIBRARIES, "<frozen"))
 
 
 class Elsewhere(Exception):
-    """The cause of an error that another process raised: its traceback there.
+    """The cause of an error that was first raised in another process. Its message is the traceback in that process.
 
     Attributes:
         place: The result of :func:`place` in that process.
@@ -138,9 +140,10 @@ class Elsewhere(Exception):
 
 
 def place(error: BaseException) -> str:
-    """The innermost line of a user's own code that an error came through, as ``job.py, line 3, in loss``.
+    """Return the innermost line of the user's own code in an error's traceback, such as ``job.py, line 3, in loss``.
 
-    Empty where, since castwise caught it, it has come through none; in a process that castwise started counts too.
+    If the error was raised in a process that castwise started, that process's traceback is used. The result is empty if
+    the traceback, up to where castwise caught the error, has no line of the user's code.
     """
     if isinstance(error.__cause__, Elsewhere):
         return error.__cause__.place
@@ -151,16 +154,20 @@ def place(error: BaseException) -> str:
 
 
 def told(error: BaseException, whole: bool = True) -> str:
-    """:func:`sentence`, followed by :func:`place` in parentheses if there is a place and castwise did not raise the exception."""
+    """Return an exception's message and, in parentheses, the line of the user's code that it came from.
+
+    The message is the result of :func:`sentence`, and the line is the result of :func:`place`. The line is left out if
+    there is none, or if castwise raised the exception.
+    """
     where = "" if isinstance(error, CastwiseError) else place(error)
     return sentence(error, whole) + (f" ({where})" if where else "")
 
 
 def check_count(call: str, name: str, value: object, least: int) -> None:
-    """Refuse an argument that is not a whole number of at least ``least``.
+    """Raise an error unless an argument is a whole number of at least ``least``.
 
     Raises:
-        PlanError: The argument is no such number; the error names the call, the argument and the value.
+        PlanError: The argument is no such number. The message names the call, the argument and the value.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise PlanError(f"{call}({name}={value!r}): needs a whole number >= {least}")

@@ -1,1 +1,1 @@
-"""Everything that a training imports: plans, casting, the loss scale, masters, ranks, sessions, checkpoints."""
+"""Everything that a training run imports: plans, casting, the loss scale, fp32 masters, ranks, sessions, checkpoints."""

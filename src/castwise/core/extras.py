@@ -1,4 +1,4 @@
-"""Optional libraries: the extra that installs each, and the error if one is missing."""
+"""Name the extra of castwise that installs an optional library, and raise the error if the library is missing."""
 
 from __future__ import annotations
 
@@ -18,25 +18,30 @@ EXTRAS: Final[Mapping[str, str]] = {
     "tensorboard": "tensorboard",
     "typer": "cli",
 }
-"""By import name of a library, the extra that installs it."""
+"""Maps the import name of a library to the extra of castwise that installs it."""
 
 
 class LeftOutWarning(UserWarning):
-    """An output was left out because a library is missing; the message names both, and how to install the library."""
+    """An output was left out because a library is missing.
+
+    The message names both, and says how to install the library.
+    """
 
 
 def install(library: str) -> str:
-    """The command that installs a library with castwise."""
+    """Return the command that installs castwise with an optional library."""
     return f'pip install "castwise[{EXTRAS[library]}]"'
 
 
 @contextlib.contextmanager
 def needs(what: str) -> Iterator[None]:
-    """Context for imports of an optional library that ``what`` needs.
+    """A context manager around imports of an optional library, which says how to install the library if it is missing.
+
+    Args:
+        what: What needs the library, for the message.
 
     Raises:
-        MissingLibraryError: A library is not installed; the message says how to install it. Other import errors pass through
-            unchanged.
+        MissingLibraryError: The library is not installed. Other import errors pass through unchanged.
     """
     try:
         yield
@@ -52,7 +57,10 @@ def needs(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def left_out(what: str) -> Iterator[None]:
-    """Context for an output that needs an optional library: if it is missing, ``what`` is left out with a warning."""
+    """A context manager around an output that needs an optional library.
+
+    If the library is missing, the output is left out, with a warning that names ``what``.
+    """
     try:
         with needs(what):
             yield

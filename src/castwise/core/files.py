@@ -1,4 +1,4 @@
-"""Atomic writing of result files."""
+"""Write result files atomically."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes, errors: str = "strict") -> None:
-    """Write a file, text as UTF-8, atomically: after a full disk, an interrupt or a kill the old content remains.
+    """Write a file atomically, so that after a full disk, an interrupt or a kill the old content remains.
 
     Args:
-        path: Its folder must exist.
-        content: The whole content.
+        path: Path of the file. Its folder must exist.
+        content: The whole content. Text is written as UTF-8.
         errors: How to handle characters that UTF-8 lacks, as for ``str.encode``.
 
     Raises:

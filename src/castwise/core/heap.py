@@ -1,8 +1,8 @@
-"""The heap of this process: whether freed host memory stays in it.
+"""Make the C library keep freed host memory in the process, instead of returning it to the operating system.
 
-glibc returns memory to the system once 64 MiB are free at the end of the heap, so that the tensors of every training step on a
-CPU cause page faults again: a tenth of a step of BERT or of ResNet. With this setting, glibc keeps the memory and reuses it.
-Results do not change and the peak is about the same, but other processes get less memory.
+glibc returns memory to the system once 64 MiB are free at the end of the heap. So the tensors of every training step on a
+CPU cause page faults again, which take a tenth of a step of BERT or of ResNet. With this setting, glibc keeps the memory and
+reuses it. Results do not change and the peak is about the same, but other processes get less memory.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from typing import Any, Final
 __all__ = ["HEAP", "Heap", "can_keep"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of ``mallopt``, as ``malloc.h`` numbers them."""
+"""The numbers of two parameters of ``mallopt``, from ``malloc.h``."""
 _LARGEST: Final = 32 << 20
-"""The largest block size that stays on the heap, and so the largest block that is kept after it is freed.
+"""The largest size in bytes of a memory block on the heap, and so of a block that is kept after it is freed.
 
-Larger blocks have their own mapping and return to the system when freed. On the heap, blocks of changing sizes
-between long-lived blocks would leave holes that no other block fits into.
+A larger block has its own mapping and returns to the system when it is freed. If larger blocks of changing sizes were on
+the heap between long-lived blocks, they would leave holes that no other block fits into.
 """
 _NUMBER: Final = re.compile("0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*")
-"""A number as glibc reads it."""
+"""The numbers that glibc reads from an environment variable."""
 _USUAL: Final = {
     _MMAP_THRESHOLD: ("mmap_threshold", _LARGEST),
     _TRIM_THRESHOLD: ("trim_threshold", 2 * _LARGEST),
 }
-"""Names of the tunables, and the end points of glibc's own adjustment, which cannot be re-enabled once a parameter is set."""
+"""For each parameter, the name of its tunable, and the value with which ``as_given`` restores glibc's behaviour.
+
+The value is the end point of glibc's own adjustment, which cannot be re-enabled once a parameter was set."""
 
 
 @cache
 def _glibc() -> Any:
-    """The C library if it is glibc, else None."""
+    """Return the C library if it is glibc, or None."""
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)
@@ -43,12 +45,15 @@ def _glibc() -> Any:
 
 
 def can_keep() -> bool:
-    """Whether the C library can be told to keep freed memory: only glibc can."""
+    """Whether the C library can be told to keep freed memory. Only glibc can."""
     return _glibc() is not None
 
 
 def _given(name: str) -> int | None:
-    """A parameter's value in the environment, from ``GLIBC_TUNABLES`` or from its own variable."""
+    """Return the value that the environment gives to a parameter of glibc's malloc, or None if there is none.
+
+    It is read from ``GLIBC_TUNABLES``, or else from the parameter's own environment variable.
+    """
     said = [os.environ.get(f"MALLOC_{name.upper()}_", "")]
     for tunable in os.environ.get("GLIBC_TUNABLES", "").split(":"):
         key, _, value = tunable.partition("=")
@@ -60,10 +65,10 @@ def _given(name: str) -> int | None:
 
 
 class Heap:
-    """The process-wide setting for freed memory.
+    """The process-wide setting that says what happens to freed host memory.
 
     Attributes:
-        host_memory: ``as_given``, or ``keep``; setting it takes effect at once.
+        host_memory: ``as_given``, or ``keep`` to keep freed memory in the process. Setting it takes effect at once.
     """
 
     def __init__(self) -> None:
@@ -71,7 +76,7 @@ class Heap:
 
     @property
     def host_memory(self) -> str:
-        """The last setting."""
+        """The current setting, ``as_given`` or ``keep``."""
         return self._mode
 
     @host_memory.setter

@@ -1,8 +1,8 @@
 """The only package that uses private or version-dependent torch API, one file per subject.
 
-Every function here wraps one feature that PyTorch does not offer publicly, says what it relies on, and is covered
-by a test that would fail if a release changed it. Written against the releases listed in
-:mod:`castwise.core.session.canary`, which has self-checks for other releases.
+Every function here wraps one feature that PyTorch does not offer publicly, and says what it relies on. A test covers
+each function and would fail if a PyTorch release changed the feature. The code was written against the releases listed
+in :mod:`castwise.core.session.canary`, which has self-checks for other releases.
 """
 
 from castwise.core._torch import (

@@ -1,4 +1,4 @@
-"""Autograd: nodes and their saved tensors, hooks around backward passes, versions of tensors."""
+"""Private autograd API: nodes of the graph and their saved tensors, and functions that run around backward passes."""
 
 from __future__ import annotations
 
@@ -15,39 +15,44 @@ from castwise.core._torch.operators import OpOverload, operator_names, overload_
 
 
 def graph_task_id() -> int:
-    """Number of the backward pass that this thread is executing, or -1 outside of one."""
+    """Return the number of the backward pass that this thread is executing, or -1 outside of a backward pass."""
     return int(torch._C._current_graph_task_id())
 
 
 def sequence_number() -> int:
-    """The number that the next autograd node created on this thread will get."""
+    """Return the sequence number that the next autograd node created on this thread will get."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def running_node_number() -> int | None:
-    """The number of the autograd node that this thread is executing, or None outside of backward."""
+    """Return the sequence number of the autograd node that this thread is executing, or None outside of backward."""
     node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
     return None if node is None else int(node._sequence_nr())
 
 
 def running_node() -> tuple[str, int] | None:
-    """Name and number of the autograd node that this thread is executing, or None outside of backward.
+    """Return the name and sequence number of the autograd node that this thread is executing, or None outside of backward.
 
-    Nodes that accumulate gradients of leaves have the largest possible number.
+    Nodes that accumulate gradients of leaves have the largest possible sequence number.
     """
     node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
     return None if node is None else (node.name(), int(node._sequence_nr()))
 
 
 def failed_node(loss: torch.Tensor, error: BaseException, seconds: float) -> Any:
-    """Find the node whose backward raised an error, by running each remaining node again separately, on zeros.
+    """Find the autograd node whose backward raised an error, by calling the nodes of the graph again, each with zeros.
 
-    Called separately, a node only computes its formula: no hook runs and no ``.grad`` is written. Nodes that would run
-    user code are left out: those in Python, and those whose saved tensors a hook restores, as in checkpointing. Like
-    the engine, the search takes the newest node first.
+    A node that is called on its own only computes its formula: no hook runs and no ``.grad`` is written. Nodes that
+    would run user code are left out. These are autograd Functions in Python, and nodes whose saved tensors a hook
+    restores, as in activation checkpointing. Like autograd's engine, the search takes the newest node first.
+
+    Args:
+        loss: The loss whose backward pass failed.
+        error: The exception that the backward pass raised.
+        seconds: Time limit of the search, in seconds of this thread's CPU time.
 
     Returns:
-        The node; None if no node that ran within the time limit (seconds of this thread) raises the error.
+        The node that raises the same error, or None if no node did so within the time limit.
     """
     from torch.autograd.function import BackwardCFunction
 
@@ -78,14 +83,20 @@ def failed_node(loss: torch.Tensor, error: BaseException, seconds: float) -> Any
 
 
 def _brings_back(node: Any) -> bool:
-    """Whether a hook restores a tensor that a node has saved; raises if the node has already run."""
+    """Whether a saved-tensor hook unpacks any tensor that a node has saved.
+
+    Raises an error if the node's saved tensors have been freed by a backward pass.
+    """
     saved = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
     tensors = [each for one in saved for each in (one if isinstance(one, (tuple, list)) else (one,))]
     return any(getattr(tensor, "unpack_hook", True) is not None for tensor in tensors)
 
 
 def forward_of(node: Any) -> Iterator[tuple[OpOverload, dict[str, Any]]]:
-    """The operators that may have created a node, with its saved arguments; zeros stand for tensors that were not saved."""
+    """Yield each operator that may have created an autograd node in the forward pass, and arguments to call it with.
+
+    The arguments are those that the node saved. A tensor that was not saved is replaced by zeros.
+    """
     letters = re.sub(r"Backward\d*$", "", type(node).__name__).lower()
     names = {name.removeprefix("aten::").partition(".")[0] for name in operator_names("aten")}
     for name in sorted(name for name in names if name.replace("_", "") == letters and not name.endswith("_")):
@@ -123,9 +134,9 @@ ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 
 
 def backward_of_scalar(loss: torch.Tensor) -> None:
-    """``loss.backward()`` for a scalar loss, called on the engine directly.
+    """Run ``loss.backward()`` for a scalar loss by calling autograd's engine directly.
 
-    ``torch.autograd.backward`` spends some microseconds on checking its arguments.
+    This avoids the checks of arguments in ``torch.autograd.backward``, which take some microseconds.
     """
     if type(loss) is not torch.Tensor or torch.compiler.is_compiling():
         torch.autograd.backward(loss)
@@ -136,11 +147,11 @@ def backward_of_scalar(loss: torch.Tensor) -> None:
 
 
 def leaves_below(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    """The tensors that accumulate gradients in a backward from some outputs.
+    """Find the leaf tensors that accumulate gradients in a backward pass from some outputs.
 
     Returns:
-        The tensors, and whether there may be others that the graph does not show, since part of it is rebuilt in
-        backward.
+        The leaf tensors, and whether there may be more of them. The latter is True if reentrant activation
+        checkpointing rebuilds part of the graph only during backward.
     """
     found = [output for output in outputs if output.grad_fn is None and output.requires_grad]
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -169,12 +180,13 @@ _VIEWS = re.compile(
 def uses_of_leaves(
     outputs: Sequence[torch.Tensor],
 ) -> tuple[list[tuple[torch.Tensor, list[Any], list[Any]]], bool]:
-    """The leaves that a backward from some outputs reaches.
+    """Find the leaf tensors that a backward pass from some outputs reaches, and the autograd nodes that use them.
 
     Returns:
-        For each leaf, the autograd nodes that take it as input, and those of the nodes that multiply the leaf, or a
-        view of the leaf, by another tensor (a penalty multiplies a weight by itself). Also whether the graph contains
-        user code in Python, which may run operators that the graph does not show.
+        A list and a bool. The list has an entry for each leaf: the leaf, the nodes that take the leaf as input, and
+        the nodes that multiply the leaf, or a view of the leaf, by another tensor. A node that multiplies the leaf by
+        itself, as a weight penalty does, is not among the latter. The bool says whether the graph contains autograd
+        Functions written in Python, which may run operators that the graph does not show.
     """
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     above: dict[Any, list[Any]] = {node: [] for node in waiting}
@@ -209,12 +221,12 @@ def uses_of_leaves(
 
 
 def node_number(node: Any) -> int:
-    """Sequence number of an autograd node, counted as in :func:`sequence_number`."""
+    """Return the sequence number of an autograd node, counted as in :func:`sequence_number`."""
     return int(node._sequence_nr())
 
 
 def makes(node: Any) -> tuple[torch.dtype, int]:
-    """Dtype and number of dimensions of the result of an autograd node's operator."""
+    """Return the dtype and the number of dimensions of the tensor that an autograd node's operator computed in the forward pass."""
     made = node._input_metadata[0]
     return made.dtype, len(made.shape)
 
@@ -225,7 +237,7 @@ def casts_to(node: Any, dtype: torch.dtype) -> bool:
 
 
 def hides_operators(node: Any) -> bool:
-    """Whether an autograd node hides the operators inside it: code compiled by AOTAutograd, DataParallel's copies."""
+    """Whether an autograd node hides the operators inside it, as AOTAutograd's compiled code and DataParallel's copies do."""
     return type(node).__name__ in ("CompiledFunctionBackward", "BroadcastBackward")
 
 
@@ -234,12 +246,15 @@ _ENGINE: Any = torch.autograd.Variable._execution_engine
 
 
 def around_backward(run: Callable[..., Any]) -> Callable[[], None]:
-    """Run every backward pass inside ``run``: ``backward``, ``autograd.grad`` and torch.func's, which share one engine.
+    """Make ``run`` a wrapper around every backward pass of the process.
 
-    torch passes the state of the calling thread to the engine, including autocast's, and looks the engine up each time.
+    ``backward``, ``autograd.grad`` and the transforms of torch.func share one engine, so ``run`` wraps all of them. This
+    relies on torch looking the engine up at each backward pass. torch passes the state of the calling thread to the
+    engine, including the autocast state.
 
     Args:
-        run: Called with the engine's function and its arguments: outputs, gradients of outputs and so on.
+        run: Called instead of the engine's function, with that function and its arguments: outputs, gradients of
+            outputs and so on. Must call the function.
 
     Returns:
         A function that removes the wrapper.
@@ -259,7 +274,7 @@ def around_backward(run: Callable[..., Any]) -> Callable[[], None]:
 
 
 class _Engine(type(_ENGINE)):  # type: ignore[misc]
-    """The engine with the wrappers around it."""
+    """Autograd's engine, with a ``run_backward`` that calls all wrappers added by :func:`around_backward`."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         call = _ENGINE.run_backward
@@ -269,10 +284,13 @@ class _Engine(type(_ENGINE)):  # type: ignore[misc]
 
 
 def around_python_backward(enter: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Call ``enter`` before each backward of an autograd Function written in Python, and the function that it returns afterwards.
+    """Call ``enter`` before the backward of each autograd Function written in Python, and a second function afterwards.
 
-    Functions of torch and of castwise are left out: they set their precision themselves. The engine looks
-    ``apply`` up on the class of the node each time.
+    Autograd Functions of torch and of castwise are left out, since they set their precision themselves. This relies on
+    the engine looking ``apply`` up on the class of the node each time.
+
+    Args:
+        enter: Called before the backward. Returns the function to call after the backward, even if the backward fails.
 
     Returns:
         A function that removes the wrapper.
@@ -298,7 +316,10 @@ def around_python_backward(enter: Callable[[], Callable[[], None]]) -> Callable[
 
 
 def is_returned(leaf: torch.Tensor) -> bool:
-    """Whether the running backward returns a leaf's gradient, as ``torch.autograd.grad`` does, instead of accumulating it."""
+    """Whether the running backward pass returns the gradient of a leaf instead of accumulating it into ``leaf.grad``.
+
+    ``torch.autograd.grad`` does so for its inputs.
+    """
     if not leaf.requires_grad:
         return False
     try:
@@ -309,5 +330,5 @@ def is_returned(leaf: torch.Tensor) -> bool:
 
 
 def on_graph_task_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward pass has finished; not if it fails."""
+    """Call ``callback`` when the running backward pass has finished. If the backward pass fails, it is not called."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

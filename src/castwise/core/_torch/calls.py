@@ -1,4 +1,4 @@
-"""Calls of modules: guards around them, and their Python frames."""
+"""Guards around the calls of modules, and questions about how modules and functions are called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils import parametrizations
 
 NORM_PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._SpectralNorm)
-"""torch's parametrizations for which low kernels are accurate."""
+"""The parametrizations of torch whose kernels for bf16 and fp16 are accurate."""
 
 
 def guard_calls(
@@ -23,19 +23,23 @@ def guard_calls(
     unwind: Callable[[int], None],
     mode: str | None = None,
 ) -> None:
-    """Restore this thread's state after a call of a module that ended with any exception, and compile its calls.
+    """Put a guard around the calls of a module, which restores a state of the thread after a call that raised any exception.
 
-    torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError. The
-    guard is stored where ``module.compile()`` stores its code: torch calls it instead of the module's call, and leaves
-    it out of copies and pickles; a module that other code has compiled this way gets no guard. Replicas of DataParallel
-    share the module's attributes, so the called module is taken from the frame of the call; they run unchanged.
+    The guard is needed because torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt,
+    SystemExit or CancelledError. With a ``mode``, the guard also compiles the module's calls.
+
+    The guard is stored in the attribute where ``module.compile()`` stores its compiled code. torch then calls the guard
+    instead of the module's own call, and leaves it out of copies and pickles. A module that other code has compiled with
+    ``module.compile()`` gets no guard. Replicas of DataParallel share the module's attributes, so the guard looks up in
+    the caller's frame which module was called. Replicas run uncompiled.
 
     Args:
         module: The module whose calls to guard.
-        owner: Owner of the guard; :func:`unguard_calls` removes it, and another call with the same owner replaces it.
+        owner: An object that owns the guard. :func:`unguard_calls` removes the guard of an owner, and another call of
+            this function with the same owner replaces the guard.
         depth: Returns the state before a call.
         unwind: Restores the state that ``depth`` returned.
-        mode: Mode of ``torch.compile``; None does not compile.
+        mode: Mode of ``torch.compile``. With None the calls are not compiled.
     """
     alive = weakref.ref(module)
     compiled = None if mode is None else torch.compile(_own_frame(module), mode=mode)
@@ -61,10 +65,10 @@ def guard_calls(
 
 
 def _own_frame(module: torch.nn.Module) -> FunctionType:
-    """A function that calls a module with its hooks, with a separate code object.
+    """Return a function that calls a module with its hooks, and whose code object no other function has.
 
-    Dynamo keeps compiled code per code object, and stops compiling one after eight compilations. ``module.compile()``
-    compiles ``Module._call_impl``, which all modules share.
+    Dynamo keeps compiled code per code object, and stops compiling a code object after eight compilations. All modules
+    share the code object of ``Module._call_impl``, which ``module.compile()`` compiles.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -76,38 +80,39 @@ def _own_frame(module: torch.nn.Module) -> FunctionType:
 
 
 _numbers = itertools.count()
-"""A dictionary treats equal code objects as one key."""
+"""Numbers for the names of code objects. A dictionary treats equal code objects as one key, so each needs its own name."""
 _own_frames: weakref.WeakKeyDictionary[CodeType, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def unguard_calls(module: torch.nn.Module, owner: object) -> None:
-    """Remove the guard that :func:`guard_calls` put on a module for this owner, if any."""
+    """Remove the guard that :func:`guard_calls` put around a module's calls for this owner, if there is such a guard."""
     if getattr(module._compiled_call_impl, "__castwise_guard__", None) is owner:
         del module._compiled_call_impl
 
 
 def without_guard(call: Any) -> Any:
-    """The call that a module had before :func:`guard_calls`."""
+    """Return the compiled call that a module had before :func:`guard_calls`, or None; a call without a guard is returned unchanged."""
     return getattr(call, "__castwise_before__", None) if hasattr(call, "__castwise_guard__") else call
 
 
 def leave_uncompiled(module: torch.nn.Module, owner: object) -> None:
-    """Undo compiling by :func:`guard_calls` for this owner, if any; the guard stays."""
+    """Put back the call that a module had before this owner's :func:`guard_calls`, if that call was a compiled one."""
     call = module._compiled_call_impl
     if getattr(call, "__castwise_guard__", None) is owner and call.__castwise_before__ is not None:  # type: ignore[union-attr]
         module._compiled_call_impl = call.__castwise_before__  # type: ignore[union-attr]
 
 
 def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile`` wrapped; other modules are returned unchanged."""
+    """Return the module inside a wrapper that ``torch.compile`` made, or the given module if it is not a wrapper."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
 def autocast_within(function: Any) -> str | None:
-    """The device type of an enabled ``torch.autocast`` that decorates a function, or a function that it wraps.
+    """Return the device type of an enabled ``torch.autocast`` that decorates a function, or None without one.
 
-    Relies on the decorator of ``torch.autocast``: a function defined in its module, with the autocast in its closure.
+    Functions that the given function wraps (``__wrapped__``) are searched too. This relies on how ``torch.autocast``
+    decorates: the decorated function is defined in torch's autocast module and has the autocast object in its closure.
     """
     while function is not None:
         function = getattr(function, "__func__", function)
@@ -121,7 +126,7 @@ def autocast_within(function: Any) -> str | None:
 
 
 def called_by_a_scaler() -> bool:
-    """Whether a ``torch.amp.GradScaler`` is among the callers, as when it steps an optimizer."""
+    """Whether a method of ``torch.amp.GradScaler`` is on the call stack, as when a GradScaler steps an optimizer."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):

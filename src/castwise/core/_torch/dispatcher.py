@@ -1,4 +1,4 @@
-"""The dispatcher: autocast kernels, modes that intercept operators, and how torch treats Python numbers."""
+"""torch's dispatcher: autocast kernels of operators, and how operators treat Python numbers."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ _EXACT: dict[Any, torch.dtype] = {
     complex: torch.complex128,
 }
 NUMBERS: tuple[Any, ...] = tuple(_EXACT)
-"""Python's number types."""
+"""The number types of Python that operators accept instead of tensors."""
 AUTOCAST_KEYS: dict[str, str] = {
     "cpu": "AutocastCPU",
     "cuda": "AutocastCUDA",
     "xpu": "AutocastXPU",
     "mps": "AutocastMPS",
 }
-"""Dispatch key for each device type's autocast kernels."""
+"""The name of the dispatch key under which each device type's autocast kernels are registered."""
 
 
 def autocast_registrations(device_type: str) -> frozenset[str]:
-    """Operators (``aten::exp.out`` style) that have their own autocast kernel on a device type."""
+    """Return the names of the operators that have their own autocast kernel on a device type, such as ``aten::exp.out``."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(AUTOCAST_KEYS[device_type])
     return frozenset(names)
 
 
 def is_dispatched(op: torch._ops.OpOverload) -> bool:
-    """Whether the overload goes through the dispatcher; a few (``einsum.sublist``) exist for TorchScript alone."""
+    """Whether calls of an operator overload go through the dispatcher. A few, such as ``einsum.sublist``, exist for TorchScript alone."""
     return bool(torch._C._dispatch_has_kernel(op.name()))
 
 
 def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
-    """Torch's current kernel for ``op`` on the autocast key; call it as ``f(keyset, *args, **kwargs)``.
+    """Return a function that runs ``op`` as ``torch.autocast`` runs it; call it as ``f(keyset, *args, **kwargs)``.
 
-    For an operator that torch lists this is torch's casting kernel. For any other the key is a fallthrough,
-    whose kernel object cannot be called, so the call continues below the key; the thread-local state stays on, as
-    in torch, so that operators inside a composite one are still autocast.
+    For an operator on torch's autocast lists, this is torch's kernel that casts the inputs. For any other operator the
+    autocast key has only a fallthrough, which cannot be called, so the result of :func:`below_autocast_call` is returned.
     """
     key = AUTOCAST_KEYS[device_type]
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
@@ -53,16 +52,17 @@ def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callabl
 
 
 def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
-    """Run ``op`` below the autocast key, as torch runs operators that are not on its lists.
+    """Return a function that runs ``op`` without casting, as autocast runs operators that are not on its lists.
 
-    Called as ``f(keyset, *args, **kwargs)``. Operators inside a composite one are still autocast.
+    Call the function as ``f(keyset, *args, **kwargs)``. It continues with the dispatch keys below the autocast key.
+    Autocast stays enabled on the thread, so operators that a composite operator calls inside are still autocast.
     """
     key = AUTOCAST_KEYS[device_type]
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
     redispatch = op.redispatch
-    # In `x * 2` the dispatcher passes the 2 as a tensor that is marked as a number and passes it to Python as a
-    # number, which redispatch refuses. Calling such an operator again with the key off accepts it, and is equivalent:
-    # the operators that accept numbers for tensors are plain arithmetic, without autocast operators inside.
+    # In `x * 2` the dispatcher holds the 2 as a tensor that is marked as a number, and passes a number to Python.
+    # `redispatch` refuses numbers. Calling the operator again with autocast off accepts them. Both are equivalent,
+    # since the operators that accept numbers for tensors are plain arithmetic, without autocast operators inside.
     tensors = [i for i in _tensors(op) if i > 0]
 
     def fallthrough(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,9 +79,9 @@ def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable
 
 
 def inside_operator() -> bool:
-    """Whether the running operator was called by another operator's kernel, below autograd.
+    """Whether the running operator was called from inside another operator's kernel, where autograd is off.
 
-    In inference mode, and at the lower levels of a transform, autograd is always off, and the answer is no.
+    In inference mode and inside a transform of torch.func this cannot be seen, and the answer is always False.
     """
     return (
         torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
@@ -93,7 +93,7 @@ def inside_operator() -> bool:
 def register_autocast_kernel(
     op: torch._ops.OpOverload, device_type: str, kernel: Callable[..., Any]
 ) -> Callable[[], None]:
-    """Register ``kernel(keyset, *args, **kwargs)`` for ``op`` on the autocast key; returns a function that undoes it."""
+    """Register ``kernel(keyset, *args, **kwargs)`` as the autocast kernel of ``op``, and return a function that undoes this."""
     return _register(op, kernel, AUTOCAST_KEYS[device_type])
 
 
@@ -108,7 +108,7 @@ def _register(op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -
 
 @functools.cache
 def _tensors(op: torch._ops.OpOverload) -> Sequence[int]:
-    """The positional arguments of ``op`` whose type is exactly Tensor."""
+    """Return the positions of the positional arguments of ``op`` whose type is exactly Tensor."""
     arguments = op._schema.arguments
     return [
         i
@@ -118,10 +118,11 @@ def _tensors(op: torch._ops.OpOverload) -> Sequence[int]:
 
 
 def number_places(op: torch._ops.OpOverload) -> Sequence[int]:
-    """Positions at which ``op`` accepts a number instead of a tensor, but cannot be called again with that number.
+    """Return the positions at which ``op`` accepts a number instead of a tensor, but cannot be called again with it.
 
-    For a number among several tensors (``x % 2``, ``2 ** x``) the dispatcher passes the number to Python.
-    Arithmetic can be called with it, except as first argument (``1 - x``); other operators cannot.
+    If a number stands in for one of several tensors (``x % 2``, ``2 ** x``), a Python kernel receives the number.
+    Arithmetic operators can be called again with the number, except as the first argument (``1 - x``). Other operators
+    cannot be called again with the number at all.
     """
     places = _tensors(op)
     if len(places) < 2:
@@ -132,10 +133,17 @@ def number_places(op: torch._ops.OpOverload) -> Sequence[int]:
 def register_in_front_of_transforms(
     op: torch._ops.OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Register a kernel for ``op`` that runs before any active transform of torch.func.
+    """Register a kernel for ``op`` that runs before any active transform of torch.func, such as ``vmap``.
 
-    ``make`` takes the kernel that runs there now and returns the new one, both called as ``f(keyset, *args,
-    **kwargs)``. Only one kernel can be registered in front of an operator. Returns a function that undoes it.
+    Only one such kernel can be registered for an operator.
+
+    Args:
+        op: The operator.
+        make: Takes the kernel that runs there now and returns the new kernel. Both kernels are called as
+            ``f(keyset, *args, **kwargs)``.
+
+    Returns:
+        A function that undoes the registration.
     """
     return _register(op, make(_taking_numbers(op, get_kernel(op, _TRANSFORMS).call_boxed)), _TRANSFORMS)
 
@@ -143,14 +151,17 @@ def register_in_front_of_transforms(
 _TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
 _ARITHMETIC = ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "floor_divide")
 NUMBERS_FOR_TENSORS = (*_ARITHMETIC, *(f"{name}_" for name in _ARITHMETIC))
-"""Arithmetic that accepts numbers, and needs a kernel in front of transforms while any Python kernel is registered.
-A transform wraps the tensor that stands for a number, and the tangents of such tensors; the dispatcher then fails
-to convert it to a number for Python ("Cannot access data pointer"). In front of all transforms it still is a
-number. The names are those of ``should_allow_numbers_as_tensors`` in torch/csrc/utils/python_arg_parser.cpp."""
+"""Arithmetic operators that accept numbers instead of tensors.
+
+While any Python kernel is registered for such an operator, it also needs a kernel in front of the transforms of
+torch.func. A transform wraps the tensor that stands for a number, and the tangents of such tensors. The dispatcher then
+fails to convert the wrapped tensor to a number for Python ("Cannot access data pointer"). In front of all transforms the
+tensor can still be converted. The names are those of ``should_allow_numbers_as_tensors`` in
+torch/csrc/utils/python_arg_parser.cpp."""
 
 
 def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Callable[..., Any]:
-    """Pass 0-dim tensors instead of numbers, with the same type promotion."""
+    """Return a kernel for ``op`` that calls ``go_on`` with 0-dim tensors in place of numbers, with the same type promotion."""
     places = _tensors(op)
 
     def front(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +175,7 @@ def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Cal
 def with_tensors(
     call: Callable[..., torch.Tensor], args: Sequence[Any], places: Sequence[int]
 ) -> torch.Tensor:
-    """Call an elementwise operator with 0-dim tensors instead of the numbers at ``places``, with the same type promotion."""
+    """Call an elementwise operator with 0-dim tensors in place of the numbers at ``places``, with the same type promotion."""
     other = next(arg for arg in args if isinstance(arg, torch.Tensor))
     if other.dim() == 0:  # a 0-dim tensor would take part in type promotion as much as this one
         lifted = other.unsqueeze(0)
@@ -183,4 +194,4 @@ def with_tensors(
 
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether this thread is inside a transform of torch.func, which owns the tensors there."""
+"""Whether this thread is inside a transform of torch.func, where tensors are wrappers that the transform made."""

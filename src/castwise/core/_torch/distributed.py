@@ -1,4 +1,4 @@
-"""``torch.distributed``: DTensor, FSDP, DistributedDataParallel, pipelines and groups."""
+"""Private API of ``torch.distributed``: DTensor, FSDP, DistributedDataParallel, pipelines and process groups."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from castwise.core._torch.tensors import _set_data
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, sharing its memory; ``to_local()`` would add a node to the graph."""
+    """Return this rank's shard of a DTensor, sharing its memory. ``to_local()`` would add a node to the autograd graph."""
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     wait = getattr(local, "wait", None)  # the result of a collective that may still be running
     return local if wait is None or type(local) is torch.Tensor else wait()
 
 
 def dispatches_itself(tensor: torch.Tensor) -> bool:
-    """Whether operators on a tensor run Python code of its class; fake tensors do not count."""
+    """Whether operators on a tensor run ``__torch_dispatch__`` of its class. False for fake tensors."""
     kind: Any = type(tensor)
     own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return own and not kind.__module__.startswith("torch._subclasses")
 
 
 def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of this rank's part of a tensor: all of it, except for DTensors.
+    """Return the offsets and the sizes of this rank's part of a tensor, which is the whole tensor unless it is a DTensor.
 
     torch.distributed.checkpoint reads the same values from DTensors.
     """
@@ -41,10 +41,10 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def set_dtensor(parameter: torch.Tensor, values: Any) -> None:
-    """Make a DTensor use the memory of another, as ``parameter.data = values`` does for a plain tensor.
+    """Make a DTensor use the memory of another DTensor, as ``parameter.data = values`` does for plain tensors.
 
-    For a DTensor that assignment changes its metadata but not its memory; ``torch.utils.swap_tensors``
-    refuses tensors with weak references.
+    With DTensors, that assignment would change the metadata but not the memory. ``torch.utils.swap_tensors`` is no
+    alternative, since it refuses tensors with weak references.
     """
     _set_data(parameter, values)
     parameter._local_tensor = values._local_tensor  # type: ignore[attr-defined]
@@ -52,12 +52,16 @@ def set_dtensor(parameter: torch.Tensor, values: Any) -> None:
 
 
 def was_dtensor(parameter: torch.Tensor) -> bool:
-    """Whether ``DistributedDataParallel(device_mesh=...)`` replaced a DTensor by its local tensor."""
+    """Whether a parameter was a DTensor that ``DistributedDataParallel(device_mesh=...)`` replaced by its local tensor."""
     return hasattr(parameter, "_st_info")
 
 
 def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torch.nn.Parameter, Any]]:
-    """Every parameter that ``fully_shard`` manages: path and module it was called on, parameter, its policy."""
+    """Return an entry for each parameter that ``fully_shard`` manages.
+
+    Each entry holds the path of the module that ``fully_shard`` was called on, this module, the sharded parameter, and
+    its ``MixedPrecisionPolicy``.
+    """
     return [
         (path, module, param.sharded_param, group.mp_policy)
         for path, module, group in _fsdp_param_groups(model)
@@ -66,17 +70,17 @@ def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torc
 
 
 def default_store() -> Any:
-    """The rendezvous store of the default group; thread-safe."""
+    """Return the rendezvous store of the default process group. The store is thread-safe."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def is_in_join(ddp: Any) -> bool:
-    """Whether a DistributedDataParallel is inside torch's ``Join``."""
+    """Whether a DistributedDataParallel is running inside torch's ``Join`` context manager for uneven inputs."""
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
 def on_join_end(listener: Callable[[Any, int], object]) -> None:
-    """Call ``listener(ddp, rank)`` on all ranks when torch's ``Join`` has given them the weights of ``rank``."""
+    """Call ``listener(ddp, rank)`` on every rank when the end of torch's ``Join`` has copied the weights of ``rank`` to it."""
 
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def sync_final_model(ddp: Any, is_last_joiner: bool) -> None:
@@ -113,19 +117,22 @@ def is_fsdp1(module: Any) -> bool:
 
 
 def has_fsdp1(model: torch.nn.Module) -> bool:
-    """Whether FSDP1 holds parameters of a model, inside it or around it."""
+    """Whether FSDP1 manages parameters of a model, through a wrapper inside the model or around the model."""
     return any(map(is_fsdp1, model.modules())) or any(
         getattr(parameter, "_fsdp_flattened", False) for parameter in model.parameters()
     )
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
-    """Whether ``fully_shard``, or ``replicate``, which is built on it, was called on this very module."""
+    """Whether ``fully_shard`` or ``replicate`` was called on this module itself. ``replicate`` is built on ``fully_shard``."""
     return hasattr(type(module), "_get_fsdp_state")  # a wrapper may forward its attributes
 
 
 def fsdp_shards(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """The shard behind each parameter that FSDP2 registers with its module, gathered or not."""
+    """Map each parameter that FSDP2 may register with its module to its sharded parameter.
+
+    The keys are the sharded and the gathered forms of each parameter that exist.
+    """
     return {
         form: param.sharded_param
         for _, _, group in _fsdp_param_groups(model)
@@ -136,13 +143,13 @@ def fsdp_shards(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def copy_without_shards(model: torch.nn.Module, wholes: dict[torch.Tensor, torch.Tensor]) -> torch.nn.Module:
-    """A deep copy of a model without the states, hooks and classes that ``fully_shard`` and ``parallelize_module`` add.
+    """Return a deep copy of a model without the states, hooks and classes that ``fully_shard`` and ``parallelize_module`` add.
 
     The classes that ``fully_shard`` creates cannot be copied, and their states hold process groups.
 
     Args:
-        model: Unchanged afterwards.
-        wholes: Replacements, in the copy, of parameters and buffers.
+        model: The model to copy, which is unchanged afterwards.
+        wholes: Maps parameters and buffers of the model to the tensors that replace them in the copy.
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
@@ -170,7 +177,7 @@ def copy_without_shards(model: torch.nn.Module, wholes: dict[torch.Tensor, torch
                 del own[name]
         for name, value in list(
             own.items()
-        ):  # methods that register_fsdp_forward_method has set over the class's
+        ):  # methods that register_fsdp_forward_method has set on the instance, over those of the class
             if isinstance(value, MethodType) and _defined_in(value.__func__).startswith(_FSDP):
                 del own[name]
     return out
@@ -186,12 +193,12 @@ def _is_of_parallelism(hook: Any) -> bool:
 
 
 def _defined_in(function: Any) -> str:
-    """The module in which a function, unwrapped, was defined."""
+    """Return the name of the module in which a function was defined. For a wrapped function it is the wrapper's module."""
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
 def fsdp_knows(model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.dtype]:
-    """The dtype that FSDP2 recorded for each shard when the model first ran; empty before that."""
+    """Return the dtype that FSDP2 recorded for each sharded parameter when the model first ran; empty before that."""
     params = (param for _, _, group in _fsdp_param_groups(model) for param in group.fsdp_params)
     return {param.sharded_param: param.orig_dtype for param in params if hasattr(param, "orig_dtype")}
 
@@ -208,25 +215,27 @@ def _fsdp_param_groups(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
 
 
 def fsdp_units(model: torch.nn.Module) -> list[weakref.ref[Any]]:
-    """FSDP2's parameter groups of a model, which it gathers and reduces as units; held weakly."""
+    """Return weak references to FSDP2's parameter groups of a model. FSDP2 gathers and reduces each group as a unit."""
     return [weakref.ref(group) for _, _, group in _fsdp_param_groups(model)]
 
 
 def is_unfrozen(unit: Any) -> bool:
-    """Whether a group had no trained parameter when the model first ran, but has one now."""
+    """Whether a parameter group of FSDP2 had no trained parameter when the model first ran, but has one now."""
     return getattr(unit, "_orig_dtype", unit) is None and any(
         param.sharded_param.requires_grad for param in unit.fsdp_params
     )
 
 
 def look_again(unit: Any, widen: Callable[[torch.Tensor], bool]) -> None:
-    """Make FSDP2 read the gradient dtypes of a group again from the parameters that are trained now.
+    """Make FSDP2 determine the gradient dtypes of a parameter group again, from the parameters that are trained now.
 
-    Otherwise gradients of parameters that were frozen at the first run would have the dtype in which they are gathered.
+    Otherwise, parameters that were frozen when the model first ran would get gradients in the dtype in which FSDP2
+    gathers them.
 
     Args:
-        unit: A group that :func:`fsdp_units` returned.
-        widen: Stores a shard in another dtype if needed, and returns whether it did.
+        unit: A parameter group that :func:`fsdp_units` returned.
+        widen: Called with the sharded form of each trained parameter. Stores it in another dtype if needed, and returns
+            whether it did.
     """
     trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
     widened = [param for param in trained if widen(param.sharded_param)]
@@ -239,7 +248,7 @@ def look_again(unit: Any, widen: Callable[[torch.Tensor], bool]) -> None:
 
 
 def schedule_stages(schedule: Any) -> list[Any]:
-    """The stages that this rank runs in a schedule of ``torch.distributed.pipelining``."""
+    """Return the stages that this rank runs in a schedule of ``torch.distributed.pipelining``."""
     many = getattr(schedule, "_stages", None)
     return list(many) if many is not None else [schedule._stage]
 
@@ -247,13 +256,17 @@ def schedule_stages(schedule: Any) -> list[Any]:
 def replace_schedule_loss(
     schedule: Any, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
 ) -> None:
-    """Make a pipeline schedule compute its loss with ``wrap(loss_fn)``; does nothing if it has no loss."""
+    """Make a pipeline schedule compute its loss with ``wrap(loss_fn)``. A schedule without a loss is left unchanged."""
     if schedule._loss_fn is not None:
         schedule._loss_fn = wrap(schedule._loss_fn)
 
 
 def take_gradient_division(schedule: Any) -> int:
-    """Stop a pipeline schedule from dividing gradients by its number of microbatches, and return that number."""
+    """Stop a pipeline schedule from dividing gradients by its number of microbatches.
+
+    Returns:
+        The number of microbatches, or 1 if the schedule did not divide gradients.
+    """
     parts = int(schedule._n_microbatches) if schedule.scale_grads else 1
     schedule.scale_grads = False
     return parts

@@ -1,4 +1,4 @@
-"""Dynamo and Inductor: compiled modules, the guards of compiled code, and recompilation."""
+"""Private API of Dynamo and Inductor: compiled modules, the guards of compiled code, and recompilation."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ _thread = threading.local()
 
 
 def set_guard_code(code: int) -> None:
-    """Mark this thread with ``code`` (0: none) in a variable that Dynamo guards.
+    """Store a number in a thread-local state that Dynamo guards, so that compiled code recompiles when the number changes.
 
-    Dynamo's global guard compares the autocast state of every device type that torch knows, including dtypes if
-    autocast is enabled. On device types that nobody has (maia, hpu, ipu), enabled autocast dtypes can encode a number
-    that makes Dynamo recompile when the precision plan changes, at the cost of a few thread-local writes. No
-    tensor is on such a device, so no operator is affected. There is no public hook for custom guards.
+    Dynamo's global guard compares the autocast state of every device type that torch knows, and the dtypes where
+    autocast is enabled. The number is encoded in the autocast dtypes of device types that nobody has (maia, hpu, ipu).
+    No tensor is on such a device, so no operator is affected. This costs a few thread-local writes. torch has no public
+    hook for custom guards.
+
+    Args:
+        code: The number, at most ``MAX_GUARD_CODE``. 0 restores the default state.
     """
     if code == getattr(_thread, "guard_code", 0):
         return
@@ -46,7 +49,7 @@ def set_guard_code(code: int) -> None:
 
 
 def compiled_code_sees(change: Callable[[], None]) -> bool:
-    """Whether a change of the process's state makes already compiled code recompile."""
+    """Whether calling ``change``, which changes the state of the process, makes already compiled code recompile."""
     guard = torch._C._dynamo.guards.GlobalStateGuard()
     before = guard.check()
     change()
@@ -55,15 +58,19 @@ def compiled_code_sees(change: Callable[[], None]) -> bool:
 
 _skipped: set[str] = set()
 _newest: dict[tuple[str, ...], tuple[int, str]] = {}
-"""By prefixes, the number of loaded modules at the last search, and the name of the module loaded last."""
+"""For each ``prefixes`` of :func:`skip_modules`, how many modules were loaded at the last call, and the newest one's name."""
 
 
 def skip_modules(prefixes: tuple[str, ...]) -> None:
-    """Tell Dynamo never to compile functions of these modules as top-level frames; it may still inline them.
+    """Tell Dynamo never to start a compilation at functions of some modules. Dynamo may still inline these functions.
 
-    If Dynamo gives a frame up (a graph break inside a block), the frame runs in plain Python and Dynamo may compile
-    each function that it calls. Hooks and context managers that change thread state must then run uncompiled. Modules
-    that are not loaded yet are skipped until the next call.
+    If Dynamo gives up compiling a frame, for example after a graph break inside a ``with`` block, the frame runs in plain
+    Python and Dynamo may compile each function that the frame calls. Hooks and context managers that change thread state
+    must then run uncompiled.
+
+    Args:
+        prefixes: Names of modules. Their submodules are included. Only loaded modules are treated, so call this function
+            again after further modules were loaded.
     """
     from torch._dynamo.eval_frame import skip_code
 
@@ -95,7 +102,7 @@ def skip_modules(prefixes: tuple[str, ...]) -> None:
 
 
 def graph_function(function: _F) -> _F:
-    """Make Dynamo put calls of ``function`` into its graph unchanged: it runs whenever the graph is traced."""
+    """Make Dynamo put calls of ``function`` into its graph without tracing into the function, and never drop such a call."""
     torch.fx.node.has_side_effect(function)
     return torch.compiler.allow_in_graph(function)  # type: ignore[no-any-return]
 
@@ -109,39 +116,48 @@ def mark_constant(function: Callable[..., Any]) -> None:
 
 
 TRACES_IDENTITY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether Dynamo traces ``id`` and ``is`` of containers; torch 2.11 does not."""
+"""Whether this release's Dynamo can trace ``id`` and ``is`` of containers. torch 2.11's cannot."""
 
 
 def object_at(address: int) -> Any:
-    """The live object with this ``id``. Dynamo traces ``id``, and guards that it stays the same."""
+    """Return the object whose ``id`` is ``address``. The object must still be alive.
+
+    Dynamo can trace ``id``, and guards that the result stays the same.
+    """
     return ctypes.cast(address, ctypes.py_object).value
 
 
 def set_autocast_attributes(
     block: torch.autocast, device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool
 ) -> None:
-    """Give a subclass's instance the attributes of ``torch.autocast``."""
+    """Set the attributes of ``torch.autocast`` on an instance of a subclass, which skips ``torch.autocast.__init__``."""
     block.device, block.fast_dtype = device_type, dtype
     block._enabled, block._cache_enabled = enabled, cache_enabled
 
 
 def custom_backend_name() -> str:
-    """Torch's name for the device type of an out-of-tree backend; an attribute of ``torch.autocast``."""
+    """Return torch's name for the device type of an out-of-tree backend, which ``torch.autocast`` has as an attribute."""
     return str(torch._C._get_privateuse1_backend_name())
 
 
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
-    """Make Dynamo trace the methods of instances of ``cls`` that were made outside the compiled code.
+    """Make Dynamo trace the methods of a subclass of ``torch.autocast``, for instances made outside of compiled code.
 
-    By default it replaces every instance of a subclass of ``torch.autocast`` by torch's class; now only those
-    for which ``as_torchs`` returns True.
+    By default Dynamo treats instances of a subclass as plain ``torch.autocast`` objects and ignores the subclass's methods.
+
+    Args:
+        cls: The subclass.
+        as_torchs: Called with an instance. Returns True if Dynamo should still treat it as a plain ``torch.autocast``.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables import ctx_manager
     from torch._dynamo.variables.builder import VariableBuilder
 
     class Reentrant(ctx_manager.AutocastModeVariable):
-        """Makes a torch context manager reentrant: a torch context manager holds its state, so each entry creates a new one."""
+        """An autocast block that traced code may enter again while it is entered.
+
+        Dynamo's own variable for autocast holds the state of one entry, so each entry creates a new variable.
+        """
 
         initial_values: Any
 
@@ -164,9 +180,10 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
 
 
 def before_compiled_calls(callback: Callable[[], object]) -> None:
-    """Call ``callback`` before each call of the code that Dynamo is compiling now, outside of its graph.
+    """Call ``callback`` before each later call of the code that Dynamo is compiling now, outside of the compiled graph.
 
-    Only guards run at that point, so a guard that always holds calls it. There is no public hook for it.
+    Only Dynamo's guards run at that point, so the callback is called by a guard that always holds. torch has no public
+    hook for this.
     """
     from torch._dynamo.guards import install_guard
     from torch._dynamo.source import GlobalStateSource
@@ -183,7 +200,7 @@ def before_compiled_calls(callback: Callable[[], object]) -> None:
 
 
 class _Loading(MetaPathFinder):
-    """An import hook that finds a module as Python does, and calls a function when it has been loaded."""
+    """An import hook that calls a function when Python has loaded the module with a given name."""
 
     def __init__(self, name: str, loaded: Callable[[], None]) -> None:
         self._name, self._loaded = name, loaded
@@ -204,7 +221,7 @@ class _Loading(MetaPathFinder):
 
 
 def when_dynamo_is_loaded(function: Callable[[], None]) -> None:
-    """Call ``function`` as soon as Dynamo has been imported, which may never happen; immediately if it already is."""
+    """Call ``function`` as soon as Dynamo has been imported, or immediately if it has been. It may never be imported."""
     if "torch._dynamo" in sys.modules:
         function()
     else:
@@ -212,12 +229,12 @@ def when_dynamo_is_loaded(function: Callable[[], None]) -> None:
 
 
 def dynamo_loaded() -> bool:
-    """Whether Dynamo has been imported; callers check this since the import takes a second."""
+    """Whether Dynamo has been imported. Callers check this to avoid importing it, which takes a second."""
     return "torch._dynamo.symbolic_convert" in sys.modules
 
 
 class DynamoTrace:
-    """The frame that Dynamo is tracing on this thread."""
+    """The trace of a function that Dynamo is making on this thread."""
 
     def __init__(self, tx: Any) -> None:
         self._output = tx.output
@@ -225,7 +242,7 @@ class DynamoTrace:
 
     @classmethod
     def current(cls) -> DynamoTrace | None:
-        """The trace in progress, or None; None also while a backend works on a finished graph."""
+        """Return the trace in progress, or None. While a backend compiles a finished graph, no trace is in progress."""
         if not dynamo_loaded():
             return None
         from torch._dynamo import symbolic_convert
@@ -236,11 +253,12 @@ class DynamoTrace:
         return cls(tx)
 
     def hold(self, restore: Callable[[], None]) -> None:
-        """Undo a state change when the trace ends, and refuse graph breaks until :meth:`release`.
+        """Call ``restore`` when the trace ends, and forbid graph breaks until :meth:`release`.
 
-        A graph break in the middle of a state change would lose the state at run time. With the mark set, Dynamo
-        instead gives up on this frame and runs it in plain Python, where hooks run uncompiled, and compiles the
-        frames inside it.
+        It is called after a hook or a context manager has changed thread state. A graph break before the state is
+        restored would lose the changed state at run time. If graph breaks are forbidden, Dynamo instead gives up on
+        this frame and runs it in plain Python, where hooks run uncompiled. It still compiles the frames that this frame
+        calls.
         """
         output = self._output
 
@@ -252,7 +270,7 @@ class DynamoTrace:
         self._root.active_generic_context_managers.append(self)
 
     def release(self) -> None:
-        """Allow graph breaks again after the state was restored."""
+        """Allow graph breaks again after the state that :meth:`hold` protects was restored."""
         active = self._root.active_generic_context_managers
         for index in range(len(active) - 1, -1, -1):
             if isinstance(active[index], DynamoTrace):
@@ -261,9 +279,9 @@ class DynamoTrace:
 
 
 def keep_compile_callbacks(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Make Dynamo call ``start`` and ``end`` around each compilation, on the compiling thread.
+    """Make Dynamo call ``start`` before and ``end`` after each compilation, on the thread that compiles.
 
-    Must be called again after ``torch._dynamo.reset()``, which removes callbacks; calling it again is cheap.
+    This function must be called again after ``torch._dynamo.reset()``, which removes callbacks. Another call is cheap.
     """
     from torch._dynamo.callback import callback_handler
 
@@ -287,28 +305,28 @@ def _compiling_ended(_: object) -> None:
 
 
 def compilations() -> tuple[int, float]:
-    """Number of compilations in this process since the first call, and their seconds.
+    """Return how often this process has compiled since the first call of this function, and how many seconds that took.
 
-    Forwards and backwards count separately, and so do the graphs between graph breaks.
+    Forward and backward graphs count separately, and so do the graphs between graph breaks.
     """
     keep_compile_callbacks(_compiling, _compiling_ended)
     return _compiled, _compiled_s
 
 
 def refuse_to_give_up() -> None:
-    """Make Dynamo raise instead of silently running a function in eager mode after too many recompilations."""
+    """Make Dynamo raise an error where it would silently run a function in eager mode after too many recompilations."""
     import torch._dynamo.config as config
 
     config.fail_on_recompile_limit_hit = True
 
 
 def gave_up(error: BaseException) -> bool:
-    """Whether an exception comes from :func:`refuse_to_give_up`."""
+    """Whether an exception is the error that Dynamo raises because of :func:`refuse_to_give_up`."""
     return "FailOnRecompileLimitHit" in type(error).__name__
 
 
 def eager_random_numbers() -> contextlib.AbstractContextManager[Any]:
-    """Context in which Inductor-compiled operators draw the same random numbers as in eager mode."""
+    """Return a context manager in which code compiled by Inductor draws the same random numbers as eager mode."""
     import torch._inductor.config as config
 
     return config.patch(fallback_random=True)  # type: ignore[no-any-return]
@@ -317,9 +335,9 @@ def eager_random_numbers() -> contextlib.AbstractContextManager[Any]:
 def ran_compiled(module: torch.nn.Module) -> bool:
     """Whether a module has already run compiled, by ``torch.compile`` or ``module.compile()``, so that it ignores new hooks.
 
-    Dynamo keeps compiled code per code object, which modules of one class share; torch's modules, whose ``forward`` it
-    does not compile, all share one. So if that one has compiled code, Dynamo is asked whether this module was wrapped
-    at all.
+    Dynamo keeps compiled code per code object, and all modules of a class share the code object of ``forward``. Dynamo
+    does not compile the ``forward`` of torch's own modules, which all share two other code objects. So if there is
+    compiled code, this function also checks whether this very module was compiled.
     """
     if not dynamo_loaded():
         return False
@@ -340,9 +358,10 @@ def ran_compiled(module: torch.nn.Module) -> bool:
 
 
 def inside_compiled(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
-    """The modules of some models that are compiled themselves or are inside a compiled module.
+    """Return the modules of some models that are compiled themselves or are inside a compiled module.
 
-    Hooks added to these are ignored, or cause recompilation. Modules compiled as part of a function are not known.
+    Hooks added to these modules are ignored, or cause recompilation. Modules that are compiled as part of a function
+    are not found.
     """
     if not dynamo_loaded():
         return set()
@@ -361,7 +380,7 @@ def inside_compiled(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, or ``torch.compile`` returned the module."""
+    """Whether a module was compiled by ``module.compile()``, or is the wrapper that ``torch.compile`` returned."""
     call = module._compiled_call_impl
     return without_compiler(module) is not module or (
         call is not None and not hasattr(call, "__castwise_guard__")
@@ -369,9 +388,10 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def forget_compiled(model: torch.nn.Module) -> None:
-    """Make compiled functions that contain such a model recompile at their next call.
+    """Make compiled functions recompile at their next call if they call modules of the same classes as those of a model.
 
-    Dynamo guards the classes of modules but not their hooks, so compiled functions would ignore added hooks.
+    Dynamo guards the classes of modules but not their hooks, so compiled functions would otherwise ignore hooks that
+    were added to the model.
     """
     if not dynamo_loaded():
         return

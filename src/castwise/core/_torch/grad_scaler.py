@@ -1,4 +1,4 @@
-"""``torch.amp.GradScaler``: access to its state, and detection of active scalers."""
+"""Private API of ``torch.amp.GradScaler``: its kernels, and a base class that gives access to its state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 _check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
 _unscaled_by_hand: set[tuple[str, torch.dtype]] = set()
-"""Device types and formats that torch's kernel has refused."""
+"""Device types and dtypes of gradients that torch's kernel for unscaling has refused."""
 
 
 def _kind(grads: list[torch.Tensor]) -> tuple[str, torch.dtype]:
@@ -20,13 +20,13 @@ def _kind(grads: list[torch.Tensor]) -> tuple[str, torch.dtype]:
 def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply gradients in place by a factor, and set a flag to 1 if any gradient is not finite.
 
-    Uses torch's kernel if there is one; CUDA has none for bf16 (seen in torch 2.11). There the largest magnitude of
-    each gradient, which is NaN if one of its elements is, shows whether all are finite.
+    torch's kernel is used if there is one. CUDA has none for bf16 (seen in torch 2.11). In that case the gradients are
+    finite if the largest magnitude of each gradient is finite, which is NaN if any element is NaN.
 
     Args:
-        grads: At least one, on one device; all of one dtype, except on a CPU.
-        flag: 0-dim fp32 on that device.
-        factor: 0-dim fp32 on that device.
+        grads: At least one gradient. All must be on one device and, except on a CPU, of one dtype.
+        flag: A 0-dim fp32 tensor on the same device.
+        factor: A 0-dim fp32 tensor on the same device.
     """
     if not _unscaled_by_hand or _kind(grads) not in _unscaled_by_hand:
         try:
@@ -44,31 +44,40 @@ def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: tor
 
 
 update_scale = torch._amp_update_scale_
-"""``(scale, growth_tracker, flag, growth, backoff, interval)``: update a scale in place by its rule."""
+"""torch's kernel that updates a loss scale in place, by whether gradients overflowed.
+
+Its arguments are ``(scale, growth_tracker, flag, growth, backoff, interval)``."""
 
 
 def unscale_grads(
     optimizer: torch.optim.Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
 ) -> dict[torch.device, torch.Tensor]:
-    """Multiply an optimizer's gradients by ``inverse``, as torch's scaler does; returns a flag per device."""
+    """Multiply an optimizer's gradients by ``inverse``, as torch's GradScaler does when it unscales.
+
+    Returns:
+        For each device, a tensor that is not 0 if a gradient on the device is not finite.
+    """
     unscale: Any = torch.amp.GradScaler._unscale_grads_
     return unscale(None, optimizer, inverse, flag, allow_fp16)  # type: ignore[no-any-return]  # it needs no scaler
 
 
 class OpenGradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` with public names for its parts, for a subclass that stores them elsewhere."""
+    """A ``torch.amp.GradScaler`` whose private state is read from public attributes, which a subclass must provide."""
 
     works: bool
-    """Whether it is enabled, on an available device; otherwise it passes everything through."""
+    """Whether the scaler is enabled and its device available. Otherwise it scales nothing and skips no step."""
     _losses: Any
-    """Its ``current`` holds ``scale`` and ``growth_tracker``, None before the first use, and ``allocate(device)``
-    creates them."""
+    """An object whose attribute ``current`` holds the tensors ``scale`` and ``growth_tracker``.
+
+    Both are None before the first use. ``current.allocate(device)`` creates them."""
     _flags: Any
-    """Its ``states`` holds, by the optimizers' ``id``, their stage and their flags by device."""
+    """An object whose attribute ``states`` maps an optimizer's ``id`` to its stage and its non-finite flags by device."""
     _unscaling: Any
-    """Its ``unscale(optimizer, inverse, flag, allow_fp16)`` multiplies gradients and returns a flag per device."""
+    """An object whose method ``unscale(optimizer, inverse, flag, allow_fp16)`` does what :func:`unscale_grads` does."""
     step_or_skip: Callable[..., Any]
-    """``(optimizer, state, *args, **kwargs)``: call the optimizer's step unless a flag of its ``state`` is set."""
+    """A function that calls an optimizer's step, unless a non-finite flag in the optimizer's ``state`` is set.
+
+    Its arguments are ``(optimizer, state, *args, **kwargs)``."""
 
     _enabled = property(lambda self: self.works, lambda self, value: setattr(self, "works", value))
     _per_optimizer_states = property(
@@ -84,7 +93,7 @@ class OpenGradScaler(torch.amp.GradScaler):
     )
 
     def check_scaled(self, call: str) -> torch.Tensor:
-        """Return the scale; raises torch's error if no loss was ever scaled."""
+        """Return the loss scale, or raise torch's error if no loss was ever scaled."""
         return self._check_scale_growth_tracker(call)[0]
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:

@@ -12,10 +12,10 @@ import torch
 
 
 def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None]:
-    """Call ``look`` with each module before its call does anything; not in compiled code.
+    """Call ``look`` with each module at the start of each of its calls, except in compiled code.
 
-    torch's global module hooks run after a module's hooks have been read, so hooks added by ``look`` would not be
-    called.
+    torch's global module hooks run too late for this: the called module's own hooks have been read by then, so hooks
+    that ``look`` adds to the module would not be called.
 
     Returns:
         A function that undoes the change.
@@ -37,7 +37,7 @@ def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None
 
 
 def around_calls(run: Callable[..., Any]) -> Callable[[], None]:
-    """Call ``run(call, module, *args, **kwargs)`` instead of each call of a module; not in compiled code.
+    """Call ``run(call, module, *args, **kwargs)`` instead of each call of any module, except in compiled code.
 
     Returns:
         A function that undoes the change.
@@ -73,7 +73,12 @@ def _instead_of_call(around: Callable[[Callable[..., Any]], Callable[..., Any]])
 def around_function(
     home: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replace a torch function, in a class or a module, by ``around(function)``.
+    """Replace a function by ``around(function)``.
+
+    Args:
+        home: The class or the Python module that has the function.
+        name: The name of the function.
+        around: Takes the function and returns its replacement.
 
     Returns:
         A function that undoes the change.
@@ -90,9 +95,10 @@ def around_function(
 
 
 class Replacement:
-    """A method of a torch class that is replaced by a wrapper while needed.
+    """Replaces a method of a torch class by a wrapper from :meth:`begin` to :meth:`end`.
 
-    An interrupt between any two lines leaves a state that :meth:`end` undoes; replacements by other code stay.
+    Even if an interrupt comes between two lines, :meth:`end` restores the method. A method that other code has replaced
+    stays as it is.
     """
 
     def __init__(
@@ -107,20 +113,21 @@ class Replacement:
             setattr(self._home, self._name, self._ours)
 
     def end(self) -> None:
-        """Restore the method if it is replaced."""
+        """Restore the method if the wrapper is installed."""
         if vars(self._home).get(self._name) is self._ours:
             setattr(self._home, self._name, self._own)
 
 
 def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:
-    """``module.register_forward_pre_hook(hook, prepend=True)``, in a form that torch 2.11 can compile.
+    """Register a forward pre-hook that runs before all existing ones, in a way that torch 2.11 can compile.
 
-    Its guards count the keys of an OrderedDict in insertion order, not in the order after ``move_to_end``.
+    ``module.register_forward_pre_hook(hook, prepend=True)`` alone moves the hook to the front with ``move_to_end``. The
+    guards of torch 2.11's Dynamo read the keys of an OrderedDict in insertion order instead.
 
     Args:
-        module: The module whose forward the hook precedes, before all existing hooks.
-        hook: As for ``register_forward_pre_hook``.
-        with_kwargs: Whether it gets keyword arguments too.
+        module: The module whose forward the hook precedes.
+        hook: The hook, as for ``register_forward_pre_hook``.
+        with_kwargs: Whether the hook gets keyword arguments too.
     """
     module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
     table = module._forward_pre_hooks
@@ -133,16 +140,16 @@ def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs
 
 
 def registered(hook: Any) -> Any:
-    """The function that was registered as a hook of ``state_dict`` or ``load_state_dict``, which torch wraps."""
+    """Return the function that was registered as a hook. torch wraps hooks of ``state_dict`` and ``load_state_dict``."""
     return hook.hook if isinstance(hook, torch.nn.modules.module._WrappedHook) else hook
 
 
 def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
-    """Remove hooks by their functions, since an interrupt can lose the handle.
+    """Remove hooks by their functions instead of their handles, since an interrupt can lose a handle.
 
     Args:
-        owner: A module or an optimizer; None for the hooks of all optimizers.
-        hooks: Every hook that equals one of them is removed.
+        owner: A module or an optimizer. None stands for the global hooks, which run for all optimizers.
+        hooks: Functions. Every hook that equals one of these functions is removed.
     """
     owner = sys.modules[torch.optim.Optimizer.__module__] if owner is None else owner
     tables = [table for name, table in vars(owner).items() if "_hooks" in name and isinstance(table, dict)]
@@ -152,25 +159,30 @@ def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
         for key, hook in list(table.items())
         if any(own == registered(hook) for own in hooks)
     ]
-    for table in reversed(tables):  # torch stores further tables about a hook
+    for table in reversed(
+        tables
+    ):  # torch has more tables with entries for a hook, such as which take keywords
         for key in keys:
             table.pop(key, None)
 
 
 def takes_hooks(module: torch.nn.Module) -> bool:
-    """Whether a scripted or traced module calls hooks: it does if ``torch.jit.trace`` returned it."""
+    """Whether a scripted or traced module calls hooks. Only a module that ``torch.jit.trace`` itself returned does."""
     return type(module).__name__ == "TopLevelTracedModule"
 
 
 def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
-    """The tables of a module's hooks around ``forward``, after loading and before saving, for reading and writing."""
+    """Return the dictionaries in which a module stores its hooks, for reading and writing.
+
+    They are those of forward pre-hooks, forward hooks, post-hooks of ``load_state_dict`` and pre-hooks of ``state_dict``.
+    """
     return (
         module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks, module._state_dict_pre_hooks,
     )  # fmt: skip
 
 
 def before_scripting(look: Callable[[torch.nn.Module], object]) -> None:
-    """Call a function with each module before ``torch.jit.script`` compiles it, permanently."""
+    """Call ``look`` with each module before ``torch.jit.script`` compiles the module. This change cannot be undone."""
 
     def prepare(module: torch.nn.Module) -> torch.nn.Module:
         look(module)
@@ -183,9 +195,10 @@ def before_scripting(look: Callable[[torch.nn.Module], object]) -> None:
 def around_scripting(
     around: Callable[[Any], contextlib.AbstractContextManager[object]],
 ) -> Callable[[], None]:
-    """Make ``torch.jit.script`` compile everything inside ``around(what)``.
+    """Make every call ``torch.jit.script(what)`` compile inside the context manager ``around(what)``.
 
-    It looks up the names that a class uses in its caller's frame, so it is told of the one additional frame.
+    ``torch.jit.script`` looks up the names that a class uses in the frame of its caller. So it is told that there is one
+    more frame in between.
 
     Returns:
         A function that undoes the change.
@@ -202,7 +215,7 @@ def around_scripting(
 
 
 def buffer_tables(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
-    """By path, the dictionaries that hold the buffers of a model's modules, for reading and writing."""
+    """Yield the path of each module of a model and the dictionary of the module's buffers, for reading and writing."""
     for path, module in model.named_modules():
         table: Any = module._buffers
         # scripted code returns a view of its buffers, in which no tensor can be replaced
@@ -210,6 +223,6 @@ def buffer_tables(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, torch
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
-    """The hooks that a backward calls with a parameter's gradient, before and after accumulation."""
+    """Return the hooks that a backward pass calls for a parameter's gradient, before and after accumulating it."""
     tables = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
     return [hook for table in tables for hook in (table or {}).values()]

@@ -1,4 +1,4 @@
-"""Properties of operators: overloads, names and kinds."""
+"""Properties of operators, such as names and kinds of overloads, and of the tensors that operators take."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ OpOverload: TypeAlias = torch._ops.OpOverload
 
 
 def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "out", "other"]:
-    """Classify an overload by how it uses its arguments.
+    """Classify an operator overload by the arguments that it writes to.
 
     Args:
-        overload: Such as ``torch.ops.aten.exp.default``.
+        overload: An overload such as ``torch.ops.aten.exp.default``.
 
     Returns:
-        ``functional``: takes tensors and writes to none. ``in_place``: writes to its first argument and its name
-        ends in an underscore. ``out``: writes to keyword-only results. ``other``: anything else, such as
-        TorchScript's overloads on numbers.
+        ``functional`` if the overload takes tensors and writes to none of them. ``in_place`` if it writes only to its
+        first argument and its name ends in an underscore. ``out`` if it writes only to keyword-only arguments. ``other``
+        for everything else, such as TorchScript's overloads on numbers.
     """
     arguments = overload._schema.arguments
     if not any("Tensor" in str(argument.type) for argument in arguments):
@@ -37,24 +37,24 @@ def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "ou
 
 
 def argument_names(overload: OpOverload) -> list[str]:
-    """Names of an operator's arguments, in order."""
+    """Return the names of an operator's arguments, in order."""
     return [argument.name for argument in overload._schema.arguments]
 
 
 def is_composite(overload: OpOverload) -> bool:
-    """Whether an overload is composed of other operators, which torch.autocast then casts one by one."""
+    """Whether an overload is implemented by calls of other operators, which torch.autocast then casts one by one."""
     name: str = overload.name()
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 _COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
-"""Namespaces of operators in which ranks wait for each other."""
+"""The namespaces of operators that communicate, so that ranks wait for each other."""
 
 
 def operator_name(value: object) -> str:
-    """The name in plans of an operator of ``torch.ops`` or a ``torch.library.custom_op``; empty for anything else.
+    """Return the name by which a plan refers to an operator of ``torch.ops`` or a ``torch.library.custom_op``.
 
-    It is also empty for operators in which ranks wait for each other.
+    The name is empty for any other object, and for operators that communicate between ranks.
     """
     from torch._library.custom_ops import CustomOpDef
 
@@ -71,7 +71,10 @@ def operator_name(value: object) -> str:
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether tensors hold plain values: no subclass with its own operators, no meta tensor, none inside a transform."""
+    """Whether all tensors are plain tensors or parameters with values.
+
+    False if there is another subclass, a meta tensor, or a wrapper of a transform of torch.func.
+    """
     return all(
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and not tensor.is_meta
@@ -81,13 +84,13 @@ def plain_tensors(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that another is a view of; itself if it is not a view."""
+    """Return the tensor that ``tensor`` is a view of, or ``tensor`` itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
 
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Context whose operators are hidden from modes, and whose saved tensors are hidden from hooks."""
+    """Hide the operators inside a ``with`` block from all dispatch modes, and their saved tensors from saved-tensor hooks."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(_disable_current_modes())
@@ -99,7 +102,11 @@ def unobserved() -> Iterator[None]:
 
 
 def without_transforms(tensor: torch.Tensor) -> tuple[torch.Tensor, dict[int, int]]:
-    """The tensor inside torch.func's transforms, with the dimension that each level of ``vmap`` maps over."""
+    """Unwrap a tensor from all transforms of torch.func.
+
+    Returns:
+        The innermost tensor, and the dimension that each ``vmap`` maps over, by the level of the ``vmap``.
+    """
     api, dims = torch._C._functorch, {}
     while api.is_functorch_wrapped_tensor(tensor):
         if api.is_batchedtensor(tensor):
@@ -109,7 +116,7 @@ def without_transforms(tensor: torch.Tensor) -> tuple[torch.Tensor, dict[int, in
 
 
 def operator_names(namespace: str) -> frozenset[str]:
-    """Every operator registered under a namespace, with overload, as ``aten::exp.out``."""
+    """Return the names of all operator overloads that are registered under a namespace, such as ``aten::exp.out``."""
     return frozenset(
         name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")
     )

@@ -1,4 +1,4 @@
-"""Optimizers: hooks around their steps, their state and their settings."""
+"""Private API of optimizers: their hooks and settings, and functions that are called when optimizers are used."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from torch.optim.optimizer import _foreach_supported_types
 from castwise.core._torch.hooks import around_function
 
 _MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
-"""torch sets the second attribute at a step."""
+"""Attributes by which a GradScaler and a step treat an optimizer as fused. torch sets the second one during a step."""
 
 
 def treat_as(made: type, kind: type) -> None:
-    """Make optimizers treat parameters of class ``made`` like those of ``kind``, so that GPUs use the foreach kernels by default.
+    """Make optimizers use foreach kernels by default for parameters of class ``made``, if they do for those of class ``kind``.
 
-    torch compares the exact class, so that parameters of a subclass are updated one by one, without foreach kernels.
+    torch compares the exact class, so it would update parameters of a subclass one by one, without foreach kernels.
     """
     if kind in _foreach_supported_types and made not in _foreach_supported_types:
         _foreach_supported_types.append(made)  # type: ignore[arg-type]
 
 
 def takes_flag(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's kernels read the non-finite flag on the device, so that the host need not wait for it."""
+    """Whether an optimizer's kernels read a GradScaler's non-finite flag on the device, so that the host need not wait for the flag."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step evaluates its closure once, before any update, as torch's optimizers except LBFGS do."""
+    """Whether a step evaluates its closure once, before any update. All optimizers of torch except LBFGS do."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
 
 
 def mark_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Let a GradScaler hand its scale and flag to the optimizer's fused kernel."""
+    """Make a GradScaler pass its loss scale and its non-finite flag to an optimizer's fused kernel."""
     vars(optimizer)[_MARKS[0]] = True
 
 
 def fused_marks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """A function that restores the current marks of :func:`mark_fused`."""
+    """Return a function that undoes a later :func:`mark_fused`: it restores the attributes that the optimizer has now."""
     before = {name: value for name, value in vars(optimizer).items() if name in _MARKS}
     alive = weakref.ref(optimizer)
 
@@ -58,20 +58,20 @@ def fused_marks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``Optimizer.__init__`` has run; some wrappers omit it, and then hooks cannot be registered."""
+    """Whether ``Optimizer.__init__`` has run. Some wrappers of optimizers omit it, and then accept no hooks."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(
         optimizer, "_optimizer_load_state_dict_post_hooks"
     )
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer without calling any hook, global ones included."""
+    """Step an optimizer without calling any hook, including the global hooks of all optimizers."""
     step: Any = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer)
 
 
 def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """The hooks that an optimizer calls while it loads a state dict."""
+    """Return the hooks that an optimizer calls before and after it loads a state dict."""
     before, after = (
         getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks", {}) for when in ("pre", "post")
     )
@@ -79,7 +79,7 @@ def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 
 
 def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callable[[], None]:
-    """Call ``look`` with each optimizer that is created, for which torch has no hook.
+    """Call ``look`` with each optimizer when it has been created. torch has no hook for this.
 
     Returns:
         A function that undoes the change.
@@ -102,10 +102,10 @@ def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callabl
 
 
 class _Told:
-    """Functions that are called before, or ``after``, each call of some torch methods.
+    """Calls listeners before each call of some torch methods, or after each call with ``after=True``.
 
-    The former get the object, the latter the result of the call. torch's methods are restored when the last
-    function is removed.
+    A listener gets the object whose method is called. With ``after=True`` it gets the result of the call. torch's methods
+    are restored when the last listener is removed.
     """
 
     def __init__(self, *places: tuple[Any, str], after: bool = False) -> None:
@@ -141,16 +141,17 @@ class _Told:
 
 
 clearing = _Told((torch.optim.Optimizer, "zero_grad"), (torch.nn.Module, "zero_grad"))
-"""Listeners to each ``zero_grad``, called with its optimizer or module."""
+"""Calls its listeners before each ``zero_grad``, with the optimizer or the module."""
 scaling = _Told((torch.amp.GradScaler, "scale"), after=True)
-"""Listeners to each loss that a GradScaler has scaled."""
+"""Calls its listeners with each loss that a ``torch.amp.GradScaler`` has scaled."""
 
 
 @contextlib.contextmanager
 def other_workers(loader: torch.utils.data.DataLoader[Any]) -> Iterator[None]:
-    """Make ``iter`` of a loader create new workers inside, so that it does not restart persistent workers of another loop.
+    """Make ``iter(loader)`` create new worker processes inside a ``with`` block.
 
-    Relies on: ``DataLoader(persistent_workers=True)`` keeps its one iterator as ``_iterator``.
+    Otherwise ``iter(loader)`` would restart the persistent workers of a loop that is still running. This relies on
+    ``DataLoader(persistent_workers=True)`` keeping its one iterator as ``_iterator``.
     """
     kept, loader._iterator = loader._iterator, None
     try:

@@ -1,7 +1,8 @@
-"""The only module that hooks optimizer steps, of all optimizers or of one.
+"""The only module that hooks optimizer steps, those of all optimizers or those of a given one.
 
-torch calls hooks of all optimizers around those of one optimizer. Of the former castwise registers one before and one
-after a step, permanently: another thread's step may be iterating over torch's table at any time.
+torch calls its global hooks, which apply to all optimizers, around the hooks of a single optimizer. castwise registers
+one global hook before and one after a step, and never removes them, because another thread's step may be iterating over
+torch's table of global hooks at any time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from castwise.core._torch.hooks import remove_hooks
 from castwise.core._torch.tensors import never_trace
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a step, the optimizer first."""
+"""The positional and the keyword arguments of an optimizer's step. The first positional argument is the optimizer."""
 Before: TypeAlias = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Call | None]
 After: TypeAlias = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
@@ -36,10 +37,11 @@ def subscribe(
     """Register functions that are called around each step, like torch's hooks.
 
     Args:
-        before: Called with the optimizer and the arguments of its step; may return other arguments to use instead.
+        before: Called with the optimizer and the arguments of its step. It may return other arguments to use instead.
         after: Called with the same arguments when the step has returned.
-        of: The optimizer; None for every optimizer.
-        log: Called with the undo entry before the hooks are registered, since an interrupt may come in between.
+        of: The optimizer. None stands for every optimizer.
+        log: Called with the function that removes the hooks, before the hooks are registered. So the caller can remove
+            them even if an interrupt comes before this function returns.
 
     Returns:
         A function that removes the hooks. It does not keep the optimizer alive, and may be called twice.
@@ -70,13 +72,13 @@ def _end(of: weakref.ref[torch.optim.Optimizer] | None, before: Before | None, a
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among the arguments of a step."""
+    """Return the closure among the arguments of an optimizer's step, or None if there is none."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     return closure if callable(closure) else None
 
 
 def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Call:
-    """The arguments of a step, with another closure."""
+    """Return the arguments of an optimizer's step with another closure."""
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}

@@ -1,4 +1,4 @@
-"""Operations on many tensors at once, and the memory, layout and data of tensors."""
+"""Private API of tensors: operations on many tensors at once, memory, layouts, version counters and dispatch modes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from castwise.core._torch.operators import OpOverload
 
 _T = TypeVar("_T")
 dynamo_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""None or False unless this thread is running inside a call that torch.compile handles."""
+"""Returns None or False, unless this thread is running inside a call that torch.compile handles."""
 _set_grad_enabled = torch._C._set_grad_enabled
 _is_grad_enabled = torch.is_grad_enabled
 
 
 def without_grad(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function under ``torch.no_grad()``; a microsecond faster than the context manager."""
+    """Call a function as under ``torch.no_grad()``, but a microsecond faster than with the context manager."""
     was = _is_grad_enabled()
     try:
         _set_grad_enabled(False)
@@ -36,14 +36,14 @@ def without_grad(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into the corresponding target, casting, in as few kernels as the device allows."""
+    """Copy each source into the corresponding target and cast it to the target's dtype, in as few kernels as the device allows."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 @torch.no_grad()
 def multiply_each(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor in place by a 0-dim one on their device, in as few kernels as possible."""
+    """Multiply each tensor in place by a 0-dim tensor on the same device, in as few kernels as possible."""
     torch._foreach_mul_(tensors, factor)
 
 
@@ -60,9 +60,9 @@ _version_of = operator.attrgetter("_version")
 
 
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """How often each tensor was written in place, by autograd's version counter; -1 for None.
+    """Return autograd's version counter of each tensor, which says how often it was written in place; -1 for None.
 
-    Writes through ``.data`` and by torch's fused optimizers are not counted.
+    The counter misses writes through ``.data`` and writes by torch's fused optimizers.
     """
     try:
         return [*map(_version_of, tensors)]
@@ -71,7 +71,7 @@ def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Version counter of one tensor, as in :func:`versions`; 0 for an inference tensor, which has none."""
+    """Return the version counter of one tensor, as in :func:`versions`, or 0 for an inference tensor, which has none."""
     if torch.compiler.is_compiling():  # Dynamo cannot trace is_inference
         return int(tensor._version)
     return 0 if tensor.is_inference() else int(tensor._version)
@@ -90,17 +90,21 @@ class WeakMemory:
 
     @property
     def version(self) -> int:
-        """Like :func:`version`."""
+        """The tensor's version counter, as :func:`version` returns it."""
         return int(self._writes._version)
 
     def tensor(self) -> torch.Tensor | None:
-        """The tensor, or None if its memory was freed."""
+        """Return a tensor with the same memory, shape and strides, or None if the memory was freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         return None if storage is None else self._writes.new_empty(0).set_(storage, *self._where)
 
 
 def counted_alias(data: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """``data``, except that writes to it raise the version of ``counter``; calls no operator that a mode could intercept."""
+    """Return a tensor that shares the memory of ``data`` and the version counter of ``counter``.
+
+    So in-place writes to the returned tensor raise the version of ``counter``. No operator is called that a dispatch mode
+    could intercept.
+    """
     alias: Any = torch.Tensor._make_subclass(torch.Tensor, counter)
     _set_data(alias, data)
     return alias  # type: ignore[no-any-return]
@@ -113,7 +117,10 @@ def below_torch_function(function: Callable[..., Any], args: Any, kwargs: dict[s
 
 
 def refuse_inlining(function: Callable[..., Any]) -> None:
-    """Make Dynamo break the graph at ``function``, even if it has compiled it as a frame; :func:`never_trace` for hooks."""
+    """Make Dynamo break the graph at calls of ``function``, even if Dynamo has already compiled the function.
+
+    For hooks, :func:`never_trace` suffices.
+    """
     from torch._dynamo.eval_frame import skip_code
 
     never_trace(function, "castwise synchronises masters and parameters")
@@ -121,20 +128,23 @@ def refuse_inlining(function: Callable[..., Any]) -> None:
 
 
 def never_trace(function: Any, why: str = "castwise's GradScaler runs outside of compiled graphs") -> None:
-    """Make Dynamo leave calls of ``function`` to Python, as ``torch.compiler.disable`` does.
+    """Make Dynamo run ``function`` uncompiled, as ``torch.compiler.disable`` does.
 
-    The public decorator imports Dynamo and wraps the function, which would slow every call in eager mode.
+    ``torch.compiler.disable`` itself imports Dynamo and wraps the function, which would slow every call in eager mode.
     """
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
 
 
 def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
-    """Softmax whose rows of only ``-inf`` give 0 instead of NaN, as in masked attention."""
+    """Return the softmax of ``scores``, with 0 instead of NaN in rows that hold only ``-inf``, as masked attention needs."""
     return torch._safe_softmax(scores, dim)
 
 
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
-    """A dictionary key for a tensor's memory: equal for views, and never reused for memory allocated later."""
+    """Return a dictionary key for a tensor's memory.
+
+    Views of one tensor have equal keys. Memory that is allocated later never has an equal key.
+    """
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -147,7 +157,10 @@ def is_view(op: OpOverload) -> bool:
 
 @functools.cache
 def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of each argument that an operator writes to; -1 for keyword-only arguments."""
+    """Return the position and the name of each argument that an operator writes to.
+
+    The position is -1 for keyword-only arguments.
+    """
     return tuple(
         (-1 if argument.kwarg_only else at, argument.name)
         for at, argument in enumerate(op._schema.arguments)
@@ -156,9 +169,9 @@ def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 class OperatorMode(TorchDispatchMode):
-    """Calls ``run(op, args, kwargs)`` in place of every ATen operator inside it, also in backward, below autocast.
+    """A mode that calls ``run(op, args, kwargs)`` in place of every ATen operator, also in the backward pass.
 
-    The mode is off while ``run`` runs.
+    It intercepts operators after autocast has cast their inputs. The mode is off while ``run`` runs.
     """
 
     def __init__(self, run: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -173,13 +186,13 @@ class OperatorMode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run the operators inside below every active ``torch_function`` and ``torch_dispatch`` mode."""
+    """Hide the operators inside a ``with`` block from every active ``torch_function`` and ``torch_dispatch`` mode."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 def outside_dispatch_modes(function: Callable[..., _T], *args: Any) -> _T:
-    """Call a function below every mode that intercepts operators; almost free if there is none."""
+    """Call a function with all modes that intercept operators disabled. Without such a mode, this costs almost nothing."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return function(*args)
     with outside_modes():
@@ -187,7 +200,10 @@ def outside_dispatch_modes(function: Callable[..., _T], *args: Any) -> _T:
 
 
 def outside_transforms(function: Callable[[], _T]) -> _T:
-    """Call a function below every transform of ``torch.func``, whose tensors are invalid after it."""
+    """Call a function as if outside of every transform of ``torch.func``.
+
+    So tensors that the function creates stay valid when the transform has ended.
+    """
     if not in_transform():
         return function()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -197,17 +213,17 @@ def outside_transforms(function: Callable[[], _T]) -> _T:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a wrapper of one of ``torch.func``'s transforms, such as ``vmap``."""
+    """Whether a tensor is a wrapper that a transform of ``torch.func`` made, such as ``vmap``."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_tracing() -> bool:
-    """Whether ``torch.jit.trace`` is recording."""
+    """Whether ``torch.jit.trace`` is recording operators now."""
     return torch._C._get_tracing_state() is not None
 
 
 def is_stand_in_call() -> bool:
-    """Whether a module is being traced, or called with substituted parameters or buffers."""
+    """Whether ``torch.jit.trace`` is recording, or ``torch.func.functional_call`` is calling a module with other parameters."""
     if is_tracing():
         return True
     frame: FrameType | None = sys._getframe()
@@ -219,16 +235,17 @@ def is_stand_in_call() -> bool:
 
 
 def is_users_function(node: Any) -> bool:
-    """Whether a node of autograd's graph is the backward of a ``torch.autograd.Function`` defined outside torch."""
+    """Whether an autograd node is the backward of a ``torch.autograd.Function`` that is defined outside of torch."""
     return isinstance(node, torch.autograd.function.BackwardCFunction) and not (
         node._forward_cls.__module__.startswith("torch.")  # type: ignore[attr-defined]
     )
 
 
 def dense_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored values of a tensor of any layout. Values of sparse and nested tensors are not copied, nor coalesced.
+    """Return the stored values of a tensor of any layout as a dense tensor.
 
-    A dense tensor is returned unchanged; one in a oneDNN layout is copied.
+    A dense tensor is returned unchanged. Values of sparse and nested tensors are neither copied nor coalesced. A tensor in
+    a oneDNN layout is copied.
     """
     if is_dense(tensor):
         return tensor
@@ -238,12 +255,15 @@ def dense_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided: not sparse, nested, or in a oneDNN layout."""
+    """Whether a tensor is strided. Sparse tensors, nested tensors and tensors in a oneDNN layout are not."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def to_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor with the values of a tensor of any layout, zeros filled in; of a nested tensor only the values."""
+    """Convert a tensor of any layout to a dense tensor, with zeros where a sparse tensor stores nothing.
+
+    For a nested tensor, only the stored values are returned.
+    """
     if is_dense(tensor):
         return tensor
     return tensor.values() if tensor.is_nested else tensor.to_dense()

@@ -1,8 +1,9 @@
-"""Run operators under a plan, at the dispatcher's native speed.
+"""Run operators under a precision plan, at the speed of torch's own autocast.
 
-``context``: the :class:`autocast` block. ``ambient``: casts outside of any block. ``functions``: decorators for user
-functions. ``frames``: the active precision of a thread; ``backward``: the same while a forward is recomputed.
-``kernels``: operator overrides. ``tracing``: frames under torch.compile. ``trees``: casts through containers.
+``context`` has the :class:`autocast` block, ``ambient`` casts outside of any block, and ``functions`` has decorators for
+user functions. ``frames`` keeps the precision that is active on a thread, and ``backward`` keeps it while a forward is
+recomputed during backward. ``kernels`` overrides how operators cast. ``tracing`` handles torch.compile. ``trees`` casts
+tensors inside containers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan's casts without a block, for libraries that cast all code of a process."""
+"""Casting by a plan without an autocast block, for libraries that cast all code of a process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ from castwise.errors import PlanError, StateError
 
 
 class AmbientAutocast:
-    """Casts by a plan in all code from :meth:`enter` to :meth:`leave`, for libraries whose users open no autocast block.
+    """Casts operators by a plan in all code that runs between :meth:`enter` and :meth:`leave`.
 
-    Unlike ``castwise.autocast``, it also casts in threads to which torch passes the autocast state (DataParallel, a
-    device's thread that recomputes a forward). It does not cast in backward, whoever calls it: its formulas run in the
-    types of the forward. But it casts in the backward of autograd Functions written in Python, and in recomputed
-    forwards. It does not cast in a forked worker of a DataLoader. Weights are cast at each use, unless the library
-    enables torch's cache for a while (``torch.set_autocast_cache_enabled``) and calls :meth:`clear_cache` after it.
+    It is meant for libraries whose users open no autocast block. Unlike ``castwise.autocast``, it also casts in threads
+    to which torch passes the autocast state. These are the threads of DataParallel, and a device's thread in which
+    backward recomputes a forward.
+
+    Backward formulas are not cast, whoever calls backward: they run in the dtypes of the forward. Operators are cast in
+    the backward of autograd Functions written in Python, and in recomputed forwards. They are not cast in forked workers
+    of a DataLoader.
+
+    Weights are cast at each use. A library can change this for a while: it enables torch's cache with
+    ``torch.set_autocast_cache_enabled`` and calls :meth:`clear_cache` afterwards.
 
     Args:
-        plan: Its compute format, rules and operators are used.
+        plan: The plan whose compute format, operator rules and operator overrides are used.
         device_type: Device type of the tensors that are cast.
-        messages: By operator name, the error message for an operator that the plan bans, instead of castwise's.
+        messages: Maps names of operators that the plan bans to error messages, which replace castwise's messages.
 
     Raises:
         PlanError: The plan casts nothing, or there is no such device type.
@@ -55,22 +60,22 @@ class AmbientAutocast:
 
     @property
     def entered(self) -> bool:
-        """Whether the casts are active, even if currently suspended."""
+        """Whether :meth:`enter` was called and :meth:`leave` was not, even if the casts are suspended now."""
         return self._depth >= 0
 
     def suspended(self) -> frames.suspended:
-        """A block on this thread without casts."""
+        """Return a context manager that turns the casts off on this thread."""
         return frames.suspended(self.device_type)
 
     def clear_cache(self) -> None:
-        """Drop low-precision copies of weights, as needed after writing weights by hand."""
+        """Drop the cached low-precision copies of weights. This is needed after weights were written by hand."""
         frames.clear_weight_cache()
 
     def enter(self) -> None:
-        """Activate the casts; allowed again after :meth:`leave`.
+        """Activate the casts. After :meth:`leave` they may be activated again.
 
         Raises:
-            StateError: An ambient cast is already active on the device type.
+            StateError: Another ``AmbientAutocast`` is already active on the device type.
         """
         if self.device_type in frames.ambient:
             raise StateError(
@@ -88,10 +93,11 @@ class AmbientAutocast:
         )
 
     def leave(self) -> None:
-        """End the casts, and undo everything. Does nothing if they are not active.
+        """Deactivate the casts and undo all changes of :meth:`enter`. Does nothing if the casts are not active.
 
         Raises:
-            StateError: Called on another thread than :meth:`enter`, or inside a block that was entered after it.
+            StateError: The call is on another thread than that of :meth:`enter`, or inside an autocast block that was
+                entered after :meth:`enter`.
         """
         if not self.entered:
             return
@@ -113,7 +119,11 @@ class AmbientAutocast:
             return backward(*args, **kwargs)
 
     def _enter_python_backward(self) -> Callable[[], None]:
-        """Casts are off during backward, except in the Python code of an autograd Function."""
+        """Turn the casts on for the Python code of an autograd Function's backward, since they are off during backward.
+
+        Returns:
+            A function that restores the autocast state from before.
+        """
         device_type, dtype = self.device_type, self._frame.dtype
         before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         assert dtype is not None
@@ -128,7 +138,7 @@ class AmbientAutocast:
 
 
 def _leave_in_child() -> None:
-    """Turn the casts off in a forked DataLoader worker, which only prepares data."""
+    """Turn the casts off in a forked process, usually a worker of a DataLoader, which only prepares data."""
     for device_type in frames.ambient:
         torch.set_autocast_enabled(device_type, False)
 

@@ -1,7 +1,7 @@
-"""Attention as separate products and a softmax, for the rule ``unfused``.
+"""Attention as separate matrix products and a softmax, which the operator rule ``unfused`` uses.
 
-torch's fused attention is one kernel for scores, softmax and values. It saves memory, and on GPUs time; on CPUs its
-backward in bf16 can take several times as long as the separate products.
+torch's fused attention computes scores, softmax and values in one kernel. It saves memory, and on GPUs also time. On CPUs
+its backward in bf16 can take several times as long as separate products.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ def unfused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``softmax(query key^T scale + mask) value`` in the inputs' format; kernels compute sums and softmax in fp32.
+    """Compute ``softmax(query key^T scale + mask) value`` in the dtype of the inputs, as separate operators.
+
+    The operators' kernels compute sums and the softmax in fp32.
 
     Args:
-        query: ``[..., L, E]``.
-        key: ``[..., S, E]``.
-        value: ``[..., S, Ev]``.
-        attn_mask: Broadcast to ``[..., L, S]``: added to the scores, or boolean with True where attention is allowed.
-        dropout_p: Probability that a weight is dropped.
-        is_causal: Row i attends to columns up to i.
-        scale: By default ``1 / sqrt(E)``.
-        enable_gqa: Whether ``key`` and ``value`` may have fewer heads, each shared by several of ``query``.
+        query: Shape ``[..., L, E]``.
+        key: Shape ``[..., S, E]``.
+        value: Shape ``[..., S, Ev]``.
+        attn_mask: A tensor that is broadcast to ``[..., L, S]``. A floating mask is added to the scores. A boolean mask is
+            True where attention is allowed.
+        dropout_p: Probability that an attention weight is dropped.
+        is_causal: Whether row i attends only to the columns up to i.
+        scale: Factor of the scores. The default is ``1 / sqrt(E)``.
+        enable_gqa: Whether ``key`` and ``value`` may have fewer heads than ``query``, so that several heads of ``query``
+            share one of theirs.
 
     Returns:
-        ``[..., L, Ev]``; rows without an allowed column are 0.
+        A tensor of shape ``[..., L, Ev]``. Rows without an allowed column are 0.
 
     Source: torch.nn.functional.scaled_dot_product_attention, whose arguments and meaning these are.
     """

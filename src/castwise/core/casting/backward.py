@@ -1,12 +1,15 @@
-"""The active precision when a part of forward is recomputed during backward.
+"""Find the precision for a part of forward that is recomputed during backward.
 
-Activation checkpointing restores torch's autocast state (enabled, dtype) but not the frame. :func:`note_backward` makes
-the autograd node of a prepared module's output set, on this thread and before it runs, the frame in which the module
-ran; :func:`mark_boundary` adds such a node at the inputs, and at the loss. Autograd executes the nodes of one thread
-strictly in reverse order, so nested modules are handled too.
+Activation checkpointing restores torch's autocast state (enabled, dtype), but not the active
+:class:`~castwise.core.casting.frames.Frame`, which holds castwise's precision settings. So the autograd graph restores the
+frame. :func:`note_backward` adds a pre-hook to the autograd node of a prepared module's output. The pre-hook activates,
+on the thread of backward, the frame in which the module ran. :func:`mark_boundary` adds a node with such a pre-hook at the
+module's inputs and at the loss. Autograd executes the nodes of one thread strictly in reverse order, so nested modules
+are handled too.
 
-A block that the user opens has no output at which to add a node. It records the range of sequence numbers of the nodes
-created inside it, and a recomputation finds its block by the number of the node that triggered it.
+An autocast block that the user opens has no output at which to add a node. Such a block records the range of sequence
+numbers of the autograd nodes created inside it. A recomputation finds its block by the number of the node that triggered
+the recomputation.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ _live_tasks: set[int] = set()
 
 
 def current_frame() -> Frame | None:
-    """The active frame of this thread, in forward or in a recomputation during backward."""
+    """Return the active :class:`Frame` of this thread, in forward or in a recomputation during backward."""
     if thread.state.backward is None:
         return thread.state.frame
     entry: BackwardFrame | None = thread.state.backward
@@ -57,7 +60,7 @@ def _end_backward(task: int) -> None:
 
 
 def _forget_ended() -> None:
-    """Remove the frames of finished backwards, since they hold objects of a session."""
+    """Drop the frames that were kept for backward passes which have finished, since they hold objects of a session."""
     entry = thread.state.backward
     while entry is not None and entry.task not in _live_tasks:
         entry = entry.outer
@@ -65,13 +68,15 @@ def _forget_ended() -> None:
 
 
 def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """Record for backward, with an extra node, that the operator of ``tensor`` ran in ``frame``.
+    """Return a view of ``tensor`` whose autograd node activates ``frame`` when backward reaches it.
+
+    So parts of forward that backward recomputes after reaching this node run in ``frame``.
 
     Returns:
-        A view of the tensor. It may be written in place if the tensor may: the tensor's node is recorded too, since
-        autograd bypasses the view after a write. Tensor hooks on the view are then lost, so outputs that users receive
-        go to :func:`note_backward` instead. The tensor itself is returned if no gradient will flow, and inside a
-        transform of torch.func, where nothing is recomputed.
+        A view of the tensor, which may be written in place if the tensor may. Autograd bypasses the view after a write,
+        so the node of the tensor itself activates the frame as well. A write loses tensor hooks on the view, so outputs
+        that users receive go to :func:`note_backward` instead. The tensor itself is returned if no gradient will flow,
+        and inside a transform of torch.func, where nothing is recomputed.
     """
     if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.dispatcher.in_transform():
         return tensor
@@ -80,10 +85,11 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
 
 
 def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """Like :func:`mark_boundary`, without an extra node: ``tensor`` is not replaced.
+    """Make the autograd node of ``tensor`` activate ``frame`` when backward reaches it, and return ``tensor`` unchanged.
 
-    Everything that backward runs between the node of ``tensor`` and the next one that is marked or noted counts as run
-    in ``frame``, even if it was not. The first record of a node is kept, since it was made where the node was created.
+    The frame stays active until backward reaches another node of :func:`mark_boundary` or this function. So forward
+    code that is recomputed before that runs in ``frame``, even if it first ran in another frame. If the function is
+    called twice for a node, the first frame is kept, since it was active when the node was created.
     """
     node = tensor.grad_fn if torch.is_grad_enabled() and not _torch.dispatcher.in_transform() else None
     if node is None:
@@ -96,7 +102,7 @@ def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
 
 
 def left_block() -> Frame | None:
-    """The frame of the block whose nodes this thread is running in backward."""
+    """Return the :class:`Frame` of the autocast block in which the currently running autograd node was created, if any."""
     number = _torch.autograd.running_node_number() if left_blocks else None
     if number is None:
         return None

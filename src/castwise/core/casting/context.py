@@ -1,4 +1,4 @@
-"""``castwise.autocast``: torch.autocast, and plans beyond its lists, as a context manager and decorator."""
+"""``castwise.autocast``, a context manager and decorator that does what torch.autocast does and also accepts plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPES = (*LOW_DTYPES, torch.float32)
 
 
 def default_device_type() -> str:
-    """The default device type: that of the available accelerator, else ``"cpu"``."""
+    """Return the device type of the available accelerator, or ``"cpu"`` if there is none."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type in DEVICE_TYPES and torch.accelerator.is_available():
         return accelerator.type
@@ -32,10 +32,10 @@ def default_device_type() -> str:
 
 
 def override_rows(plan: Plan, device_type: str) -> Mapping[str, rules.Row]:
-    """Operators whose rule in a plan differs from torch.autocast's on this device type.
+    """Return the operators whose rule in a plan differs from torch.autocast's on a device type, with their rules.
 
-    A plan in which fp16 and bf16 meet also overrides torch's own ``widest`` operators, which refuse that mixture;
-    they promote it to fp32.
+    In torch.autocast, the operators with the rule ``widest`` refuse a mixture of fp16 and bf16. If a plan has both
+    formats, these operators are returned too, since they then promote the mixture to fp32.
     """
     rows = dict(rules.overrides(plan.rules, plan.ops, device_type))
     if {"fp16", "bf16"} <= plan.formats:
@@ -52,7 +52,12 @@ _Resolved = tuple[str, str, torch.dtype, bool]
 def _resolve(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> tuple[_Resolved, tuple[str, ...]]:
-    """Parse the arguments of :class:`autocast` into the key of its frame, device type, dtype, enabled flag, and overrides."""
+    """Parse the arguments of :class:`autocast`.
+
+    Returns:
+        The key of the block's :class:`Frame`, its device type, its dtype and whether it casts. Then the names of the
+        operators that need an override.
+    """
     if plan in DEVICE_TYPES:
         if device_type is not None and device_type != plan:
             raise PlanError(
@@ -99,10 +104,11 @@ def _resolve(
 def _resolve_for_trace(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> _Resolved:
-    """Like :func:`_resolve`, for Dynamo, which keeps the result as a constant of the graph.
+    """Parse the arguments of :class:`autocast` as :func:`_resolve` does, while Dynamo traces its constructor.
 
-    Its arguments are constants too. A plan is passed as the result of :func:`_for_trace`: Dynamo of torch 2.11 accepts
-    no plan, and Dynamo of 2.13 passes a plan created while tracing before its fields are set.
+    Dynamo calls this function during tracing and keeps the result as a constant, so the arguments must be constants too.
+    A plan is passed as the result of :func:`_for_trace`. The reason is that Dynamo of torch 2.11 accepts no plan, and
+    Dynamo of torch 2.13 passes a plan that is created while tracing before its fields are set.
     """
     tracing.get_ready_for_compile()
     if isinstance(plan, tuple):
@@ -113,7 +119,7 @@ def _resolve_for_trace(
     if names and torch.compiler.is_exporting():
         _refuse_export()
     if names:
-        # The graph holds the casts once it is traced; the kernels are needed until then.
+        # The override kernels are needed until the graph has been traced; then the graph holds their casts.
         tracing.trace_leases.append(kernels.Lease(names, resolved[1]))
     return resolved
 
@@ -122,7 +128,7 @@ _torch.dynamo.mark_constant(_resolve_for_trace)
 
 
 def _refuse_export() -> None:
-    """Raise if torch.export traces a block whose casts would be missing from its graph.
+    """Raise the error for an autocast block whose casts would be missing from the graph that torch.export traces.
 
     Raises:
         StateError: Always.
@@ -138,7 +144,7 @@ _torch.dynamo.mark_constant(_refuse_export)
 
 
 def _for_trace(plan: Any) -> Any:
-    """The parts of a plan that :func:`_resolve` reads, as strings."""
+    """Return the parts of a plan that :func:`_resolve` reads, as strings. Anything else is returned unchanged."""
     if not isinstance(plan, Plan):
         return plan
     return plan.compute, plan.rules, plan.ops, tuple([region.compute for region in plan.regions])
@@ -147,23 +153,25 @@ def _for_trace(plan: Any) -> Any:
 class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torch names it
     """Run operators under a precision plan inside a block or a function.
 
-    A superset of ``torch.autocast``: every valid call of it is valid here and does the same, through the same kernels,
-    at the same speed. In addition, it accepts a plan with operator rules, or a preset or format name in place of a
-    dtype, and one instance may be entered again while it is active and shared between threads. It passes ``isinstance``
-    checks for ``torch.autocast`` and has its attributes.
+    Every valid call of ``torch.autocast`` is valid here and does the same, through the same kernels, at the same speed.
+    In addition, this class accepts a plan with operator rules, or the name of a preset or format in place of a dtype. One
+    instance may be entered again while it is active, and may be shared between threads. An instance passes
+    ``isinstance`` checks for ``torch.autocast`` and has the attributes of ``torch.autocast``.
 
     Args:
-        plan: A :class:`~castwise.Plan`, a preset (``"O1"``) or format name (``"bf16"``), a ``torch.dtype``, the path
-            of a plan file; or, as in torch, the device type.
+        plan: A :class:`~castwise.Plan`, the name of a preset (``"O1"``) or format (``"bf16"``), a ``torch.dtype``, or the
+            path of a plan file. It may also be the device type, as in torch.
         dtype: As in torch, if ``plan`` is a device type or left out: bf16, fp16, or fp32 for no casting.
-        enabled: False makes an fp32 block: nothing is cast inside.
-        cache_enabled: Whether fp32 weights keep their low-precision copy until the outermost block ends. Pass False if
-            weights are changed by hand inside the block: the change is not detected, and a stale copy would be used.
-        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``; by default the available accelerator, else the CPU.
+        enabled: False makes an fp32 block, in which nothing is cast.
+        cache_enabled: Whether the low-precision copies of fp32 weights are kept until the outermost block ends. Pass
+            False if weights are changed by hand inside the block: the change is not detected, and a stale copy would be
+            used.
+        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``. The default is the available accelerator, or else the
+            CPU.
 
-    Operators outside the block are never affected. Overrides stay registered as long as the instance lives: create
-    one instance, enter it often, and keep it until backward has finished if activation checkpointing recomputes
-    code inside.
+    Operators outside the block are never affected. The kernels for a plan's operator rules stay registered as long as
+    the instance lives. So create one instance and enter it often. If activation checkpointing recomputes code inside the
+    block, keep the instance until backward has finished.
 
     Raises:
         PlanError: The plan, dtype or device type is not allowed.
@@ -213,14 +221,14 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         tracing.trace_context(cls, autocast._is_torchs)
 
     def _is_torchs(self) -> bool:
-        """Whether Dynamo may trace this instance as it traces ``torch.autocast``: no live plan has overrides."""
-        return not kernels.registered(self.device)  # its own lease registers some
+        """Whether Dynamo may treat this instance as a plain ``torch.autocast``, since no live plan overrides an operator."""
+        return not kernels.registered(self.device)  # overrides of this instance are registered as well
 
     def __enter__(self) -> Self:
         if torch.compiler.is_exporting():
             if tracing.graph_frames[self._key].overrides or torch.compiler.is_dynamo_compiling():
                 _refuse_export()
-            super().__enter__()  # type: ignore[no-untyped-call]  # which tells what traces the graph
+            super().__enter__()  # type: ignore[no-untyped-call]  # torch's own method puts the block into the graph
         elif torch.compiler.is_compiling():
             tracing.graph_push(self._key)
         else:

@@ -1,8 +1,8 @@
-"""The active precision of each thread during forward.
+"""Keep the precision settings that are active on each thread during forward.
 
-A :class:`Frame` is a plan resolved for one device type: the state that ``torch.autocast`` would set, plus the
-operator overrides beyond torch's lists. Frames are pushed and popped on a stack per thread, as autocast's
-state is. ``backward`` handles the active frame while a forward is recomputed.
+A :class:`Frame` is a plan resolved for one device type. It holds the state that ``torch.autocast`` would set, and the
+operator rules that differ from torch's lists. Each thread has a stack of frames, as it has a stack of autocast states.
+The module ``backward`` handles the active frame while a forward is recomputed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from castwise.errors import StateError
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Precision in force for one device type.
+    """The precision settings that a plan puts in force for one device type.
 
     Attributes:
         device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
-        dtype: Compute dtype of ``lower`` operators; None if nothing is autocast (fp32, or ``rules="none"``).
-        surrounding: Floating dtype to which a region inside this frame casts its outputs.
-        rows: Operator name -> rule, beyond torch's lists. Empty for native rules.
-        overrides: Operator name -> action, by ``rows``.
-        cache: Whether fp32 weights keep their low-precision copy; None leaves torch's setting unchanged.
+        dtype: Compute dtype of the operators with the rule ``lower``. None if nothing is autocast, as with fp32 or
+            ``rules="none"``.
+        surrounding: Floating dtype to which a :class:`~castwise.Region` inside this frame casts its outputs.
+        rows: Maps operator names to their rules, where these differ from torch's lists. Empty for native rules.
+        overrides: Maps the operator names of ``rows`` to the functions that carry the rules out.
+        cache: Whether the low-precision copies of fp32 weights are cached. None leaves torch's setting unchanged.
         key: Text that identifies the frame in a traced graph and in compile caches.
-        code: Number that Dynamo guards; 0 for a frame without overrides, which torch's guards distinguish.
+        code: Number that Dynamo guards. 0 for a frame without overrides, which torch's own guards distinguish.
     """
 
     device_type: str
@@ -57,7 +58,15 @@ class Frame:
 
 @dataclass(eq=False)
 class BackwardFrame:
-    """The frame for forwards that a backward recomputes, in one graph task, unless another frame was pushed later."""
+    """The :class:`Frame` in which a backward pass recomputes forwards.
+
+    Attributes:
+        task: Number of the backward pass.
+        frame: The frame, or None for no precision settings.
+        depth: Depth of the thread's stack of frames when backward activated the frame. The frame is in force only while
+            the stack has this depth.
+        outer: The frame of the backward pass around this one, if any.
+    """
 
     task: int
     frame: Frame | None
@@ -66,14 +75,16 @@ class BackwardFrame:
 
 
 class State:
-    """One thread's stack: the active frame, what to restore, copies of weights, the frame of a running backward.
+    """The precision state of one thread.
 
-    An entry of ``saved`` is the state before a :func:`push`: frame, device type, whether autocast was enabled, its
-    dtype, its cache setting, copies of weights; then the owner, whether leaving clears torch's cache, and where it was
-    entered: the Python frame that called a hook, or for a block the number of its first node.
+    ``frame`` is the active :class:`Frame`, and ``backward`` is the frame of a running backward pass. ``saved`` has an
+    entry for each :func:`push` without its :func:`pop`, which holds the state before the push: the frame, the device type,
+    whether autocast was enabled, its dtype, its cache setting, and the copies of weights. Three more items follow: the
+    owner, whether the pop clears torch's cache, and where the frame was entered. The last is the Python frame that called
+    a hook, or for an autocast block the sequence number of its first autograd node.
 
-    Copies of weights are kept between a push of a frame with overrides and its pop; outside of that, such as in a
-    recomputation during backward, nothing would drop them.
+    ``weights`` holds cached low-precision copies of weights from the push of a frame with overrides until its pop. At
+    other times, such as in a recomputation during backward, it is None, since nothing would drop the copies.
     """
 
     __slots__ = ("backward", "frame", "saved", "weights")
@@ -86,7 +97,7 @@ class State:
 
 
 class _Thread(threading.local):
-    """Holds the state in one attribute, since each access to a thread-local takes time."""
+    """A thread-local with one attribute, which holds all state. Each access to an attribute of a thread-local takes time."""
 
     def __init__(self) -> None:
         self.state = State()
@@ -95,7 +106,9 @@ class _Thread(threading.local):
 thread = _Thread()
 
 watch_compilations: Callable[[], None] | None = None
-"""Called when a frame is activated that torch.compile must distinguish; set by ``tracing`` once Dynamo is loaded."""
+"""A function to call when a frame is activated that torch.compile must distinguish from others.
+
+The module ``tracing`` sets it once Dynamo is loaded."""
 
 _set_enabled = torch.set_autocast_enabled
 _set_dtype = torch.set_autocast_dtype
@@ -109,15 +122,16 @@ _clear = torch.clear_autocast_cache
 
 
 def push(frame: Frame, owner: object = None, scope: bool = False, where: int | None = None) -> None:
-    """Make ``frame`` active on this thread until the matching :func:`pop`; if that fails, nothing has changed.
+    """Make ``frame`` active on this thread until the matching :func:`pop`. If an error is raised, nothing has changed.
 
     Args:
         frame: The frame to activate.
-        owner: The object that enters it, for :func:`leave` and :func:`unwind`. If it is a hook, its caller counts as
-            the running forward, see :func:`leave_interrupted`.
-        scope: Whether this is the forward of a whole model, which has a separate cache of low-precision
-            weights that ends with it, even inside a block.
-        where: For a block, the number of the first autograd node inside; its owner is the frame.
+        owner: The object that enters the frame, by which :func:`leave` finds it. If the caller of this function is a
+            module's hook, the caller of the hook counts as the running forward; see :func:`leave_interrupted`.
+        scope: Whether this is the forward of a whole model. Such a forward has a separate cache of low-precision
+            weights, which is dropped when the forward ends, even inside an autocast block.
+        where: For an autocast block, the sequence number of the first autograd node inside. The owner of a block is its
+            frame.
     """
     state = thread.state
     saved = state.saved
@@ -164,7 +178,7 @@ def push(frame: Frame, owner: object = None, scope: bool = False, where: int | N
 
 
 def pop() -> None:
-    """Restore the frame from before the last :func:`push`."""
+    """Undo the last :func:`push` on this thread: restore the frame and torch's autocast state from before it."""
     state = thread.state
     frame = state.frame
     assert frame is not None, "pop without push"
@@ -191,19 +205,23 @@ def pop() -> None:
 
 
 _LEFT = object()
-"""Owner of an entry that was left while others were above it; it is popped with them."""
+"""The owner of an entry that was left while other entries were above it on the stack. It is popped together with them."""
 left_blocks: deque[tuple[int, int, int, Frame]] = deque(maxlen=4096)
-"""Blocks with overrides that were left: first and last node created inside, thread, frame. Only the newest are kept:
-a graph older than this many blocks is not recomputed in practice."""
+"""The autocast blocks with operator overrides that were left.
+
+For each block: the sequence number of its first autograd node, the number after its last node, the thread, and the frame.
+Only the newest blocks are kept, since a graph that is older than so many blocks is not recomputed in practice."""
 
 
 def leave(owner: object) -> bool:
-    """Restore the frame from before ``owner`` last entered, and drop interrupted forwards above it.
+    """Undo the last :func:`push` of ``owner`` on this thread, and drop frames of interrupted forwards above it.
+
+    A frame that was pushed after ``owner`` and belongs to code that still runs stays active. This happens when a
+    generator that has entered an autocast block ends.
 
     Returns:
-        Whether the call that ends now had put ``owner`` on this thread's stack: if a model calls itself, another hook
-        may raise before this hook enters. A frame that was entered after ``owner`` and is still active stays active, as
-        when a generator that entered a block ends.
+        Whether the call that ends now had pushed a frame of ``owner``. If a model calls itself, another hook of the
+        inner call may raise before the hook that pushes. Then the frame belongs to the outer call and stays.
     """
     saved = thread.state.saved
     if saved and saved[-1][6] is not owner:
@@ -217,7 +235,9 @@ def leave(owner: object) -> bool:
             and entry[8] is not (caller := sys._getframe(2))
             and _runs(entry[8], caller)
         ):
-            return False  # of an enclosing call; after a graph break Dynamo leaves from another frame, without an exception
+            # The entry belongs to an enclosing call. The exception is checked because after a graph break Dynamo
+            # leaves from another frame than it entered from, but without an exception.
+            return False
         if index == len(saved) - 1:
             pop()
             return True
@@ -233,9 +253,10 @@ def leave(owner: object) -> bool:
 def leave_interrupted() -> None:
     """Drop the frames of forwards that were ended by KeyboardInterrupt, SystemExit or a cancelled task.
 
-    torch calls forward hooks after an ``Exception`` but not after those. While a forward runs, the caller of its hook
-    is on the Python stack, below the caller of this function; if it is not, the forward has ended. Called wherever a
-    block or the forward of a whole model begins or ends, so that a stale frame stays active no longer than that.
+    torch calls forward hooks after an ``Exception``, but not after these three, so such frames were never popped. While a
+    forward runs, the Python frame that called its hook is on the call stack of this function. If that frame is not there,
+    the forward has ended. This function is called wherever an autocast block or the forward of a whole model begins or
+    ends, so a stale frame stays active only until then.
     """
     saved = thread.state.saved
     while saved:
@@ -246,7 +267,7 @@ def leave_interrupted() -> None:
 
 
 def _runs(entered: object, running: FrameType | None) -> bool:
-    """Whether a Python frame is ``running`` or one of its callers."""
+    """Whether the Python frame ``entered`` is the Python frame ``running`` or one of its callers."""
     while running is not None:
         if running is entered:
             return True
@@ -255,12 +276,12 @@ def _runs(entered: object, running: FrameType | None) -> bool:
 
 
 def push_block(frame: Frame) -> None:
-    """:func:`push` for a block that the user opens with ``castwise.autocast``."""
+    """Make ``frame`` active on this thread, for an autocast block that the user opens with ``castwise.autocast``."""
     push(frame, frame, False, _torch.autograd.sequence_number() if frame.overrides else 0)
 
 
 def pop_block(frame: Frame | None = None) -> None:
-    """:func:`pop` for a block: the block of ``frame``, or else the block entered last.
+    """Undo :func:`push_block` for the autocast block of ``frame``, or for the block entered last if ``frame`` is None.
 
     Raises:
         StateError: The block is not active on this thread.
@@ -280,28 +301,33 @@ def pop_block(frame: Frame | None = None) -> None:
 
 
 ambient: dict[str, Frame] = {}
-"""Frames active in the whole process, by device type, from :class:`AmbientAutocast`. The thread that entered a frame has
-it on its stack. Other threads find it here if torch has passed them only the autocast state: in replicas of
-DataParallel, and when a device's thread recomputes a checkpointed forward."""
+"""The frames that :class:`AmbientAutocast` has made active in the whole process, by device type.
+
+The thread that entered such a frame also has it on its stack. Other threads find the frame here if torch has passed them
+only the autocast state. This happens in replicas of DataParallel, and when a device's thread recomputes a checkpointed
+forward."""
 
 
 def depth() -> int:
-    """How many frames are on this thread's stack."""
+    """Return how many frames are on this thread's stack, that is, how many :func:`push` calls have no :func:`pop` yet."""
     return len(thread.state.saved)
 
 
 def unwind(to: int = 0) -> None:
-    """Drop frames that were never popped, as after an interrupted forward, until the stack is ``to`` deep."""
+    """Pop frames until this thread's stack has ``to`` frames, for example those that an interrupted forward has left."""
     while len(thread.state.saved) > to:
         pop()
 
 
 steps = 0
-"""How often steps have changed weights, on any thread; a copy older than the last one is not used."""
+"""How often optimizer steps have changed weights, on any thread. A cached copy from before the last step is not used."""
 
 
 def clear_weight_cache(*_: object) -> None:
-    """Drop low-precision copies of weights on all threads, torch's too; called when a step changed the weights."""
+    """Drop the low-precision copies of weights that castwise and torch have cached, after a step has changed the weights.
+
+    castwise's copies are invalid on all threads from then on.
+    """
     global steps
     steps += 1
     weights = thread.state.weights
@@ -312,12 +338,15 @@ def clear_weight_cache(*_: object) -> None:
 
 @functools.cache
 def watch_steps() -> None:
-    """Call :func:`clear_weight_cache` after each step of any torch optimizer, since fused kernels raise no version counter."""
+    """Call :func:`clear_weight_cache` after each later step of any torch optimizer.
+
+    Version counters do not suffice to detect changed weights, since fused kernels do not raise them.
+    """
     _torch.steps.subscribe(after=clear_weight_cache)
 
 
 class suspended:  # noqa: N801 - a context manager, named as one
-    """Turn autocasting off on one device type inside a block; cheaper than a frame."""
+    """A context manager that turns autocast off for one device type. It is cheaper than pushing a :class:`Frame`."""
 
     __slots__ = ("_device", "_was")
 

@@ -1,4 +1,4 @@
-"""Rules for user functions: casting decorators, and autograd Functions that follow autocast."""
+"""Decorators that make user functions cast their inputs, or make autograd Functions follow autocast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _autocast_device(args: Any, kwargs: Any) -> str | None:
-    """Device type of the first floating tensor on a device that is currently autocast."""
+    """Return the device type of the first floating tensor for whose device type autocast is enabled, or None."""
     for tensor in tensors_in((args, kwargs)):
         if tensor.is_floating_point() and torch.is_autocast_enabled(tensor.device.type):
             return tensor.device.type
@@ -53,9 +53,9 @@ def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> 
 
 
 def lower_function(function: _F) -> _F:
-    """Make ``function`` compute in the plan's format: cast its floating inputs, and autocast nothing inside.
+    """Make ``function`` compute in the plan's compute format: its floating inputs are cast, and nothing inside is autocast.
 
-    Outside autocast it runs unchanged. fp64 inputs are left alone, as everywhere in autocast.
+    Outside of autocast the function runs unchanged. fp64 inputs are not cast, as everywhere in autocast.
     """
     return _casting(function, lambda device, _: torch.get_autocast_dtype(device))
 
@@ -66,7 +66,7 @@ def fp32_function(function: _F) -> _F:
 
 
 def widest_function(function: _F) -> _F:
-    """Promote the floating inputs of ``function`` to the widest among them; fp16 with bf16 gives fp32."""
+    """Make ``function`` cast its floating inputs to the widest dtype among them under autocast; fp16 with bf16 gives fp32."""
 
     def choose(device: str, values: Any) -> torch.dtype | None:
         return widest_dtype(tensor.dtype for tensor in tensors_in(values) if eligible(tensor, device))
@@ -103,10 +103,10 @@ def _classes_with(forward: Callable[..., Any], base: Any) -> Iterator[Any]:
 
 
 def _record_in_setup_context(forward: Callable[..., Any], note: Callable[[Any], Frame]) -> None:
-    """Wrap ``setup_context`` of the classes that use ``forward``, to store the frame in the context.
+    """Make ``setup_context`` of the autograd Functions that use ``forward`` store the active :class:`Frame` in the context.
 
-    torch calls it right after ``forward``, on the same thread and under the same autocast, so that nothing needs to be
-    passed from one to the other.
+    torch calls ``setup_context`` right after ``forward``, on the same thread and in the same autocast state. So the frame
+    need not be passed from ``forward`` to ``setup_context``.
     """
     for cls in _classes_with(forward, torch.autograd.Function):
         original = cls.setup_context
@@ -131,12 +131,12 @@ def custom_fwd(
     """Decorate ``forward`` of a ``torch.autograd.Function`` so that it follows autocast.
 
     Args:
-        fwd: The function; left out when used with arguments.
-        device_type: As in torch; by default the device type of the first tensor among the inputs.
-        cast_inputs: Under autocast, cast floating inputs to this dtype and run with autocast off. Without it the
-            operators inside are autocast as usual.
+        fwd: The function. It is left out if the decorator is used with arguments.
+        device_type: As in torch. The default is the device type of the first tensor among the inputs.
+        cast_inputs: The dtype to which floating inputs are cast under autocast. ``forward`` then runs with autocast off.
+            With None, the operators inside are autocast as usual.
 
-    Both styles work: ``forward(ctx, ...)``, and ``forward(...)`` with a separate ``setup_context``.
+    Both styles of ``forward`` work: ``forward(ctx, ...)``, and ``forward(...)`` with a separate ``setup_context``.
 
     Returns:
         The decorated function.
@@ -145,10 +145,10 @@ def custom_fwd(
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     newest: list[Any] = [
         None
-    ]  # number of all autograd functions at the last search for those with this forward
+    ]  # the autograd Function created last when the Functions with this forward were last searched for
 
     def frames_of(inputs: Any, kwargs: Any) -> tuple[Frame, Frame]:
-        """The frame around a call, and the frame for its backward."""
+        """Return the :class:`Frame` that is active around a call of ``forward``, and the frame for its backward."""
         frame = _frame_now(_device_of(device_type, inputs, kwargs))
         island = cast_inputs is not None and frame.enabled
         return frame, Frame(frame.device_type, None) if island else frame
@@ -176,14 +176,14 @@ def custom_fwd(
 
 
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
-    """Decorate ``backward`` of a ``torch.autograd.Function``: it runs in the precision of its forward.
+    """Decorate ``backward`` of a ``torch.autograd.Function`` so that it runs in the precision of its ``forward``.
 
     Args:
-        bwd: The function; left out when used with arguments.
-        device_type: Accepted as in torch but ignored: the device type of the forward is used.
+        bwd: The function. It is left out if the decorator is used with arguments.
+        device_type: Accepted as in torch, but ignored: the device type of ``forward`` is used.
 
     Raises:
-        StateError: At backward, when ``forward`` was not decorated with :func:`custom_fwd`.
+        StateError: During backward, if ``forward`` was not decorated with :func:`custom_fwd`.
     """
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)

@@ -1,13 +1,13 @@
-"""Operator overrides: kernels in front of torch's own on the autocast dispatch key.
+"""Override how autocast casts an operator, by kernels that replace torch's own on the autocast dispatch key.
 
 ``torch.autocast`` applies its lists in C++ and offers no way to change a listed operator. An override is a Python
-kernel registered for one operator on the autocast key of one device type. It reads the thread's frame: in
-a frame that overrides this operator it casts by the frame's rule, elsewhere it calls the kernel that was registered
-before. The kernel is registered only while a :class:`Lease` on it is held, so closing the last plan that
-needs it leaves no trace.
+kernel that is registered for one operator on the autocast key of one device type. The kernel reads the active
+:class:`~castwise.core.casting.frames.Frame` of the thread. If the frame has a rule for the operator, the kernel casts by
+this rule. Otherwise it calls the kernel that was registered before. An override is registered only while a :class:`Lease`
+on it is held, so nothing remains when the last plan that needs it is closed.
 
-Cost, one thread: nothing on other operators, nothing outside autocast, a few microseconds on the operator itself
-when the autocast key is on.
+An override costs a few microseconds at each call of its operator under autocast. It costs nothing outside of autocast and
+nothing on other operators.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Action = Callable[[Any, str, "tuple[Any, ...]", "dict[str, Any]"], Any]
 
 
 def eligible(value: Any, device_type: str) -> bool:
-    """Whether autocast casts a tensor: floating, on its device type, not fp64."""
+    """Whether a value is a tensor that autocast casts on a device type: a floating tensor there that is not fp64."""
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
@@ -57,7 +57,10 @@ def _convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _convert_weight(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast a weight, and cache the copy of a trainable fp32 leaf until it changes, an optimizer steps or the frame is left."""
+    """Cast a tensor, and cache the copy if the tensor is a trainable fp32 parameter.
+
+    The copy is used until the parameter changes, an optimizer steps, or the active :class:`Frame` is left.
+    """
     kept = thread.state.weights
     if kept is None or not (
         type(tensor) is torch.nn.Parameter
@@ -120,7 +123,7 @@ def _floating_dtypes(values: Iterable[Any], device: str) -> set[torch.dtype]:
 
 
 def widest_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """The narrowest dtype that holds every value of the given floating dtypes: fp16 with bf16 gives fp32."""
+    """Return the narrowest dtype that holds every value of the given floating dtypes. For fp16 and bf16 it is fp32."""
     found: torch.dtype | None = None
     for dtype in dtypes:
         found = dtype if found is None else torch.promote_types(found, dtype)
@@ -158,7 +161,7 @@ def _banned(row: Row) -> Action:
 
 
 _parts: Any = object()
-"""Marks an operator that is not cast itself while the operators that it calls are looked up again."""
+"""The action for an operator that is not cast itself, but calls other operators, which are cast by their own rules."""
 
 
 def _unfused(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,13 +178,18 @@ _RULES: dict[str, Action] = {
 _WHOLE_IN_FRONT: dict[str, Action] = {
     "binary_cross_entropy_with_logits": _fp32, "scaled_dot_product_attention": _lower,
 }  # fmt: skip
-"""Operators that torch casts like this on every device. torch.func's transforms decompose them and cast each part
-again: one part is an ``exp_`` that a plan may ban, and others are fp32 products that become low again below
-autograd."""
+"""Operators that torch casts in this way on every device, and that are cast as a whole before torch.func's transforms.
+
+The transforms would decompose such an operator and cast each part again. One part is an ``exp_``, which a plan may ban.
+Other parts are fp32 products, which would be cast to the low format below autograd."""
 
 
 def actions(rows: Mapping[str, Row]) -> dict[str, Action]:
-    """The action for each overridden operator, from the rows of :func:`castwise.core.plans.rules.overrides`."""
+    """Return, for each overridden operator, the function that runs it by its rule.
+
+    Args:
+        rows: The operators' rules, as :func:`castwise.core.plans.rules.overrides` returns them.
+    """
     out = {}
     for name, row in rows.items():
         if row.rule == "banned":
@@ -203,10 +211,10 @@ def frame_of(
     surrounding: torch.dtype | None = None,
     cache: bool | None = None,
 ) -> Frame:
-    """A frame for one device type; frames with the same content share a key and a guard code.
+    """Create a :class:`Frame` for one device type. Frames with the same content get the same key and guard code.
 
-    Arguments are as in :class:`Frame`; without ``dtype`` operators are not cast, and ``surrounding`` is by
-    default ``dtype``, or fp32.
+    The arguments are the attributes of :class:`Frame`. Without ``dtype``, operators are not cast. The default of
+    ``surrounding`` is ``dtype``, or fp32 without ``dtype``.
     """
     frames.watch_steps()
     rows = {} if dtype is None or rows is None else dict(rows)
@@ -257,10 +265,11 @@ def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
 
 
 def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel for use inside torch.func: it acts once, before any transform.
+    """Return the override kernel of an operator for use inside torch.func, which casts once, before any transform.
 
-    A transform decomposes some operators before autocast runs (``linear``, and operators that vmap replaces), and
-    its lower levels restore the dispatch keys that were in force around the call.
+    The kernel on the autocast key comes too late there. A transform decomposes some operators before autocast runs, such
+    as ``linear`` and the operators that vmap replaces. Its lower levels restore the dispatch keys that were in force
+    around the call.
     """
     places, numbers = _torch.dispatcher.number_places(op), _torch.dispatcher.NUMBERS
     otherwise = _WHOLE_IN_FRONT.get(name, _parts)
@@ -294,12 +303,17 @@ def _on(device_type: str, values: Iterable[Any]) -> bool:
 _lock = threading.RLock()
 _Key = tuple[str, str]
 _registered: dict[_Key, tuple[list[Callable[[], None]], weakref.WeakSet[_Holder]]] = {}
-"""By operator and device type, the function that undoes the registration, and its live holders (an interrupt can
-keep one from releasing it). "" stands for kernels in front of transforms."""
+"""The registered kernels: for each operator and device type, the functions that unregister them, and their live holders.
+
+The device type "" stands for kernels in front of transforms of torch.func. Holders are referenced weakly, since an
+interrupt can keep a holder from releasing its kernels."""
 
 
 class _Holder:
-    """An owner of kernels; a lease releases them when it is collected, so it cannot be the owner itself."""
+    """An object that stands for a :class:`Lease` as the holder of kernels.
+
+    A lease cannot be the holder itself, since its finalizer, which releases the kernels, must not refer to the lease.
+    """
 
 
 def _hold(key: _Key, holder: _Holder) -> None:
@@ -308,7 +322,7 @@ def _hold(key: _Key, holder: _Holder) -> None:
         _drop(key)
         entry = _registered[key] = _register(*key), weakref.WeakSet()
     entry[1].add(holder)
-    if _registered.get(key) is not entry:  # its last holder released it in between, in a signal handler
+    if _registered.get(key) is not entry:  # in between, its last holder released it, in a signal handler
         _hold(key, holder)
 
 
@@ -319,7 +333,7 @@ def _drop(key: _Key) -> None:
 
 
 def _release(held: tuple[_Key, ...], holder: _Holder) -> None:
-    """Release the kernels; safe to repeat after an interrupt."""
+    """Unregister the kernels that a holder holds, unless another holder still holds them. May be repeated after an interrupt."""
     with _lock:
         for key in held:
             if key in _registered:
@@ -330,7 +344,7 @@ def _release(held: tuple[_Key, ...], holder: _Holder) -> None:
 
 
 def registered(device_type: str) -> frozenset[str]:
-    """Operators that have an override kernel registered now; empty when no live plan needs one."""
+    """Return the operators that have an override kernel registered now for a device type."""
     with _lock:
         return frozenset(name for name, device in _registered if device == device_type)
 
@@ -348,7 +362,7 @@ def _register(name: str, device_type: str) -> list[Callable[[], None]]:
 
 
 class Lease:
-    """Keeps the override kernels of some operators on a device type's autocast key until it is closed or collected."""
+    """Registers the override kernels of some operators on a device type, until it is closed or garbage-collected."""
 
     def __init__(self, names: Iterable[str], device_type: str) -> None:
         names = tuple(names)
@@ -360,7 +374,7 @@ class Lease:
         held = (*((name, device_type) for name in names), *((name, "") for name in in_front))
         holder = _Holder()
         self.close = functools.partial(_release, held, holder)
-        """Release the kernels; does nothing if they were released before."""
+        """Release the kernels. Does nothing if they were released before."""
         weakref.finalize(self, self.close).atexit = False
         with _lock:
             for key in held:

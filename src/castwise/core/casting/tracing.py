@@ -1,9 +1,9 @@
-"""Frames inside torch.compile.
+"""Make torch.compile respect the active :class:`~castwise.core.casting.frames.Frame`, the precision settings of a plan.
 
 A frame that is entered outside of a compiled function is guarded by Dynamo (``_torch.dynamo.set_guard_code``) and is
-part of the key of the compile caches on disk; one that is entered inside is a node of the traced graph
-(:func:`graph_push`). In both cases the override kernels run while the graph is traced, so the casts are in the graph,
-and eager and compiled code use one implementation.
+part of the key of the compile caches on disk. A frame that is entered inside a compiled function is a node of the traced
+graph (:func:`graph_push`). In both cases the override kernels run while the graph is traced, so the graph contains their
+casts, and eager and compiled code use one implementation.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from castwise.core.casting.frames import Frame
 from castwise.errors import StateError
 
 graph_frames: dict[str, Frame] = {}
-"""Frames to which traced graphs may refer, by key; filled when a plan is resolved."""
+"""The frames to which traced graphs may refer, by key. A frame is added when it is created."""
 
 graph_spans: deque[tuple[str, int, int]] = deque(maxlen=256)
-"""Blocks that a traced graph entered and left when it ran: key, number of the first autograd node, number after the
-last."""
+"""The autocast blocks that running graphs have entered and left.
+
+For each block: the key of its frame, the sequence number of its first autograd node, and the number after its last node."""
 _open: list[tuple[str, int]] = []
 
 _code_of_key: dict[str, int] = {}
@@ -34,10 +35,11 @@ _lock = threading.Lock()
 
 
 def code_for(key: str) -> int:
-    """A number for Dynamo's guard that is unique to this key in this process.
+    """Return the number by which Dynamo's guard recognises the frame with this key. It is unique in this process.
 
     Raises:
-        StateError: After some 2,700 different sets of overrides; sharing a number would run the wrong casts.
+        StateError: The process has had more than some 2,700 different sets of overrides. If two shared a number, compiled
+            code would run the wrong casts.
     """
     with _lock:
         code = _code_of_key.setdefault(key, len(_code_of_key) + 1)
@@ -50,7 +52,11 @@ def code_for(key: str) -> int:
 
 
 def graph_push(key: str) -> None:
-    """Enter a block inside a compiled function by the key of its frame, as a node of the graph."""
+    """Enter an autocast block inside a compiled function. The call becomes a node of the graph.
+
+    Args:
+        key: The key of the block's :class:`Frame`.
+    """
     trace = _torch.dynamo.DynamoTrace.current()
     if trace is not None:
         level = frames.depth()
@@ -60,7 +66,7 @@ def graph_push(key: str) -> None:
 
 
 def graph_pop() -> None:
-    """Leave the block that was entered last."""
+    """Leave the autocast block that :func:`graph_push` entered last. The call becomes a node of the graph."""
     trace = _torch.dynamo.DynamoTrace.current()
     if trace is not None:
         trace.release()
@@ -70,11 +76,13 @@ def graph_pop() -> None:
 
 
 trace_leases: list[Any] = []
-"""Override kernels of blocks inside a function that is being compiled, needed until its graph has been traced."""
+"""Leases on the override kernels of autocast blocks inside a function that is being compiled.
+
+They are needed until its graph has been traced."""
 
 
 def _tag_caches(_: object) -> None:
-    """Add the active frame to the key of the compile caches on disk."""
+    """Add the key of the active :class:`Frame` to the key of the compile caches on disk, if the frame has overrides."""
     frame = frames.thread.state.frame
     user = str(config.cache_key_tag).split("|castwise:")[0]
     config.cache_key_tag = f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user
@@ -108,10 +116,13 @@ _contexts: list[tuple[type, Callable[[Any], bool]]] = []
 
 
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
-    """Make Dynamo trace instances of exactly this class, made outside the compiled code, through their own methods.
+    """Make Dynamo trace the own methods of a subclass of ``torch.autocast``, for instances made outside of compiled code.
 
-    By default it treats an instance of a subclass of ``torch.autocast`` as torch's class; ``as_torchs`` returns for
-    which instances that is right.
+    By default Dynamo treats instances of a subclass as plain ``torch.autocast`` objects.
+
+    Args:
+        cls: The subclass. Further subclasses of it are not affected.
+        as_torchs: Called with an instance. Returns True if Dynamo should still treat it as a plain ``torch.autocast``.
     """
     if frames.watch_compilations is not None:
         _torch.dynamo.trace_context(cls, as_torchs)
@@ -121,12 +132,15 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
 
 @functools.cache
 def get_ready_with_dynamo() -> None:
-    """Call :func:`get_ready_for_compile` once Dynamo is imported, for blocks used outside of compiled code."""
+    """Call :func:`get_ready_for_compile` once Dynamo is imported. This suffices for blocks outside of compiled code."""
     _torch.dynamo.when_dynamo_is_loaded(get_ready_for_compile)
 
 
 def get_ready_for_compile() -> None:
-    """Register frames with Dynamo; this imports it, which takes about a second and happens anyway at an optimizer's first step."""
+    """Register with Dynamo what it must know to compile code under a plan.
+
+    This imports Dynamo, which takes about a second and happens anyway at an optimizer's first step.
+    """
     _watch_compilations()
     _torch.dynamo.skip_modules(_BETWEEN_GRAPHS)
     if frames.watch_compilations is not None:

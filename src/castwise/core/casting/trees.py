@@ -1,4 +1,4 @@
-"""The tensors in nested arguments and results of modules: find, cast, move and map them."""
+"""Find, cast, move and map the tensors in nested arguments and results of modules."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _LEAVES = (str, bytes, int, float, bool, type)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``function`` to every tensor inside ``value``; anything else is returned unchanged.
+    """Apply ``function`` to every tensor inside ``value`` and return the result, in which all else is unchanged.
 
-    It traverses tuples, named tuples, lists, mappings (including Hugging Face's ``ModelOutput`` and read-only ones),
-    dataclasses and packed sequences, but not sets. Containers are rebuilt only if a tensor in them changed, with their
-    type and without calling their constructor, and never modified. A container that occurs twice is rebuilt once, so
-    that cycles and shared parts are preserved.
+    Tuples, named tuples, lists, mappings, dataclasses and packed sequences are traversed, but not sets. Mappings include
+    read-only ones and Hugging Face's ``ModelOutput``. A container is never modified. If a tensor in it changed, a new
+    container of the same type is built, without calling its constructor. A container that occurs twice is rebuilt once,
+    so that cycles and shared parts are preserved.
 
     Args:
-        function: Returns the very same tensor if nothing is to be changed.
+        function: Takes a tensor and returns its replacement, or the very same tensor if nothing is to be changed.
         value: Any object.
 
     Returns:
-        The same structure; the very same object if nothing changed.
+        An object with the same structure, or the very same object if nothing changed.
 
     Warns:
-        UserWarning: For a container that cannot be rebuilt; it is returned unchanged.
+        UserWarning: A container cannot be rebuilt. It is returned unchanged.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -44,10 +44,14 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 def _map(
     function: Callable[[torch.Tensor], torch.Tensor], value: Any, seen: dict[int, list[Any]] | None
 ) -> Any:
-    """The mapped value of :func:`map_tensors`, or None if it is unchanged.
+    """Return what :func:`map_tensors` returns for ``value``, or None if nothing changed.
 
-    ``seen`` maps the id of each container to its result, or to None while that is not known. It is None if Dynamo
-    traces and cannot tell containers apart: a shared one is then rebuilt each time, and cycles do not compile anyway.
+    Args:
+        function: As for :func:`map_tensors`.
+        value: As for :func:`map_tensors`.
+        seen: Maps the id of each container to the container and its result, which is None until it is known. ``seen``
+            itself is None while a Dynamo traces that cannot tell containers apart. A shared container is then rebuilt
+            each time it occurs, and cycles do not compile anyway.
     """
     if isinstance(value, torch.Tensor):
         cast = function(value)
@@ -64,7 +68,7 @@ def _map(
         return None
     known = None if seen is None else seen.get(id(value))
     if known is not None:
-        if known[1] is None:  # a cycle: inner containers refer to the result of this one
+        if known[1] is None:  # a cycle: inner containers will refer to the result of this container
             if _is_fixed(value):
                 return None
             new = _rebuilt(value, {})
@@ -89,7 +93,7 @@ def _map(
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The contents of a container by index, key or field; None if the value is not a container."""
+    """Return the contents of a container with their indices, keys or field names, or None if ``value`` is no container."""
     if isinstance(value, (tuple, list)):
         return enumerate(value)
     if isinstance(value, Mapping):
@@ -100,7 +104,7 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _rebuilt(value: Any, changed: dict[Any, Any]) -> Any:
-    """A container of the same type with some contents replaced; None, with a warning, if that fails."""
+    """Return a container of the same type with some contents replaced. If that fails, warn and return None."""
     try:
         if isinstance(value, tuple):
             items = [changed.get(index, item) for index, item in enumerate(value)]
@@ -161,10 +165,10 @@ def _fill(container: Any, changed: dict[Any, Any]) -> None:
 
 
 def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:
-    """Cast the floating tensors in ``value`` to ``dtype``; with ``only``, just tensors of these dtypes.
+    """Cast the floating tensors inside ``value`` to ``dtype``. With ``only``, just tensors of these dtypes are cast.
 
     Returns:
-        The same structure; the very same object if nothing had to be cast.
+        An object with the same structure, or the very same object if nothing had to be cast.
     """
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,7 +184,7 @@ def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] 
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors inside ``value``, in the order of :func:`map_tensors`."""
+    """Return the tensors inside ``value`` as a list, in the order in which :func:`map_tensors` visits them."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,5 +196,5 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors inside ``value`` to a device; returns the same object if nothing had to be moved."""
+    """Move the tensors inside ``value`` to a device, and return the very same object if nothing had to be moved."""
     return map_tensors(lambda tensor: tensor.to(device), value)

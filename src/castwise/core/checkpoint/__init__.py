@@ -1,4 +1,4 @@
-"""Save and resume a training, across plans and layouts.
+"""Save a training run and resume it, also under another precision plan or another layout of ranks.
 
     saving = checkpoint.save("runs/a", step, model=model, optimizers=optimizer, amp=amp, asynchronous=True)
     ...
@@ -6,15 +6,15 @@
     if found:
         step = checkpoint.load(found, model=model, optimizers=optimizer, amp=amp).step
 
-Tensors are written as plain bytes, each rank its own shards, and load under another layout. Weights are written in fp32
-under the model's own keys, optimizer state under the names of the model's parameters, and so they load under another
-plan. Everything that is not a tensor is JSON, checked before anything is made of it; nothing is a pickle.
+Each rank writes its own shards, as plain bytes, and they load under another layout. Weights are written in fp32 under the
+keys of the model's state dict. Optimizer state is written under the names of the model's parameters. So both load under
+another plan. Everything that is not a tensor is JSON, which is checked before it is used. Nothing is a pickle.
 
-``tree``: nested values as JSON and tensors. ``contents``: the saved parts of a model, its optimizers and a session.
-``folder``: folders of checkpoints, and how a checkpoint becomes complete. ``lock``: one process per folder.
-``storage``: tensors to files and back. ``values``: checks of everything that is not a tensor. ``options``: which
-options an optimizer accepts. ``restore`` and ``undo``: one rank's part of a load, and its undo. ``saving`` and
-``loading``: the public calls.
+``saving`` and ``loading`` have the public functions. ``contents`` collects what is saved of a model, its optimizers and a
+session. ``names`` names the weights. ``tree`` turns nested values into JSON and tensors. ``storage`` writes tensors to
+files and reads them. ``folder`` manages folders of checkpoints and completes a checkpoint, and ``lock`` allows one process
+per folder. ``values`` checks everything that is not a tensor, and ``options`` knows which options an optimizer accepts.
+``restore`` does one rank's part of a load, and ``undo`` reverts it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: model, optimizers and session."""
+"""Collect what a checkpoint contains: the state of a model, its optimizers, a session and the random generators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ from castwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Contents:
-    """The data that one rank saves: tensors by name, JSON common to ranks with the same weights, and JSON of this rank alone."""
+    """The data that one rank saves.
+
+    Attributes:
+        tensors: Tensors by name.
+        common: JSON that is the same on all ranks with the same weights.
+        own: JSON that belongs to this rank alone.
+    """
 
     tensors: dict[str, Tensor]
     common: dict[str, Any]
@@ -32,10 +38,10 @@ class Contents:
 def collect(
     model: nn.Module, optimizers: Sequence[Optimizer], amp: Amp, extra: Any, ranks: Ranks
 ) -> Contents:
-    """Collect everything to be saved, without copying.
+    """Collect everything that this rank saves, without copying tensors.
 
-    Weights are fp32, from the masters if there are any; optimizer state is saved as it is, and no step is made to
-    create any.
+    Weights are collected in fp32, from the master weights if there are any. Optimizer state is saved as it is. If an
+    optimizer has none yet, no step is made to create it.
 
     Raises:
         CheckpointError: Something cannot be saved.
@@ -67,7 +73,10 @@ def collect(
 def _optimizer(
     index: int, optimizer: Optimizer, groups: list[list[str]], tensors: dict[str, Tensor], amp: Amp
 ) -> dict[str, Any]:
-    """An optimizer's state dict with names instead of numbers."""
+    """Return an optimizer's state dict as JSON, with the names of parameters instead of their numbers.
+
+    The tensors are added to ``tensors``.
+    """
     saved = masters.without_masters(optimizer.state_dict())  # weights are saved in full
     name_of = {
         number: name
@@ -98,7 +107,7 @@ def _optimizer(
 
 
 def random_states(amp: Amp) -> dict[str, Tensor]:
-    """The states of torch's generators on this rank, by device type."""
+    """Return the states of torch's random generators on this rank, by device type."""
     states = {"cpu": torch.get_rng_state()}
     if amp.device_type != "cpu":
         states[amp.device_type] = torch.get_device_module(amp.device_type).get_rng_state()
@@ -106,19 +115,19 @@ def random_states(amp: Amp) -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Set the states that :func:`random_states` returned."""
+    """Set torch's random generators to states that :func:`random_states` returned."""
     for device_type, state in states.items():
         where = torch if device_type == "cpu" else torch.get_device_module(device_type)
         where.set_rng_state(state)
 
 
 def merge(contents: Contents, ranks: Ranks) -> dict[str, Any]:
-    """Merge the JSON parts of all ranks on the first rank; empty on the others. A collective.
+    """Merge the JSON of all ranks on the first rank, and return it there. The other ranks get an empty dict. A collective.
 
     Raises:
         CheckpointError: The ranks' optimizers differ in class.
     """
-    # With many ranks, most have the same part as the first one: those send nothing.
+    # With many ranks, most have the same common part as the first rank. These ranks do not send it.
     digest = hashlib.sha256(json.dumps(contents.common).encode()).hexdigest()
     common = None if ranks.first(lambda: digest) == digest and ranks.rank else contents.common
     parts = ranks.to_first((common, contents.own))

@@ -1,16 +1,16 @@
-"""Complete checkpoints in a folder, and how a checkpoint becomes complete.
+"""Find complete checkpoints in a folder, and write checkpoints so that they appear only when they are complete.
 
-A checkpoint is written into a hidden folder and renamed once everything is on disk, so a folder named ``step-…`` is
-complete unless it is damaged later; its manifest, written last, lists its files. After a crash, there may be other
-folders beside the checkpoints of ``runs/a``: ``.step-00000123.partial``, which was never finished;
-``.step-00000123.replaced``, the former checkpoint of a step that was saved again; ``.step-00000123.deleted``. The next
-save removes them. ``.lock`` names the process that saves here.
+A checkpoint is written into a hidden folder, which is renamed once everything is on disk. So a folder named ``step-…`` is
+complete unless it is damaged later. Its manifest is written last and lists its files. After a crash, a folder ``runs/a``
+of checkpoints may have other folders too. ``.step-00000123.partial`` was never finished. ``.step-00000123.replaced`` is the
+former checkpoint of a step that was saved again. ``.step-00000123.deleted`` was being deleted. The next save removes them.
+The file ``.lock`` names the process that saves into the folder.
 
-While another process saves, a reader may find a folder gone or replaced between two reads. So a skipped folder is
-reported only if it has not changed since (:func:`look`), and a save that is still running does not count as
+While another process saves, a reader may find that a folder has gone or was replaced between two reads. So a skipped
+folder is reported only if it has not changed since (:func:`look`). A save that is still running does not count as
 interrupted.
 
-Nothing read here is trusted: it is JSON of known size, and every part of it is checked.
+No file is trusted: the files that this module reads are JSON of limited size, and every part of it is checked.
 """
 
 from __future__ import annotations
@@ -36,30 +36,33 @@ FORMAT = "castwise checkpoint"
 VERSION = 2
 MANIFEST = "checkpoint.json"
 VALUES = "values.json"
-"""The file of everything that is not a tensor, and of the tensors' positions."""
+"""The name of the file that holds everything except tensors, and the positions of the tensors in other files."""
 DEEPEST = 200
-"""Maximum nesting depth of the values."""
+"""The maximum nesting depth of the JSON in the values file."""
 _FILE = re.compile(r"values\.json|rank-[0-9]{5,9}\.safetensors")
 _LARGEST_MANIFEST = 1 << 26
 _NAME = re.compile(r"step-([0-9]{1,18})")
 _HIDDEN = re.compile(r"\.step-([0-9]{1,18})\.(partial|replaced|deleted)")
 _CHUNK = 1 << 20
 LOOKS = 100
-"""How often at most a folder is read again because it changed meanwhile."""
+"""The maximum number of times that a folder is read, if it changes each time while it is read."""
 _writing: set[Path] = set()
-"""Hidden folders that this process is writing now."""
+"""The hidden folders that this process is writing now."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A folder that was skipped, and the reason."""
+    """A folder that was skipped in the search for a checkpoint, and the reason."""
 
     path: Path
     reason: str
 
 
 def candidates(folder: Path) -> list[tuple[int, Path]]:
-    """Folders that are or may be checkpoints, by step, the latest first; empty if the folder does not exist."""
+    """Return the steps and paths of all folders in ``folder`` that may be checkpoints, the latest step first.
+
+    The list is empty if ``folder`` does not exist.
+    """
     plain: list[tuple[int, bool, Path]] = []
     hidden: list[tuple[int, bool, Path]] = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -68,15 +71,16 @@ def candidates(folder: Path) -> list[tuple[int, Path]]:
         elif (match := _HIDDEN.fullmatch(path.name)) and match[2] != "deleted":
             hidden.append((int(match[1]), match[2] == "replaced", path))
     steps = {step for step, _, _ in plain}
-    # After a crash between the two renames that replace a checkpoint, only the former one is there.
+    # A replaced checkpoint counts only if a crash came between the two renames that replace a checkpoint.
     hidden = [one for one in hidden if not (one[1] and one[0] in steps)]
     return [(step, path) for step, _, path in sorted(plain + hidden, reverse=True)]
 
 
 def look(folder: Path) -> list[tuple[int, Path, tuple[int, int]]]:
-    """:func:`candidates`, each with a fingerprint that changes if the folder is replaced or changed.
+    """Return what :func:`candidates` returns, with a fingerprint of each folder.
 
-    The fingerprint of a folder that is still being written stays equal until it is renamed.
+    The fingerprint changes if the folder is replaced or changed. While a folder is being written, its fingerprint stays
+    the same until the folder is renamed.
     """
     found = []
     for step, path in candidates(folder):
@@ -96,13 +100,13 @@ def _is_partial(path: Path) -> bool:
 
 
 def _raw_manifest(path: Path) -> dict[str, Any] | None:
-    """The raw manifest, unchecked; None if castwise did not write it."""
+    """Return the manifest of a checkpoint without checking its fields, or None if castwise did not write it."""
     manifest = read_json(_read(path / MANIFEST, _LARGEST_MANIFEST).decode())
     return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
 
 
 def read_manifest(path: Path) -> dict[str, Any] | str:
-    """The manifest of a checkpoint, or the reason why it is not valid."""
+    """Return the manifest of a checkpoint, or the reason why the checkpoint is not valid as a string."""
     if _is_partial(path):
         return "is being saved" if is_being_saved(path) else "was never finished: the save was interrupted"
     try:
@@ -158,10 +162,10 @@ def _is_sound(manifest: Mapping[str, Any]) -> bool:
 
 
 def read_values(path: Path, manifest: Mapping[str, Any]) -> Any:
-    """Everything in a checkpoint except the bytes of its tensors, as JSON.
+    """Return everything in a checkpoint except the bytes of its tensors, as JSON.
 
     Raises:
-        CheckpointError: The file differs from the manifest, or is not JSON.
+        CheckpointError: The values file differs from what the manifest says, or is not JSON.
     """
     wanted = manifest["files"][VALUES]
     try:
@@ -174,10 +178,10 @@ def read_values(path: Path, manifest: Mapping[str, Any]) -> Any:
 
 
 def _read(path: Path, largest: int) -> bytes:
-    """Read a plain file, not a link, of known size.
+    """Read a plain file of at most ``largest`` bytes.
 
     Raises:
-        OSError: The path is not a plain file, or the file is too large.
+        OSError: The path is a link or otherwise not a plain file, or the file is larger.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError("it is not a plain file")
@@ -189,7 +193,7 @@ def _read(path: Path, largest: int) -> bytes:
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """Size in bytes and crc32 of a file. Reads all of it, at 1 to 4 GB/s if the disk is as fast."""
+    """Return the size in bytes and the crc32 of a file. This reads the file, at 1 to 4 GB/s if the disk is as fast."""
     crc = size = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -200,9 +204,9 @@ def measure(path: Path) -> dict[str, Any]:
 def wrong_files(
     path: Path, files: Iterable[tuple[str, Mapping[str, Any]]], *, checksums: bool = True
 ) -> str | None:
-    """A description of the first file that differs from the manifest, or None.
+    """Return a description of the first file that differs from the manifest, or None if all files agree with it.
 
-    Contents are compared only with ``checksums``, which reads every file; otherwise only sizes.
+    With ``checksums``, every file is read and its contents are compared. Otherwise only the sizes are compared.
     """
     for name, wanted in files:
         try:
@@ -222,7 +226,7 @@ def wrong_files(
 
 
 class Draft:
-    """A checkpoint that is being written. Ranks other than the first use only its names."""
+    """A checkpoint that is being written. Only the first rank calls its methods; other ranks use its paths."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder, self.step = folder, step
@@ -233,13 +237,14 @@ class Draft:
         return self.folder / f".{self.path.name}.{kind}"
 
     def begin(self, values: Any) -> Path | None:
-        """Remove leftovers of earlier crashes, and start the hidden folder with everything except tensors.
+        """Remove leftovers of earlier crashes, create the hidden folder, and write everything except tensors into it.
 
         Returns:
-            The path of a checkpoint of a later step, which stays the newest; None if there is none.
+            The path of a checkpoint of a later step, which will stay the newest, or None if there is none.
 
         Raises:
-            CheckpointError: Another process saves here, another program's folder has the name, or the disk is full.
+            CheckpointError: Another process saves into this folder, another program's folder has the checkpoint's name, or
+                the disk is full.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -270,13 +275,18 @@ class Draft:
             raise
 
     def not_written(self, why: str) -> CheckpointError:
-        """The exception for a save that failed before the checkpoint got its name."""
+        """Return the exception for a save that failed before the hidden folder got the checkpoint's name."""
         return CheckpointError(
             f"save(step={self.step}): {self.path} was not written; earlier checkpoints are unchanged. {why}"
         )
 
     def publish(self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make the checkpoint the newest: write the manifest with ``about`` and the list of tensor files, then rename."""
+        """Write the manifest, then rename the hidden folder to the checkpoint's name, which makes the checkpoint complete.
+
+        Args:
+            about: Further fields of the manifest.
+            files: The names of the tensor files, with the size and crc32 of each.
+        """
         try:
             files = {VALUES: measure(self.partial / VALUES), **files}
             manifest = {"format": FORMAT, "version": VERSION, "step": self.step, **about, "files": files}
@@ -292,16 +302,16 @@ class Draft:
             _writing.discard(self.partial)
 
     def confirm(self) -> None:
-        """Flush the new name to disk, then delete the former checkpoint of the step."""
+        """Flush the new name of the folder to disk, then delete the former checkpoint of the same step, if there is one."""
         _sync(self.folder)
         replaced = self._hidden("replaced")
         if replaced.exists():
             _remove(replaced)
 
     def prune(self, keep: int | None) -> None:
-        """Delete complete checkpoints of earlier steps except the ``keep - 1`` latest of them; None keeps all.
+        """Delete complete checkpoints of earlier steps, except the ``keep - 1`` latest of them.
 
-        Damaged checkpoints, folders of other programs and checkpoints of later steps stay.
+        With None, nothing is deleted. Damaged checkpoints, folders of other programs and checkpoints of later steps stay.
         """
         if keep is None:
             return
@@ -330,14 +340,14 @@ class Draft:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether castwise wrote a folder, even if it was damaged since."""
+    """Whether castwise wrote a folder, even if the folder was damaged afterwards."""
     with contextlib.suppress(OSError, ValueError):
         return _raw_manifest(path) is not None
     return False
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder; of a link, only the link."""
+    """Delete a folder or a file. For a link, only the link itself is deleted."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -352,7 +362,7 @@ def _write_json(path: Path, value: Any, indent: int | None = 1) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to disk; Windows does this by itself and cannot open folders."""
+    """Flush the names in a folder to disk. Windows does this by itself, and cannot open folders."""
     if os.name != "nt":
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""``newest`` and ``load``: continue from a checkpoint, under this plan and layout or another."""
+"""Find the newest checkpoint and load a checkpoint, also under another plan or layout of ranks than that of the save."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from castwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Found:
-    """The newest complete checkpoint of a folder; false if there is none.
+    """The newest complete checkpoint of a folder. The object is false if there is none.
 
     Attributes:
-        path: Path of the checkpoint; None if there is none.
-        step: Step of the checkpoint; -1 if there is none.
-        skipped: Later folders that are not complete, or not checkpoints, and why.
-        manifest: The contents of its manifest: plan, world size, versions, files.
+        path: Path of the checkpoint, or None if there is none.
+        step: Step of the checkpoint, or -1 if there is none.
+        skipped: Folders of later steps that were skipped, and why. They are incomplete, or not checkpoints.
+        manifest: The contents of the checkpoint's manifest: plan, world size, versions, files.
     """
 
     path: Path | None = None
@@ -44,16 +44,16 @@ class Found:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of a load.
+    """The result of :func:`load`.
 
     Attributes:
-        path: The checkpoint.
+        path: Path of the checkpoint.
         step: Step of the checkpoint.
-        extra: The ``extra`` given to :func:`save`; tensors are on the CPU.
-        plan: The plan under which it was saved, as one line.
-        world_size: How many ranks saved it.
-        random_state: Whether the random generators continue, which they do if as many ranks load as saved.
-        skipped: As in :class:`Found`; empty if a path was given.
+        extra: The ``extra`` that was given to :func:`save`. Its tensors are on the CPU.
+        plan: The plan under which the checkpoint was saved, as one line.
+        world_size: How many ranks saved the checkpoint.
+        random_state: Whether the random generators continue from the saved states. They do if as many ranks load as saved.
+        skipped: As in :class:`Found`. Empty if a path was given.
     """
 
     path: Path
@@ -66,22 +66,23 @@ class Loaded:
 
 
 def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_group: Any = None) -> Found:
-    """Find the newest complete checkpoint; all ranks get the same one.
+    """Find the newest complete checkpoint of a folder. All ranks get the same result.
 
-    Waits for one that this process is saving. If another process saves meanwhile, the result is the newest at some
-    moment of the call; a checkpoint that is not finished yet is skipped without a warning.
+    If this process is saving a checkpoint, the call waits until the save has ended. If another process saves meanwhile,
+    the result was the newest checkpoint at some moment during the call. A checkpoint that is not finished yet is skipped
+    without a warning.
 
     Args:
-        folder: The ``folder`` given to :func:`save`; it need not exist.
-        checksums: Compare the crc32 of every file, shared between ranks: reads the checkpoint once, at 1 to 4 GB/s per
-            rank if the disk is as fast. Otherwise only sizes are compared, without reading the files.
-        process_group: The ranks that search together; None for all.
+        folder: The ``folder`` given to :func:`save`. It need not exist.
+        checksums: Whether to compare the crc32 of every file. The ranks share this work and read the checkpoint once, at 1
+            to 4 GB/s per rank if the disk is as fast. Otherwise only sizes are compared, without reading the files.
+        process_group: The ranks that search together. None stands for all ranks.
 
     Returns:
-        The checkpoint found. Skipped folders are listed in ``skipped``.
+        The checkpoint. Its attribute ``skipped`` lists the skipped folders.
 
     Warns:
-        UserWarning: For each skipped folder, on the first rank.
+        UserWarning: A folder was skipped. There is a warning for each such folder, on the first rank.
     """
     settle()
     ranks = Ranks(process_group, CheckpointError)
@@ -112,7 +113,14 @@ def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_gr
 
 
 def _is_as_it_was(folder: Path, listed: Sequence[Any], passed_over: int, found: Found) -> bool:
-    """Whether a folder is unchanged since it was examined, including folders that did not exist."""
+    """Whether the folder that :func:`newest` searched is unchanged since then, so that its result still holds.
+
+    Args:
+        folder: The folder, which need not exist.
+        listed: What :func:`look` returned before the search.
+        passed_over: How many entries of ``listed`` were skipped.
+        found: The result of the search.
+    """
     now = look(folder)
     return all(one in now for one in listed[: passed_over + 1]) if found else now == listed
 
@@ -137,30 +145,35 @@ def load(
 ) -> Loaded:
     """Restore a training run: weights, masters, optimizer state, loss scale and random generators.
 
-    All ranks call it, after ``prepare``. Under the plan and layout of the save, training resumes bit for bit. Under
-    another plan, masters take the full fp32 weights, and the loss scale is kept if both plans have one. Under
+    All ranks call this function, after ``prepare``. Under the plan and layout of the save, training resumes bit for bit.
+    Under another plan, masters take the full fp32 weights, and the loss scale is kept if both plans have one. Under
     another layout, each rank reads the parts that it needs.
 
-    Loading executes no code from the checkpoint, so its source need not be trusted. All ranks check all of it before
-    anything is changed; if a module or an optimizer still refuses something, the load is undone on all ranks. During the load,
-    weights and state take twice their memory on the device, and copies of the former weights take host memory, as does
-    the state of optimizers with custom loading code. Options that a torch optimizer does not have are refused; if
-    another version of torch saved them, they are left out.
+    Loading executes no code from the checkpoint, so its source need not be trusted. All ranks check the whole checkpoint
+    before anything is changed. If a module or an optimizer still refuses something, the load is undone on all ranks.
+
+    During the load, weights and optimizer state take twice their memory on the device. Copies of the former weights take
+    host memory, as does the state of optimizers with custom loading code.
+
+    Saved options that a torch optimizer does not have are refused. If another version of torch saved them, they are left
+    out.
 
     Args:
-        checkpoint: The result of :func:`newest`, or the path of one checkpoint, which is verified first.
+        checkpoint: The result of :func:`newest`, or the path of a checkpoint, which is verified first.
         model: As for :func:`save`.
-        optimizers: As for :func:`save`; with none, saved optimizer state is ignored. The options that select a kernel
-            (``fused``, ``foreach``) are not loaded.
+        optimizers: As for :func:`save`. Without optimizers, saved optimizer state is ignored. The options that select a
+            kernel (``fused``, ``foreach``) are not loaded.
         amp: The session of the model.
-        accept: Called with the saved ``extra`` before anything is changed; an exception refuses the checkpoint.
-        process_group: The ranks that load together; None for all.
+        accept: Called with the saved ``extra`` before anything is changed. It refuses the checkpoint by raising an
+            exception.
+        process_group: The ranks that load together. None stands for all ranks.
 
     Returns:
         The checkpoint's path, step and plan, and its ``extra``.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, does not fit (all differences are named) or is not accepted.
+        CheckpointError: The checkpoint is damaged or not accepted, or does not fit. In the last case all differences are
+            named.
     """
     settle()
     ranks = Ranks(process_group, CheckpointError)
@@ -170,7 +183,7 @@ def load(
         raise CheckpointError(
             "load: newest(folder) found no complete checkpoint; call load only if the result of newest is true, and otherwise train from the start"
         )
-    # newest() has read all contents; sizes show here whether they changed since.
+    # newest() has compared all contents, so here the sizes suffice to detect files that changed since.
     manifest = _verified(path, ranks, checksums=not isinstance(checkpoint, Found))
     if isinstance(manifest, str):
         raise CheckpointError(

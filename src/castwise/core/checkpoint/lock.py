@@ -1,4 +1,4 @@
-"""A lock that lets only one process save into a folder, until it ends or saves into another folder."""
+"""A lock that allows only one process to save into a folder, until the process ends or saves into another folder."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from castwise.errors import CheckpointError
 
 LOCK = ".lock"
 _PATIENCE_S = 0.2
-"""A process that only tests whether a folder is locked holds the lock for some microseconds."""
+"""How long to wait for a lock, in seconds. A process that only tests a lock holds it for some microseconds."""
 _held: tuple[Path, int, int] | None = None
-"""The folder, the handle of its lock and the process that took it: forked children hold no lock."""
+"""The folder that is locked, the file handle of the lock, and the id of the process that locked it.
+
+The id is compared because a forked child holds no lock."""
 
 
 def hold(folder: Path, call: str) -> None:
-    """Acquire the lock of a folder.
+    """Acquire the lock of a folder, and release the lock that this process holds on another folder.
 
-    The operating system holds the lock and releases it when the process ends, for any reason, so no stale lock is
-    left; the file names the holder. The ranks of one job are one writer: the first of them calls this.
+    The operating system releases the lock when the process ends for any reason, so no stale lock is left. The lock file
+    names the process that holds it. The ranks of a job share one lock, which the first rank acquires.
+
+    Args:
+        folder: The folder.
+        call: The call for which the lock is needed, for error messages.
 
     Raises:
-        CheckpointError: Another process saves there, or the lock cannot be opened.
+        CheckpointError: Another process saves into the folder, or the lock file cannot be opened.
     """
     global _held
     folder = folder.resolve()
@@ -60,7 +66,7 @@ def hold(folder: Path, call: str) -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether another process saves into a folder; False if that is unknown."""
+    """Whether another process holds the lock of a folder. False if that cannot be found out."""
     folder = folder.resolve()
     if _held is not None and _held[2] == os.getpid() and _held[0] == folder:
         return False  # closing the file here would release the lock
@@ -78,10 +84,10 @@ def is_held(folder: Path) -> bool:
 
 
 def _take(handle: int, *, shared: bool = False, patience_s: float = 0.0) -> None:
-    """Lock a file against other processes.
+    """Lock an open file against other processes.
 
     Raises:
-        BlockingIOError: Another process holds it for longer than ``patience_s``.
+        BlockingIOError: Another process has locked the file, and does not release it within ``patience_s``.
     """
     try:
         import fcntl
@@ -102,7 +108,7 @@ def _take(handle: int, *, shared: bool = False, patience_s: float = 0.0) -> None
 
 
 def _same_file(path: Path, handle: int) -> bool:
-    """Whether the open file still has this path: the folder may have been deleted and created again."""
+    """Whether the open file ``handle`` is still the file at ``path``. The folder may have been deleted and created again."""
     with contextlib.suppress(OSError):
         return os.path.samestat(path.stat(), os.fstat(handle))
     return False

@@ -1,4 +1,4 @@
-"""Names of weights that do not depend on wrappers or sharding."""
+"""Give weights names in checkpoints that do not depend on wrappers or sharding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class _Joined(nn.Module):
-    """Several modules that together have the keys of one model; never called."""
+    """Several modules that together have the state dict of one model. This module is never called."""
 
     parts: tuple[nn.Module, ...]
 
@@ -28,7 +28,7 @@ class _Joined(nn.Module):
         self.__dict__["parts"] = tuple(map(unwrap, parts))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dicts of the parts in one dict."""
+        """Return the state dicts of all parts in one dict."""
         out: dict[str, Any] = {}
         for part in self.parts:
             state = part.state_dict(*args, **kwargs)
@@ -44,26 +44,26 @@ class _Joined(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the entries of each part into it."""
+        """Load into each part the entries that belong to it."""
         for part in self.parts:
             part.load_state_dict({key: state_dict[key] for key in part.state_dict()}, strict, assign)
 
 
 def joined(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """A model, or a process's stages of a pipeline, as one module."""
+    """Return a model, or the pipeline stages that this process holds, as one module."""
     if isinstance(model, nn.Module):
         return model
     return model[0] if len(model) == 1 else _Joined(model)
 
 
 class Names:
-    """The keys of a model, in its state dict and in checkpoints.
+    """The keys of a model's state dict, and the names of the same weights in checkpoints.
 
     Attributes:
-        model: The given model, without wrappers.
-        state: State dict of the model, with the parameters themselves.
-        saved: The name under which each key is saved: without the wrappers' parts. A parameter that was sharded by hand
-            (``Amp.mark_sharded``) is saved in pieces, as ``weight#0of2``.
+        model: The given model, without wrappers around it.
+        state: State dict of the model, which holds the parameters themselves.
+        saved: Maps each key to the name under which it is saved, which lacks the parts that wrappers add. A parameter that
+            was sharded by hand (``Amp.mark_sharded``) is saved in pieces with names such as ``weight#0of2``.
     """
 
     def __init__(self, model: nn.Module, amp: Amp) -> None:
@@ -85,7 +85,7 @@ class Names:
             self._of.setdefault(id(value), []).append(self.saved[key])
 
     def aliases(self) -> dict[str, str]:
-        """Tied weights: each further name of a parameter, with its first name."""
+        """Return the further names of tied weights. Each further name is mapped to the first name of the parameter."""
         return {
             name: names[0]
             for value in self.state.values()
@@ -95,7 +95,7 @@ class Names:
         }
 
     def of(self, optimizers: Iterable[Optimizer]) -> list[list[list[str]]]:
-        """Names of the parameters of each optimizer, in the order of its groups.
+        """Return the names of the parameters of each optimizer, for each of its parameter groups.
 
         Raises:
             CheckpointError: A parameter does not belong to the model.

@@ -1,4 +1,4 @@
-"""Which saved options and state an optimizer accepts."""
+"""Find out which saved options and which saved state an optimizer accepts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.optim import Optimizer
 from castwise.core.checkpoint.storage import Entry
 
 HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
-"""Options of an optimizer that select a kernel: the current ones are kept."""
+"""The options of an optimizer that select a kernel. A load keeps their current values."""
 OF_A_SCHEDULE = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""Options that torch's schedulers add; all are numbers."""
+"""The options that torch's learning-rate schedulers add to parameter groups. All are numbers."""
 OF_A_WEIGHT = frozenset({
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
     "ax", "prev", "step_size",
 })  # fmt: skip
-"""State that has the shape of its parameter in each of torch's optimizers."""
+"""The keys of optimizer state that has the shape of its parameter, in each of torch's optimizers with such a key."""
 
 
 def alike(own: Any, saved: Any) -> bool:
-    """Whether a saved option can replace an optimizer's current one; None may mean that it is absent."""
+    """Whether a saved option of an optimizer can replace the current one, by type. True if either is None."""
     if own is None or saved is None:
         return True
     if isinstance(saved, int) and abs(saved) >= 2**1000:  # an integer too large for a float
@@ -40,21 +40,24 @@ def alike(own: Any, saved: Any) -> bool:
 
 
 def of_torch(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torch's, whose options and state are known."""
+    """Whether an optimizer's class is one of torch's, so that its options and state are known."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def takes(optimizer: Optimizer, group: Mapping[str, Any], key: str) -> bool:
-    """Whether an optimizer has an option; optimizers from other libraries may add some as they step."""
+    """Whether an optimizer accepts an option in a parameter group.
+
+    An optimizer from another library accepts every option, since it may add options when it steps.
+    """
     known = key in group or key in optimizer.defaults or key in OF_A_SCHEDULE
     return known or not of_torch(optimizer)
 
 
 def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -> Optimizer:
-    """Create an optimizer of the same torch class with some options.
+    """Create an optimizer of the same torch class with the given options.
 
     Raises:
-        TypeError, ValueError: It does not accept them.
+        TypeError, ValueError: The class does not accept the options.
     """
     known = inspect.signature(type(optimizer)).parameters
     given = {
@@ -66,7 +69,7 @@ def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -
 
 
 def refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
-    """The error that creating a torch optimizer with some options raises."""
+    """Return the message of the error that creating a torch optimizer with some options raises, or None without error."""
     try:
         _made(optimizer, options, torch.zeros(1, 1, device="cpu"))
     except (TypeError, ValueError) as error:
@@ -75,7 +78,10 @@ def refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
 
 
 def state_keys(optimizer: Optimizer, options: Mapping[str, Any], dims: int) -> set[str]:
-    """The state keys of a torch optimizer after a step with some options; empty if no step can be tried."""
+    """Return the keys of the state that a torch optimizer with some options has for a parameter after a step.
+
+    The set is empty if a step cannot be tried.
+    """
     parameter = torch.zeros((1,) * dims, device="cpu")
     parameter.grad = torch.zeros_like(parameter)
     try:
@@ -89,14 +95,14 @@ def state_keys(optimizer: Optimizer, options: Mapping[str, Any], dims: int) -> s
 
 
 def fits(own: Any, saved: Any) -> bool:
-    """Whether a saved value can replace one in an optimizer's state."""
+    """Whether the saved value ``saved`` can replace the value ``own`` in an optimizer's state, by shape and type."""
     if isinstance(own, Tensor) and own.dim() > 0:
         return isinstance(saved, Entry) and saved.shape == own.shape
     return not isinstance(own, (int, float, Tensor)) or (saved is not None and alike(own, saved))
 
 
 def as_kind(value: Any, own: Any) -> Any:
-    """A learning rate as a tensor or a number, whichever the optimizer has."""
+    """Convert an option, such as a learning rate, to a tensor or a number, whichever the optimizer has now."""
     if isinstance(own, Tensor) and isinstance(value, (int, float)):
         return torch.full_like(own, value)
     if isinstance(own, float) and isinstance(value, Tensor):

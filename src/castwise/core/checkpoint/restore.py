@@ -1,4 +1,4 @@
-"""Load one rank's part of a checkpoint: check that it fits, read it, write it into the training."""
+"""Load one rank's part of a checkpoint: check that it fits, read it, and write it into the model and the optimizers."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ from castwise.errors import CheckpointError
 
 
 class Restore:
-    """A verified checkpoint and its targets; without optimizers the saved ones are ignored.
+    """Loads a verified checkpoint into a model, its optimizers and a session.
+
+    If no optimizers are given, the saved ones are ignored.
 
     Attributes:
-        same_ranks: Whether as many ranks load as saved, so that each continues its own part.
+        same_ranks: Whether as many ranks load as saved, so that each rank continues with its own random states.
     """
 
     def __init__(
@@ -69,10 +71,10 @@ class Restore:
     # --- does it fit? -------------------------------------------------------------------------------------
 
     def check(self, ranks: Ranks) -> None:
-        """Compare names, shapes and kinds of values on all ranks. A collective; changes nothing.
+        """Check on all ranks that the checkpoint fits the model and the optimizers. A collective, which changes nothing.
 
         Raises:
-            CheckpointError: Something is missing, left over, of another shape or of another kind.
+            CheckpointError: Something is missing in the checkpoint or here, or has another shape or another kind of dtype.
         """
         held = ranks.every(lambda: (set(self._names.saved.values()), self._updated_sets()))
         problems = ranks.every(
@@ -148,7 +150,7 @@ class Restore:
         return out
 
     def _misfits_of_values(self, index: int, optimizer: Optimizer) -> list[str]:
-        """Saved options and state that the optimizer does not accept."""
+        """Return descriptions of the saved options and state that an optimizer does not accept."""
         was, entry = self._values.optimizers[index], self._values.tensors.__getitem__
         torchs = of_torch(optimizer)
         options: list[str] = []
@@ -200,7 +202,7 @@ class Restore:
         ]
 
     def _first_name(self, name: str) -> str:
-        """One name for tied weights, tied here or when they were saved."""
+        """Return the one name that stands for all names of a tied weight. It may be tied now or when it was saved."""
         name = self._values.aliases.get(name, name)
         return self._aliases.get(name, name)
 
@@ -209,7 +211,7 @@ class Restore:
         return lambda name: name if name in was["group_of"] else by_first.get(self._first_name(name))
 
     def _groups(self, index: int) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """The groups of an optimizer, each with the names under which its parameters were saved."""
+        """Yield each parameter group of an optimizer with the names under which its parameters were saved."""
         name_in = self._name_in(self._values.optimizers[index])
         for group, names in zip(self._optimizers[index].param_groups, self._updated[index], strict=True):
             yield group, list(map(name_in, names))
@@ -217,10 +219,10 @@ class Restore:
     # --- read ---------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read everything that this rank needs into new tensors. Changes nothing.
+        """Read everything that this rank needs into new tensors. The model and the optimizers are not changed.
 
         Raises:
-            CheckpointError: A file ends too soon, or a random generator does not accept its state.
+            CheckpointError: A file ends too soon, or a random generator does not accept its saved state.
         """
         for key, value in self._names.state.items():
             for tensor in names_of(self._values.model[self._names.saved[key]]):
@@ -242,7 +244,7 @@ class Restore:
             self._random = {kind: states[kind] for kind in random_states(self._amp) if kind in states}
         for kind, state in self._random.items():
             try:
-                torch.Generator(kind).set_state(state)  # test on a new generator
+                torch.Generator(kind).set_state(state)  # a new generator, to test the state
             except (RuntimeError, TypeError) as error:
                 raise CheckpointError(
                     f"the saved state of the random generator of {kind} is not valid: {error}"
@@ -253,7 +255,10 @@ class Restore:
         return torch.empty(saved.shape, dtype=saved.dtype, device=device)
 
     def _like(self, name: str, owner: Tensor) -> Tensor:
-        """An empty tensor for a saved one, with the sharding and device of its parameter."""
+        """Return an uninitialised tensor to read a saved tensor into, with the device and sharding of its parameter.
+
+        Step counters are on the CPU. Another tensor whose shape differs from its parameter's is replicated.
+        """
         saved = self._values.tensors[name]
         owner = masters.model_param_of(owner)
         owner = self._amp.as_whole(owner, owner).detach()
@@ -275,7 +280,10 @@ class Restore:
     # --- write --------------------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Write what was read into model, optimizers, session and random generators; :meth:`undo` reverts it."""
+        """Write what :meth:`read` has read into the model, the optimizers, the session and the random generators.
+
+        :meth:`undo` reverts this.
+        """
         self._before = Before(self._names.model, self._optimizers, self._amp)
         fetch = self._tensors.__getitem__
         state = {key: decode(self._values.model[name], fetch) for key, name in self._names.saved.items()}
@@ -291,12 +299,12 @@ class Restore:
         set_random_states(self._random)
 
     def undo(self) -> None:
-        """Revert :meth:`apply`, however far it got."""
+        """Revert :meth:`apply`, even if it failed in the middle."""
         if self._before is not None:
             self._before.put_back()
 
     def _state_of(self, index: int, optimizer: Optimizer) -> dict[str, Any]:
-        """The saved state of an optimizer by numbers, as in its ``state_dict``."""
+        """Return the saved state of an optimizer in the form that its ``load_state_dict`` takes, by parameter numbers."""
         was, fetch = self._values.optimizers[index], self._tensors.__getitem__
         state: dict[int, Any] = {}
         groups = []
@@ -322,12 +330,15 @@ class Restore:
         return {"state": state, "param_groups": groups}
 
     def extra(self) -> Any:
-        """The saved ``extra``."""
+        """Return the ``extra`` that was given to :func:`save`."""
         return decode(self._values.extra, self._tensors.__getitem__)
 
 
 def _keep_counters(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
-    """Restore numbers in an optimizer's state in their saved format, since torch casts all but ``step`` to the parameter's."""
+    """Give 0-dim tensors in an optimizer's state their saved dtype again.
+
+    ``load_state_dict`` of torch has cast all of them except ``step`` to the dtype of the parameter.
+    """
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, state in saved.items():
         held = optimizer.state.get(params[number], {})
@@ -339,7 +350,10 @@ def _keep_counters(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]])
 
 
 def _as_cut(value: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a DTensor for a parameter that was sharded by hand."""
+    """Return this rank's part of a DTensor if the parameter was sharded by hand, that is, is no DTensor itself.
+
+    Any other value is returned unchanged.
+    """
     parameter = masters.model_param_of(parameter)
     if hasattr(value, "to_local") and not hasattr(parameter, "to_local"):
         local: Tensor = value.to_local()

@@ -1,4 +1,4 @@
-"""``save``: write a checkpoint atomically."""
+"""Write a checkpoint, so that it appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from castwise.errors import CheckpointError
 
 
 class Saving:
-    """A checkpoint that is being written, with its ``step`` and its future ``path``."""
+    """A checkpoint that is being written or has been written.
+
+    Attributes:
+        step: Step of the checkpoint.
+        path: Path that the checkpoint has once it is complete.
+    """
 
     def __init__(self, step: int, path: Path, future: Future[None]) -> None:
         self.step, self.path = step, path
@@ -34,14 +39,19 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`wait` would return immediately. Ranks may see it at different times, so agree before acting on it."""
+        """Whether :meth:`wait` would return immediately.
+
+        This may become true on one rank before it does on another, so ranks must agree before they act on it.
+        """
         return self._future.done()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete on this rank; return its path. Runs no collective of the training.
+        """Wait until the checkpoint is complete on this rank, and return its path.
+
+        No collective runs in the process groups that the training uses.
 
         Raises:
-            CheckpointError: The checkpoint could not be written; the previous checkpoint is still the newest.
+            CheckpointError: The checkpoint could not be written. The previous checkpoint is still the newest.
         """
         self._seen = True
         self._future.result()
@@ -52,11 +62,11 @@ class Saving:
 
 
 _last: Saving | None = None
-"""The last save. Only one runs at a time: the next call of this package waits for it."""
+"""The last save. Only one save runs at a time: the next call of :func:`save`, ``newest`` or ``load`` waits for it."""
 
 
 def settle() -> None:
-    """Wait for a background save, and warn of a failure that was not reported yet."""
+    """Wait until a save in the background has ended, and warn if it has failed and nobody was told."""
     error = None if _last is None else _last._future.exception()
     if _last is not None and error is not None and not _last._seen:
         _last._seen = True
@@ -77,31 +87,31 @@ def save(
 ) -> Saving:
     """Save a training run as ``folder/step-00000123``, which appears complete or not at all.
 
-    All ranks call it, between two steps. Each writes its shards; data that several hold (replicated weights, buffers)
-    is written by the lowest. A rank of a pipeline passes the part of the model that it holds. Saving a step
-    again replaces the former checkpoint.
+    All ranks call this function, between two steps. Each rank writes its shards. Data that several ranks hold (replicated
+    weights, buffers) is written by the lowest of them. A rank of a pipeline passes the part of the model that it holds. If
+    a step is saved again, the new checkpoint replaces the former one.
 
     Args:
-        folder: Used by this training only, on a file system that all ranks see. The first rank's process locks it
-            until it ends or saves into another folder.
+        folder: A folder that only this training uses, on a file system that all ranks see. The first rank's process locks
+            the folder until the process ends or saves into another folder.
         step: Number of the checkpoint, 0 or above.
-        model: A prepared model; wrappers (DistributedDataParallel, ``torch.compile`` and FSDP2) are allowed. If this
-            rank holds several stages of a pipeline, a list of them.
-        optimizers: The optimizers that update it, in the same order as for :func:`load`.
+        model: A prepared model. Wrappers (DistributedDataParallel, ``torch.compile`` and FSDP2) are allowed. If this rank
+            holds several stages of a pipeline, a list of them.
+        optimizers: The optimizers that update the model, in the same order as for :func:`load`.
         amp: The session of the model.
         extra: Any other values: None, bool, int, float, str, tensors, and lists, tuples and dicts of these. The first
-            rank's value is saved, but every rank passes the tensors in it.
-        asynchronous: Copy the tensors to host memory, then return and write in the background. Call
+            rank's value is saved, but every rank must pass the tensors in it.
+        asynchronous: Whether to copy the tensors to host memory, return, and write in the background. Call
             :meth:`Saving.wait` for the last save before the process ends.
-        keep: How many complete checkpoints to keep, this one included; checkpoints of later steps are not counted and
+        keep: How many complete checkpoints to keep, including this one. Checkpoints of later steps are not counted and
             stay. None keeps all.
-        process_group: The ranks that save together; None for all.
+        process_group: The ranks that save together. None stands for all ranks.
 
     Returns:
-        The save; ``wait()`` returns the path. If not asynchronous, it has finished.
+        The save, whose ``wait()`` returns the path. If ``asynchronous`` is False, the save has finished.
 
     Raises:
-        CheckpointError: Something cannot be saved or written, or another process saves into the folder; the previous
+        CheckpointError: Something cannot be saved or written, or another process saves into the folder. The previous
             checkpoint is still the newest.
     """
     global _last
@@ -139,7 +149,7 @@ def save(
 
 
 def as_list(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """One or several optimizers as a list."""
+    """Return one or several optimizers as a list."""
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
@@ -162,11 +172,11 @@ def _background() -> ThreadPoolExecutor:
 
 
 def finish(draft: Draft, stage: storage.Stage, about: dict[str, Any], keep: int | None, ranks: Ranks) -> None:
-    """Write the tensors on all ranks, then make the checkpoint the newest. A collective.
+    """Write the tensors on all ranks, give the checkpoint its name, and delete older checkpoints. A collective.
 
     Raises:
-        CheckpointError: The checkpoint could not be written and was removed; or it is complete, but a later action
-            failed.
+        CheckpointError: The checkpoint could not be written and was removed. Or the checkpoint is complete, but the disk
+            did not confirm its name, or an older checkpoint could not be deleted.
     """
     try:
         parts = ranks.every(lambda: stage.write(draft.partial))

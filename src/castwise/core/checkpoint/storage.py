@@ -1,8 +1,8 @@
-"""Tensors in files: plain bytes with an index.
+"""Write tensors to files as plain bytes, and read them by an index of their positions.
 
-Each rank writes one file, ``rank-00000.safetensors``, whose header lets other programs read the weights. The index is
-part of the checkpoint's values and gives the position of each piece of a tensor; castwise reads only the index, and
-checks it before anything else is read.
+Each rank writes one file, such as ``rank-00000.safetensors``, whose header lets other programs read the weights. castwise
+does not read the header. It reads an index, which gives the position of each piece of a tensor and is stored with the
+values that are not tensors. The index is checked before anything else is read.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ _SAFE: Final = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _OTHER: Final = (torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-"""Formats without a name in the safetensors header, which are written as bytes."""
+"""The dtypes without a name in safetensors headers, whose tensors are declared there as bytes."""
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in (*_SAFE, *_OTHER)}
 _ALIGNED: Final = 16
 _LARGEST: Final = 1 << 48
-"""More elements than any tensor has, and few enough to count without overflow."""
+"""A number of elements that no tensor has, and that is small enough for products of it not to overflow."""
 
 Sizes = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A box of a tensor and the position of its bytes: ``start`` counts from the end of the file's header."""
+    """A box of elements of a tensor that is stored in one file.
+
+    ``start`` is the position of its first byte, counted from the end of the file's header. ``offsets`` and ``sizes`` give
+    the box in the tensor.
+    """
 
     file: str
     start: int
@@ -51,14 +55,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A saved tensor; none of its pieces is empty, and together they cover the tensor."""
+    """A saved tensor and the pieces in which it is stored. No piece is empty, and together they cover the tensor."""
 
     dtype: torch.dtype
     shape: Sizes
     pieces: Sequence[Piece]
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as JSON for :func:`read_index`."""
+        """Return the entry as JSON that :func:`read_index` reads."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shape": self.shape, "pieces": self.pieces}
 
 
@@ -66,7 +70,7 @@ Index = dict[str, Entry]
 
 
 class _Held(NamedTuple):
-    """One rank's part of a tensor."""
+    """A description of the part of a tensor that one rank holds: the whole tensor's shape, and the part's box in it."""
 
     name: str
     dtype: torch.dtype
@@ -76,7 +80,7 @@ class _Held(NamedTuple):
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
+    """Return this rank's part of a DTensor, sharing its memory, or the tensor itself if it is no DTensor."""
     return _torch.distributed.local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
@@ -96,9 +100,10 @@ def _held(name: str, tensor: Tensor) -> _Held:
 
 
 def lay_out(tensors: Mapping[str, Tensor], ranks: Ranks) -> Index:
-    """Decide which rank writes which piece of its tensors and where. A collective.
+    """Decide which rank writes which pieces of which tensors, and at which positions. A collective.
 
-    A DTensor represents the shards that the rank holds. A piece that several ranks hold is written by the lowest.
+    A rank writes its shards of DTensors, and its other tensors whole. A piece that several ranks hold is written by the
+    lowest of them.
 
     Raises:
         CheckpointError: Something cannot be saved, or tensors of one name differ between ranks.
@@ -127,7 +132,7 @@ def _arrange(parts: Sequence[Sequence[_Held]]) -> Index:
         # the widest numbers first, so that each starts at a multiple of its size
         for one in sorted(mine, key=lambda one: -one.dtype.itemsize):
             piece = Piece(f"rank-{rank:05d}.safetensors", start, one.offsets, one.sizes)
-            index[one.name].pieces.append(piece)  # type: ignore[attr-defined]  # a list until here
+            index[one.name].pieces.append(piece)  # type: ignore[attr-defined]  # a list, in this function
             start += _bytes(one.dtype, one.sizes)
     return index
 
@@ -137,9 +142,9 @@ def _bytes(dtype: torch.dtype, sizes: Sizes) -> int:
 
 
 class Stage:
-    """The pieces that this rank writes, according to :func:`lay_out`.
+    """The pieces of tensors that this rank writes, as :func:`lay_out` has decided.
 
-    With ``copied`` the tensors are copied to host memory first, so that they may change at once.
+    With ``copied``, the constructor copies the tensors to host memory, so that training may change them at once.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], index: Index, rank: int, *, copied: bool) -> None:
@@ -164,7 +169,11 @@ class Stage:
             self._tensors.append(local.to("cpu", copy=True) if copied else local)
 
     def write(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Write the file; returns its name with its size in bytes and crc32, or nothing if this rank writes nothing."""
+        """Write this rank's file into a folder.
+
+        Returns:
+            The name of the file, mapped to its size in bytes and its crc32. Empty if this rank has nothing to write.
+        """
         if not self._tensors:
             return {}
         header = json.dumps(self._header).encode()
@@ -188,10 +197,15 @@ def _raw(tensor: Tensor) -> Any:
 
 
 def read_index(value: Any, files: Mapping[str, int]) -> Index:
-    """Read the index from untrusted JSON; tensors must be in files of the given sizes in bytes.
+    """Convert untrusted JSON to an index of tensors, and check it.
+
+    Args:
+        value: The JSON.
+        files: The names of the files with tensors, and their sizes in bytes.
 
     Raises:
-        CheckpointError: The JSON is not an index whose pieces are in these files and make up their tensors.
+        CheckpointError: The JSON is not an index, its pieces are not inside these files, or they do not make up their
+            tensors.
     """
     if not isinstance(value, dict):
         raise CheckpointError("the index of tensors is not a mapping")
@@ -212,7 +226,7 @@ def read_index(value: Any, files: Mapping[str, int]) -> Index:
 
 
 def need(good: bool, otherwise: str) -> None:
-    """Raise ValueError unless a condition holds."""
+    """Raise ValueError with the message ``otherwise`` unless ``good`` is true."""
     if not good:
         raise ValueError(otherwise)
 
@@ -258,7 +272,11 @@ def _entry(item: Any) -> Entry:
 
 
 def _overlapping(pieces: Sequence[Piece]) -> bool:
-    """Whether any two boxes share an element: sorted by the first dimension, each is compared with those that begin before it ends."""
+    """Whether any two pieces of a tensor share an element.
+
+    The pieces are sorted by their first dimension. Each is compared only with the following pieces that begin before it
+    ends.
+    """
     ordered = sorted(pieces, key=lambda piece: piece.offsets)
     for number, one in enumerate(ordered):
         for other in ordered[number + 1 :]:
@@ -270,7 +288,7 @@ def _overlapping(pieces: Sequence[Piece]) -> bool:
 
 
 def _common(offsets: Sizes, sizes: Sizes, piece: Piece) -> list[tuple[int, int]] | None:
-    """The range of elements, by dimension, that a box and a piece share; None if there are none."""
+    """Return the elements that a box and a piece share, as a range for each dimension, or None if they share none."""
     spans = [
         (max(o, p), min(o + n, p + m))
         for o, n, p, m in zip(offsets, sizes, piece.offsets, piece.sizes, strict=True)
@@ -279,7 +297,12 @@ def _common(offsets: Sizes, sizes: Sizes, piece: Piece) -> list[tuple[int, int]]
 
 
 def read(folder: Path, index: Index, into: Mapping[str, Tensor]) -> None:
-    """Read tensors, or this process's shards of them, into tensors of the saved sizes. Not a collective.
+    """Read saved tensors, or this process's shards of them, from files. Not a collective.
+
+    Args:
+        folder: The folder with the files.
+        index: The positions of the saved tensors.
+        into: The tensors to read into, by name. They must have the saved shapes.
 
     Raises:
         CheckpointError: A file is shorter than the index says.
@@ -296,7 +319,7 @@ def read(folder: Path, index: Index, into: Mapping[str, Tensor]) -> None:
         with open(folder / file_name, "rb") as file:
             begin = 8 + min(int.from_bytes(file.read(8), "little"), _LARGEST)
             for piece, entry, local, offsets, spans in sorted(jobs, key=lambda job: job[0].start):
-                # Whole rows: a range of the first dimension is one range of bytes.
+                # Whole rows are read, since a range of the first dimension is one range of bytes.
                 low, high = spans[0] if spans else (0, 1)
                 rows = (high - low, *piece.sizes[1:]) if spans else ()
                 first = (low - piece.offsets[0]) * _bytes(entry.dtype, piece.sizes[1:]) if spans else 0

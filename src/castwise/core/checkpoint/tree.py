@@ -1,4 +1,4 @@
-"""Nested values as JSON, with the tensors among them stored separately by name."""
+"""Convert nested values to JSON and back. The tensors among them are stored separately, by name."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from castwise.errors import CheckpointError
 
 _DEEPEST = 60
 _LARGEST = 10**4000
-"""Python parses no integer of more than 4,300 digits."""
+"""The limit for integers. Python parses no integer of more than 4,300 digits."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Encode a value as JSON; :func:`decode` restores tuples and the key types of dicts.
+    """Encode a nested value as JSON, from which :func:`decode` also restores tuples and the key types of dicts.
 
-    Tensors are put into ``tensors``, under names that begin with the name of the value.
+    Args:
+        value: None, bool, int, float, str, a tensor, or a list, tuple or dict of these.
+        name: Name of the value, with which the names of its tensors begin.
+        tensors: The tensors inside the value are added to this dict, under their names.
 
     Raises:
-        CheckpointError: The value has another type, could not be read again, or two tensors have one name.
+        CheckpointError: The value has another type, could not be read again, or two tensors would have one name.
     """
     if nested_deeper(value, _DEEPEST):
         raise CheckpointError(
@@ -69,10 +72,10 @@ def _check_key(key: Any, name: str) -> None:
 
 
 def check(value: Any, tensors: Mapping[str, Any]) -> None:
-    """Check that untrusted JSON is a possible result of :func:`encode` for tensors of these names.
+    """Check that untrusted JSON can be a result of :func:`encode`, and refers only to tensors whose names are in ``tensors``.
 
     Raises:
-        ValueError: The JSON cannot be such a result; the message says why.
+        ValueError: The check failed. The message says why.
     """
     try:
         decode(value, tensors.__getitem__)
@@ -81,7 +84,11 @@ def check(value: Any, tensors: Mapping[str, Any]) -> None:
 
 
 def decode(value: Any, fetch: Callable[[str], Any]) -> Any:
-    """Undo :func:`encode`; ``fetch`` returns the tensor of a name, or its replacement.
+    """Convert JSON that :func:`encode` returned back to the nested value.
+
+    Args:
+        value: The JSON.
+        fetch: Called with the name of each tensor. Returns the tensor, or an object to use in its place.
 
     Raises:
         ValueError: The JSON is not a result of :func:`encode`.
@@ -113,7 +120,7 @@ def _is_key(key: Any) -> bool:
 
 
 def names_of(value: Any) -> list[str]:
-    """Names of the tensors in a result of :func:`encode`."""
+    """Return the names of the tensors that occur in a result of :func:`encode`."""
     found: list[str] = []
     decode(value, found.append)
     return found

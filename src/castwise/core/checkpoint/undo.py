@@ -1,4 +1,4 @@
-"""The state of a training before a load, to restore if the load fails midway."""
+"""Record the state of a training run before a checkpoint is loaded, to restore it if the load fails midway."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from castwise.core.session import Amp
 
 
 class Before:
-    """The current state of a model, its optimizers, its session and the random generators.
+    """A record of the state of a model, its optimizers, its session and the random generators, made by the constructor.
 
-    Weights, their masters and their remembered originals are copied to host memory. Of an optimizer the containers are
-    recorded; its tensors are copied only if it may write into them while loading: torch's optimizers replace them.
+    Weights, their fp32 masters, and the fp32 originals of weights without masters are copied to host memory. For an
+    optimizer, the contents of its dicts and lists are recorded. Its tensors are copied only if it may write into them
+    while it loads. torch's optimizers replace their tensors instead.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], amp: Amp) -> None:
@@ -41,7 +42,10 @@ class Before:
         self._random = random_states(amp)
 
     def _containers_of(self, optimizer: Optimizer) -> list[Tensor]:
-        """Record the contents of an optimizer's containers, including wrapped optimizers; returns the tensors in them."""
+        """Record the contents of all dicts and lists inside an optimizer, and return the tensors in them.
+
+        Optimizers that the optimizer wraps are included.
+        """
         seen: dict[int, Any] = {}
         tensors: list[Tensor] = []
         left: list[Any] = [optimizer]
@@ -62,7 +66,7 @@ class Before:
         return tensors
 
     def put_back(self) -> None:
-        """Undo all changes made since."""
+        """Restore the recorded state."""
         if self._extra:
             with suppress(Exception):  # a module that refuses its own state has already raised
                 self._model.load_state_dict({**self._model.state_dict(keep_vars=True), **self._extra})
@@ -80,7 +84,10 @@ class Before:
 
 
 def _writes_in_place(optimizer: Optimizer) -> bool:
-    """Whether an optimizer may write into its current tensors while it loads, that is, whether code other than torch's runs."""
+    """Whether an optimizer may write into its current state tensors while it loads a state dict.
+
+    torch's and castwise's code does not, so the answer is True if any other code runs during the load.
+    """
     kind = type(optimizer)
     code = [kind.load_state_dict, kind.__setstate__, *_torch.optimizers.load_hooks(optimizer)]
     return not all(getattr(one, "__module__", "").startswith(("torch.optim.", "castwise.")) for one in code)

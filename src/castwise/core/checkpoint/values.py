@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's values, which are untrusted, before they are used."""
+"""Read everything in a checkpoint that is not a tensor, and check it before it is used, since it is not trusted."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from castwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Values:
-    """Everything saved besides the bytes of tensors; trees are encoded as in :mod:`castwise.checkpoint.tree`.
+    """Everything in a checkpoint except the bytes of its tensors.
+
+    A tree is a nested value as JSON, in the encoding of :mod:`castwise.checkpoint.tree`.
 
     Attributes:
-        tensors: Shapes and dtypes, and positions of the bytes.
-        model: Trees, by name.
-        aliases: Further names of tied weights, each with the first name.
-        optimizers: For each: ``class``, ``options`` (trees, by group), ``group_of`` (by name of a weight) and ``state``
-            (trees, by name of a weight).
-        extra: A tree.
-        ranks: For each rank: ``amp`` and ``rng``, trees.
+        tensors: Shapes and dtypes of the tensors, and positions of their bytes.
+        model: Maps the names of the model's weights and other state to trees.
+        aliases: Maps each further name of a tied weight to its first name.
+        optimizers: A dict for each optimizer. ``class`` is its class name, and ``options`` has a tree for each parameter
+            group. ``group_of`` maps names of weights to their groups, and ``state`` maps names of weights to trees.
+        extra: A tree of the user's own values.
+        ranks: For each rank, the trees ``amp`` (the session's state) and ``rng`` (the states of random generators).
     """
 
     tensors: storage.Index
@@ -111,7 +113,10 @@ def _check(values: Values, world_size: int) -> None:
 
 
 def _need_own(tree: Any, name: str) -> None:
-    """Check that a tree contains only its own tensors, not another entry's of the same shape."""
+    """Raise ValueError if a tree refers to a tensor that is not stored under the tree's own name.
+
+    It could otherwise refer to a tensor of another entry that has the same shape.
+    """
     own = all(f"{tensor}.".startswith(f"{name}.") for tensor in names_of(tree))
     need(own, f"{name} holds a tensor under the name of another entry")
 

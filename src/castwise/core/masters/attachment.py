@@ -1,4 +1,4 @@
-"""Masters in an optimizer, synchronised with the model."""
+"""Put fp32 master weights into an optimizer, and keep them equal to the model's parameters."""
 
 from __future__ import annotations
 
@@ -53,25 +53,26 @@ def attach(
     *,
     originals: Mapping[Any, Tensor] | None = None,
 ) -> Attachment:
-    """Give every trainable parameter that is stored low an fp32 master in the optimizer.
+    """Give every trainable parameter of an optimizer that is stored in bf16 or fp16 an fp32 master.
 
-    The lists ``group["params"]`` are rewritten in place, state is moved to the masters, and from then on the
-    optimizer's ``step``, whoever calls it, updates the masters and then the model. Parameters stored in fp32 stay in
-    the optimizer unchanged; frozen low ones stay until they are unfrozen.
+    The lists ``group["params"]`` are rewritten in place to hold the masters, and optimizer state is moved to them. From
+    then on the optimizer's ``step``, whoever calls it, updates the masters and then the model. Parameters stored in fp32
+    stay in the optimizer unchanged. A frozen parameter in bf16 or fp16 gets a master when it is unfrozen.
 
     Args:
-        optimizer: Any torch optimizer. Attaching again adds the parameters of ``model`` to those that get masters.
-        model: A prepared model: only its parameters get masters, now or when they are added or unfrozen later. None:
-            every parameter of the optimizer that is stored low.
-        originals: fp32 values to start masters from; a parameter without an entry starts from its stored value. A
-            tensor with the parameter's strides becomes the master's memory.
+        optimizer: Any torch optimizer. Another call with the same optimizer adds the parameters of ``model`` to those that
+            get masters.
+        model: A prepared model. Only its parameters get masters, now or when they are added or unfrozen later. With None,
+            every parameter of the optimizer in bf16 or fp16 gets a master.
+        originals: Maps parameters to the fp32 values from which their masters start. A master without an entry starts from
+            the parameter's stored value. A tensor with the parameter's strides becomes the master's memory.
 
     Returns:
         The object that synchronises masters and model. It lives as long as the optimizer.
 
     Raises:
-        StateError: ``Optimizer.__init__`` never ran for the optimizer. After this or any other error the optimizer,
-            the parameters and the model's hooks are unchanged.
+        StateError: ``Optimizer.__init__`` was never called for the optimizer. After this or any other error, the
+            optimizer, the parameters and the model's hooks are unchanged.
     """
     if not _torch.optimizers.has_step_hooks(optimizer):
         raise StateError(
@@ -96,29 +97,29 @@ def attach(
 
 
 def attachment_of(optimizer: Optimizer) -> Attachment | None:
-    """The object that :func:`attach` returned for the optimizer, or None."""
+    """Return the :class:`Attachment` that :func:`attach` created for an optimizer, or None."""
     return _attachments.get(optimizer)
 
 
 class Attachment:
-    """The masters of one optimizer and the hooks that synchronise them; made by :func:`attach`.
+    """Manages the fp32 masters of one optimizer and keeps them equal to the model's parameters. :func:`attach` creates it.
 
-    A write to a master or to its parameter, also outside of ``step``, changes both: writes to masters
-    reach the model before its next ``forward`` and ``state_dict``, writes to parameters reach the masters
-    before the next step. If both were written in between and differ, the master's values are used, with a warning.
+    A write to a master or to its parameter changes both, also outside of ``step``. Writes to masters are copied to the
+    model before its next ``forward`` and ``state_dict``. Writes to parameters are copied to the masters before the next
+    step. If both were written in between and differ, the master's values are used, with a warning.
 
-    Writes through ``parameter.data`` are noticed as well. Writes that torch does not count (numpy, DLPack, foreign
-    kernels) are searched for in a few elements of each parameter before a step; after such a write call
+    Writes through ``parameter.data`` are noticed as well. Writes by numpy, DLPack or foreign kernels do not raise torch's
+    version counters. They are searched for in a few elements of each parameter before a step. After such a write call
     :meth:`refresh_from_model`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Create it without parameters; this changes nothing."""
+        """Create an attachment without masters. The optimizer is not changed."""
         self.covers_all = False
         self._low_gradients = False
         self._optimizer = weakref.ref(optimizer)
         self._models: list[tuple[weakref.ref[nn.Module], Callable[[], None]]] = []
-        """Each model with the function that removes its hooks."""
+        """Each model whose parameters get masters, with the function that removes the hooks on the model."""
         self._pairs = Pairs(self._optimizer)
         self._steps = 0
         self._frozen: list[nn.Parameter] = []
@@ -129,7 +130,10 @@ class Attachment:
 
     @property
     def _hooks(self) -> tuple[Callable[..., Any], ...]:
-        """The hooks, created on each call but equal: stored here, they would make a reference cycle."""
+        """The hooks on the optimizer. They are created at each access, since stored hooks would make a reference cycle.
+
+        The hooks of two accesses are equal.
+        """
         return (
             MethodType(before_step, self),
             MethodType(after_step, self),
@@ -138,7 +142,10 @@ class Attachment:
         )
 
     def install(self, optimizer: Optimizer) -> None:
-        """Hook the optimizer's steps; :meth:`detach` undoes it, however far it got."""
+        """Register hooks on the optimizer, for steps, loading, saving and copying.
+
+        :meth:`detach` removes the hooks, also if this method failed in the middle.
+        """
         _attachments[optimizer] = self
         _torch.tensors.refuse_inlining(before_step)
         _torch.tensors.refuse_inlining(after_step)
@@ -146,8 +153,8 @@ class Attachment:
         _torch.steps.subscribe(before, after, of=optimizer)
         optimizer.register_load_state_dict_post_hook(loaded)
         optimizer.register_state_dict_post_hook(saved)
-        # torch leaves hooks out of copies of an optimizer, and one without these would train masters that never
-        # reach a model.
+        # torch leaves hooks out of copies of an optimizer. A copy without these hooks would train masters whose values
+        # are never copied to a model.
         optimizer.__reduce_ex__ = _Reducer(optimizer)  # type: ignore[method-assign]
         sync.live[id(self)] = self
         _follow_all_steps()
@@ -157,18 +164,21 @@ class Attachment:
 
     @property
     def masters(self) -> tuple[nn.Parameter, ...]:
-        """The masters, in the order of the optimizer's groups."""
+        """The masters, in the order of the optimizer's parameter groups."""
         return tuple(self._pairs.masters)
 
     @property
     def stored(self) -> tuple[nn.Parameter, ...]:
-        """The model's parameters of these masters, in the same order."""
+        """The model's parameters to which :attr:`masters` belong, in the same order."""
         return tuple(self._pairs.stored)
 
     # --- which parameters have masters ---------------------------------------------------------------------
 
     def extend(self, model: nn.Module | None) -> None:
-        """Cover parameters: each gets a master when it is in the optimizer, trainable and low."""
+        """Add the parameters of a model to those that get masters, or all parameters of the optimizer if ``model`` is None.
+
+        Such a parameter gets a master once it is in the optimizer, trainable, and stored in bf16 or fp16.
+        """
         if model is None:
             self.covers_all = True
         elif all(known() is not model for known, _ in self._models):
@@ -177,7 +187,7 @@ class Attachment:
         self.scan()
 
     def concerns(self, module: nn.Module) -> bool:
-        """Whether parameters of a module have masters here, or may get them."""
+        """Whether any parameter of a module has a master in this optimizer, or may get one."""
         known = self._concerned.get(module)
         if known is None:
             own = self._covered().union(map(id, self._pairs.stored))
@@ -194,9 +204,9 @@ class Attachment:
         return {id(parameter) for model in self._alive() for parameter in model.parameters()}
 
     def scan(self) -> None:
-        """Give masters to covered parameters of the optimizer's groups that lack one.
+        """Give masters to those parameters in the optimizer's groups that should have one and do not yet.
 
-        If it fails, everything stays unchanged.
+        If an error is raised, nothing has changed.
         """
         optimizer = self._optimizer()
         if optimizer is None:
@@ -218,7 +228,7 @@ class Attachment:
                 else:
                     frozen.append(parameter)
         masters = [p for params in groups for p in params if isinstance(p, Master)]
-        # a master made by another optimizer may differ from its parameter by now: it is compared at the next step
+        # a master that another optimizer made may differ from its parameter by now, so both are compared at the next step
         new = (master for master in made.values() if master_of(master.stored) is None)
         marks = self._pairs.marks() | {id(master.stored): mark_of(master) for master in new}
         pairs = Pairs(self._optimizer, masters, marks)
@@ -257,12 +267,14 @@ class Attachment:
             raise
 
     def detach(self, *, write_back: bool = False) -> None:
-        """Remove the masters from the optimizer and restore the model's own parameters, hooks and ``grad_dtype``.
+        """Remove the masters and all hooks, and put the model's own parameters back into the optimizer.
+
+        ``grad_dtype`` of the parameters is restored.
 
         Args:
-            write_back: The parameters become fp32 and take the masters' values (and memory). Otherwise they stay
-                low, the optimizer's state takes their format, and the masters' values are remembered as their
-                originals (see :func:`castwise.masters.original_of`).
+            write_back: True makes the parameters fp32 and gives them the masters' values and memory. With False, they stay
+                in bf16 or fp16 and the optimizer's state is cast to their format. The masters' values are then kept as
+                the parameters' originals (see :func:`castwise.masters.original_of`).
         """
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -280,9 +292,13 @@ class Attachment:
         self._pairs, self._frozen, self._groups = Pairs(self._optimizer), [], []
 
     def leave(self, model: nn.Module | None) -> None:
-        """Detach and write the masters' values back, except those that other live models share.
+        """Stop updating a model through masters, and write the masters' values back to its parameters as fp32.
 
-        Models that no longer exist, and ``model``, do not count as sharing; with None only the former.
+        Masters of parameters that other models of this optimizer use stay. All masters stay if :func:`attach` was called
+        without a model. If there is no other model, everything is detached.
+
+        Args:
+            model: The model. None stands for models that no longer exist.
         """
         kept = [
             (reference, remove)
@@ -304,10 +320,10 @@ class Attachment:
         self.scan()
 
     def _let_go(self, masters: Sequence[Any], write_back: bool) -> None:
-        """Release each parameter, values first; repeating the call after an interruption skips the parameters already released.
+        """Replace masters in the optimizer by their parameters.
 
-        A master that another optimizer also holds, for another model, stays with that optimizer, and its state here
-        stays fp32.
+        If the call is interrupted, it may be repeated: parameters that already have no master are skipped. A master that
+        another optimizer also holds stays in that optimizer, and its state in this optimizer stays fp32.
         """
         others = {id(m) for other in sync.attachments() if other is not self for m in other.masters}
         for master in masters:
@@ -325,10 +341,10 @@ class Attachment:
     # --- gradients under DistributedDataParallel ------------------------------------------------------------
 
     def accept_low_gradients(self) -> None:
-        """Allow gradients in the parameters' dtype, for code that cannot write fp32 ones, such as torch's DDP.
+        """Allow gradients in the parameters' dtype, for code that cannot write fp32 gradients, such as torch's DDP.
 
-        Each is converted to fp32, once and in place, when the optimizer, a scaler or other code first reads it from the
-        master; until then microbatches accumulate in the low format, as in DDP without masters. Called when
+        A gradient is converted to fp32, once and in place, when the optimizer, a scaler or other code first reads it from
+        the master. Until then microbatches accumulate in the low format, as in DDP without masters. This is called when
         DistributedDataParallel is built on a prepared model.
         """
         self._low_gradients = True
@@ -336,7 +352,10 @@ class Attachment:
             allow_low_grad(parameter)
 
     def narrow_gradients(self) -> None:
-        """Before another backward accumulates into fp32 gradients, round them again, since DDP adds only in the low dtype."""
+        """Round fp32 gradients to the parameters' dtype again, before another backward pass accumulates into them.
+
+        DDP can add only in the parameters' dtype. Without DDP, nothing is done.
+        """
         if self._low_gradients:
             for parameter in self._pairs.stored:
                 narrow_grad(parameter)
@@ -346,15 +365,18 @@ class Attachment:
     def sync(self) -> None:
         """Update the model from masters that were written outside of a step.
 
-        Parameters that were unfrozen or added to the optimizer get their masters as well, so that the gradients of the
-        next backward are fp32. Called before each ``forward`` of a prepared model; if nothing was written, it costs
-        only a comparison of versions.
+        Parameters that were unfrozen or added to the optimizer also get their masters, so that their gradients are fp32
+        from the next backward pass on. This is called before each ``forward`` of a prepared model. If nothing was
+        written, it only compares version counters.
         """
         self._scan_for_more(self._optimizer())
         self._pairs.push_written()
 
     def settle(self) -> None:
-        """Copy writes to parameters into masters, and writes to masters into parameters. Compares versions, not values."""
+        """Copy writes to parameters into masters, and writes to masters into parameters.
+
+        Writes are detected by version counters, not by comparing values.
+        """
         optimizer = self._optimizer()
         if optimizer is not None:
             self._scan_for_more(optimizer)
@@ -363,9 +385,10 @@ class Attachment:
                 self._loads.join(optimizer, self._pairs.pull)
 
     def join_files(self) -> None:
-        """Give masters the full values that the optimizer loaded, if these round to the model's weights.
+        """Give masters the fp32 values that the optimizer has loaded, if these values round to the model's weights.
 
-        Called after either was loaded; values that do not fit wait until the other is loaded, or the next step.
+        This is called after the model or the optimizer was loaded. If values do not fit the weights, they are kept until
+        the other of the two is loaded, or until the next step.
         """
         optimizer = self._optimizer()
         self._loads.waiting = True
@@ -376,10 +399,10 @@ class Attachment:
                 self._loads.join(optimizer, self._pairs.pull)
 
     def refresh_from_model(self) -> None:
-        """Update the masters from parameters that were changed by hand in any way.
+        """Update the masters from parameters that were changed by hand, even if torch did not count the write.
 
-        Where an element of a parameter still equals its master rounded, the master keeps its full value, also if the
-        model was cast since. Synchronises with the device.
+        Where an element of a parameter equals the rounded element of its master, the master keeps its full value. This is
+        so even if the model was cast since. Synchronises with the device.
         """
         self._pairs.refresh()
         if self._loads.waiting:
@@ -390,28 +413,32 @@ class Attachment:
         self._pairs.push_all()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The masters by the names of the model's parameters, sharing their memory. Synchronises with the device.
+        """Return the masters by the names of the model's parameters, sharing their memory. Synchronises with the device.
 
-        Masters of other parameters are named by their position in the optimizer.
+        A master whose parameter is in no model is named by its position in the optimizer.
         """
         self.refresh_from_model()
         return named_masters(self._pairs.masters, self._pairs.stored, self._alive())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Write saved masters, and then the model's parameters.
+        """Write the values that :meth:`state_dict` returned into the masters, and then into the model's parameters.
 
         Raises:
-            CheckpointError: The saved masters are not those of this model and optimizer; nothing was changed.
+            CheckpointError: The saved masters are not those of this model and optimizer. Nothing was changed.
         """
         into = named_masters(self._pairs.masters, self._pairs.stored, self._alive())
         write_masters(into, state_dict)
         self.copy_to_model()
 
     def rewrite(self, write: Callable[[Tensor], object], params: Container[Tensor] | None = None) -> None:
-        """Call ``write`` to change masters in place, all or those of ``params``, then update the model.
+        """Call ``write`` with each master, which it changes in place, then update the model.
 
-        DistributedDataParallel gives all ranks the first one's *parameters* when it wraps a model. Their masters
-        must agree as well, or the ranks drift apart: ``attachment.rewrite(lambda t: dist.broadcast(t, 0))``.
+        For example, DistributedDataParallel gives all ranks the first rank's *parameters* when it wraps a model. The
+        masters must agree as well, or the ranks drift apart: ``attachment.rewrite(lambda t: dist.broadcast(t, 0))``.
+
+        Args:
+            write: Called with this rank's part of each master.
+            params: Parameters whose masters to change. None stands for all.
         """
         for master in self._pairs.masters:
             if params is None or master.stored in params:
@@ -434,7 +461,11 @@ class Attachment:
     # --- hooks ----------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Called by the optimizer: synchronise, and write the masters' values to the model for a closure."""
+        """Synchronise masters and model before a step of the optimizer, which calls this as a hook.
+
+        Returns:
+            None, or the arguments of the step with a closure that first writes the masters' values to the model.
+        """
         self._scan_for_more(optimizer)
         self._pairs.pull()
         if self._loads.waiting or self._loads.state != id(optimizer.state):
@@ -448,17 +479,17 @@ class Attachment:
         return None if closure is None else _torch.steps.with_closure(args, kwargs, self._wrap(closure))
 
     def after_step(self) -> None:
-        """Called by the optimizer: update the model."""
+        """Write the updated masters into the model after a step of the optimizer, which calls this as a hook."""
         self._pairs.push_updated()
 
     def after_load(self, optimizer: Optimizer) -> None:
-        """Called by the optimizer after its ``load_state_dict``."""
+        """Take over the masters in a state dict that the optimizer has loaded. The optimizer calls this as a hook."""
         restride_state(optimizer)
         self._loads.look(optimizer)
         self.join_files()
 
     def after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Called by the optimizer with the result of its ``state_dict``."""
+        """Add the masters to a state dict that the optimizer has created. The optimizer calls this as a hook."""
         with contextlib.suppress(StateError):
             self.settle()
         with_masters(optimizer, state_dict)
@@ -473,7 +504,10 @@ class Attachment:
 
 
 def _put(params: list[Any], group: dict[str, Any]) -> None:
-    """Set the parameters of a group in its existing list, since some optimizers (LBFGS) keep a reference to it."""
+    """Replace the parameters of a parameter group, in the group's existing list if there is one.
+
+    Some optimizers, such as LBFGS, keep a reference to that list.
+    """
     if isinstance(group["params"], list):
         group["params"][:] = params
     else:
@@ -481,10 +515,10 @@ def _put(params: list[Any], group: dict[str, Any]) -> None:
 
 
 def copy_to_model(optimizer: Optimizer) -> None:
-    """Write the masters of an optimizer into the model, rounded; does nothing without masters.
+    """Write the masters of an optimizer into the model's parameters, rounded. Does nothing if there are no masters.
 
-    A step does this, and so does the next forward of a prepared model after masters were written by hand. Call it
-    if the parameters are read before that.
+    A step of the optimizer does the same, and so does the next forward of a prepared model after masters were written by
+    hand. Call this function if the parameters are read before that.
     """
     attachment = attachment_of(optimizer)
     if attachment is not None:
@@ -492,13 +526,15 @@ def copy_to_model(optimizer: Optimizer) -> None:
 
 
 def refresh_master(parameter: nn.Parameter) -> bool:
-    """Update the parameter's master after a write that torch does not count, such as by NumPy.
+    """Update a parameter's master after a write that does not raise torch's version counter, such as one by NumPy.
+
+    Synchronises with the device.
 
     Args:
         parameter: A parameter of a model.
 
     Returns:
-        Whether anything differed; False also if there is no master. Synchronises with the device.
+        Whether the master differed from the parameter. False also if there is no master.
     """
     for attachment in sync.attachments():
         if any(parameter is stored for stored in attachment.stored):
@@ -512,14 +548,14 @@ def refresh_master(parameter: nn.Parameter) -> bool:
 
 @functools.cache
 def _follow_all_steps() -> None:
-    """Hook the steps of every optimizer permanently, since another thread may be iterating over torch's hooks."""
+    """Call :func:`_after_any_step` after each step of every optimizer. The hook is never removed."""
     _torch.steps.subscribe(after=_after_any_step)
 
 
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Update the model after a step of an optimizer inside a prepared one (SAM's base, Lookahead's).
+    """Update the model after a step of an optimizer that a prepared optimizer wraps, as SAM and Lookahead do.
 
-    Its fused kernels do not count as writes, so its masters are marked as written.
+    Fused kernels of the wrapped optimizer do not raise version counters, so its masters are marked as written.
     """
     if not sync.live or torch.compiler.is_compiling() or optimizer in _attachments:
         return
@@ -534,7 +570,10 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _Reducer:
-    """Replaces ``optimizer.__reduce_ex__``: copies of an optimizer get its hooks; pickles are those of plain torch."""
+    """A replacement of ``optimizer.__reduce_ex__`` that gives copies of the optimizer its masters and hooks.
+
+    Pickles are those of the optimizer's class.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)

@@ -1,4 +1,4 @@
-"""Averages of weights that use the fp32 masters under every plan."""
+"""Average weights (EMA, SWA) from their fp32 masters."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from castwise.core.masters.weights import in_fp32
 
 
 class AveragedModel(swa_utils.AveragedModel):
-    """``torch.optim.swa_utils.AveragedModel`` that averages masters: a correct EMA or SWA under every plan.
+    """A ``torch.optim.swa_utils.AveragedModel`` that averages the fp32 masters, so EMA and SWA are correct under every plan.
 
     Its parameters, its ``state_dict()`` and the arguments of ``avg_fn`` are fp32, whatever format the plan stores the
-    model in, and are read from the masters if there are any. When called, it runs under the plan of its source model, on
-    weights rounded as that model's are; if it was made before ``prepare``, it runs in fp32.
+    model in. They are read from the masters if there are any. When the averaged model is called, it runs under the plan
+    of the trained model, on weights that are rounded as the trained model's weights are. If it was created before
+    ``prepare``, it runs in fp32.
 
     Args:
         model: The trained model, which is copied.
-        device: Device of the average; by default the model's.
-        avg_fn: As in torch: called with the average, the weights and the number of averages so far, per parameter.
-        multi_avg_fn: As in torch: called like ``avg_fn`` but with lists of parameters; works in place.
-        use_buffers: Average buffers too; otherwise they are copied from the model.
+        device: Device of the average. The default is the model's device.
+        avg_fn: As in torch: called for each parameter with the average, the weights and the number of averages so far.
+        multi_avg_fn: As in torch: called like ``avg_fn``, but with lists of parameters. It works in place.
+        use_buffers: Whether to average buffers too. Otherwise they are copied from the model.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class AveragedModel(swa_utils.AveragedModel):
                 assign(average, source.to(average.device, copy=True))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the averaged model."""
+        """Run the averaged model, with its weights rounded to the formats in which the trained model stores them."""
         if not self._stored:
             return self.module(*args, **kwargs)
         stored = {
@@ -59,7 +60,7 @@ class AveragedModel(swa_utils.AveragedModel):
         return functional_call(self.module, stored, args, kwargs)
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Average the model's weights: its masters, or the parameters that have none.
+        """Update the average with the model's weights, which are read from the masters where there are any.
 
         Args:
             model: The trained model, of the same architecture.

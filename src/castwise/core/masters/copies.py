@@ -1,10 +1,11 @@
-"""Watch copies of parameters with masters for averages whose updates a low format would round away.
+"""Warn about averages of weights (EMA, SWA) that are stored in bf16 or fp16, where rounding drops most updates.
 
-``copy.deepcopy`` of a prepared model and ``clone`` of its parameters are stored low and have no masters: an average of
-weights (``torch.optim.swa_utils.AveragedModel``, ema_pytorch, torch_ema, diffusers' ``EMAModel``) starts as one of the
-two, and rounding drops most of its updates, without a message from torch. Averages that start in another way, as
-``p.detach().clone()`` or a copy of a ``state_dict``, or that are created anew at each step, are searched for among all
-tensors of the process, at a few steps.
+``copy.deepcopy`` of a prepared model and ``clone`` of its parameters make copies in bf16 or fp16 without fp32 masters. Most
+averages of weights start as such a copy (``torch.optim.swa_utils.AveragedModel``, ema_pytorch, torch_ema, diffusers'
+``EMAModel``). torch does not report that their updates are lost. So castwise watches these copies for writes.
+
+Other averages start as ``p.detach().clone()`` or as a copy of a ``state_dict``, or are created anew at each step. These are
+searched for among all tensors of the process, at a few steps.
 """
 
 from __future__ import annotations
@@ -27,27 +28,34 @@ from castwise.core.masters.originals import is_low
 _watched: Any = WeakTensorKeyDictionary()
 _replaced: Any = WeakTensorKeyDictionary()
 _told: Any = WeakTensorKeyDictionary()
-"""Parameters for whose copies the user has been warned."""
+"""The parameters for whose copies the user has been warned."""
 _clones: list[_Clone] = []
 _MANY = 1000
-"""Dead clones are removed after this many clones: models that clone weights in their forward make some at every
-call."""
+"""If there are more entries for clones than this, those of clones that no longer exist are removed.
+
+Some models clone weights in their forward, so each call adds entries."""
 _near: list[_Near] = []
-"""Tensors that the search before the last step found."""
+"""The tensors close to a parameter that the last search found."""
 _made_anew: list[Tensor] = []
-"""Averages that have replaced earlier averages since."""
+"""The tensors that are the new value of an average which is created anew at each step."""
 
 _SEARCHED = (3, 4, 30, 31, 300, 301)
-"""Steps of an optimizer before which all tensors are searched, in pairs: averages often start after a warmup."""
+"""The steps of an optimizer before which all tensors of the process are searched.
+
+They come in pairs, to find averages that are created anew at each step. The later pairs find averages that start after a
+warmup."""
 _NEAR = 0.5
 """A tensor counts as near a parameter if its distance is below this fraction of the parameter's norm."""
 _SAMPLE = 64
-"""Number of elements by which a tensor is compared with a parameter."""
+"""The number of elements by which a tensor is compared with a parameter."""
 
 
 @dataclass
 class _Clone:
-    """A clone; possibly only an alias of it survives, as with ``p.clone().detach()``."""
+    """A clone of a parameter that is watched for writes. It is known by its memory.
+
+    The tensor itself may be gone while an alias of it still exists, as after ``p.clone().detach()``.
+    """
 
     memory: _torch.tensors.WeakMemory
     source: TensorWeakRef
@@ -57,19 +65,24 @@ class _Clone:
 
 @dataclass
 class _Near:
-    """A tensor whose values are close to a parameter's, and sampled elements of both."""
+    """A tensor whose values are close to a parameter's, with sampled elements of the tensor and of the parameter."""
 
     memory: _torch.tensors.WeakMemory
     source: TensorWeakRef
     values: Tensor
     weights: Tensor
     eps: float
-    """Machine epsilon of the format to which an average is rounded."""
+    """The machine epsilon of the tensor's format, to which an average is rounded."""
 
     def is_followed_by(self, values: Tensor, weights: Tensor) -> bool:
-        """Whether these elements are the next value of an average that follows the current weights.
+        """Whether another tensor is the next value of an average, whose last value was this tensor.
 
-        A copy of the weights, current or from before the last step, is not an average.
+        This tensor must be gone, and the new elements must be between this tensor's elements and the parameter's. A copy
+        of the parameter, current or from the last search, is not an average.
+
+        Args:
+            values: Sampled elements of the other tensor.
+            weights: The same elements of the parameter now.
         """
         ulp = weights.abs() * self.eps
         low, high = torch.minimum(self.values, weights) - ulp, torch.maximum(self.values, weights) + ulp
@@ -81,13 +94,13 @@ class _Near:
 
 
 def watch(copied: Tensor, source: Tensor) -> None:
-    """Watch a copy that ``copy.deepcopy`` has just made of a parameter with a master."""
+    """Watch for writes to a copy that ``copy.deepcopy`` has just made of a parameter with a master."""
     if not copied.is_inference():  # an inference tensor cannot be trained, and counts no writes
         _watched[copied] = (TensorWeakRef(source), _torch.tensors.versions([copied])[0])
 
 
 def watch_clone(clone: Tensor, source: Tensor) -> None:
-    """Watch a clone of a parameter with a master."""
+    """Watch for writes to a clone of a parameter with a master."""
     if clone.is_inference():
         return
     if len(_clones) > _MANY:
@@ -97,18 +110,25 @@ def watch_clone(clone: Tensor, source: Tensor) -> None:
 
 
 def search(step: int, parameters: Sequence[Tensor], master_of: Callable[[Tensor], object]) -> None:
-    """Before some steps: watch tensors that are close to a parameter with a master, in its format and in separate memory.
+    """Search all tensors of the process for possible averages of parameters, and watch for writes to them.
 
-    ``master_of`` returns the master of a parameter, of another model too, or None.
+    A possible average has the format of a parameter with a master, is close to it, and has memory of its own. The search
+    takes place only before some steps of an optimizer.
+
+    Args:
+        step: Number of the step that follows.
+        parameters: The parameters with masters.
+        master_of: Returns the master of any model's parameter, or None.
     """
     if step not in _SEARCHED:
         return
     alike: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:  # a vector may be near by chance: a norm's running statistics are near its weights and the bias before it
+    # A vector may be near by chance: a norm's running statistics are near its weight, and near the bias of the layer before.
+    for parameter in parameters:
         if parameter.dim() > 1 and not hasattr(parameter, "device_mesh") and parameter not in _told:
             alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
     tensors = [(thing, _address(thing)) for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    # a trained parameter, of another model too, is not an average; a teacher may require gradients but has none
+    # A trained parameter of any model is not an average. A teacher's parameter may require gradients but has no ``grad``.
     known = {
         address
         for tensor, address in tensors
@@ -139,7 +159,7 @@ def _is_trained(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Address of a tensor's memory; 0 if it has none or does not count writes."""
+    """Return the address of a tensor's memory, or 0 if the tensor has none or does not count writes."""
     try:
         counts = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_inference())
         return tensor.data_ptr() if counts else 0
@@ -152,13 +172,13 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _distance(values: Tensor, weights: Tensor) -> float:
-    """Relative distance of elements from a parameter's; none if all are zero."""
+    """Return the relative distance of elements from those of a parameter, or 1 if the parameter's are all zero."""
     size = float(weights.norm())
     return float((values - weights).norm()) / size if size else 1.0
 
 
 def is_watched(copied: Tensor) -> bool:
-    """Whether a parameter is a watched copy."""
+    """Whether a parameter is a copy that :func:`watch` watches."""
     return bool(_watched) and copied in _watched
 
 
@@ -177,22 +197,26 @@ def _home(frame: FrameType) -> str:
 
 
 def note_replaced(copied: Tensor) -> None:
-    """Record that a copy's ``data`` is replaced, which torch does not count; the first time it may be a move to a device."""
+    """Count a replacement of a copy's ``data`` as a write, which torch does not, except for the first replacement.
+
+    The first one may be a move of the copy to a device.
+    """
     if copied in _replaced:
         torch.autograd.graph.increment_version(copied)
     _replaced[copied] = True
 
 
 def excuse(parameter: Tensor) -> None:
-    """Stop watching a copy that was given other values."""
+    """Stop watching a copy, for example since other values were loaded into it."""
     _watched.pop(parameter, None)
 
 
 def look_at_copies() -> None:
-    """Warn once if a copy was written, differs from the parameter and is not trained with masters.
+    """Warn once if a watched copy or clone seems to be an average of weights whose updates are rounded away.
 
-    A clone counts as an average if it was written before two checks and is near the parameter: other uses of clones,
-    such as a saved state or a trial step, meet one of the two at most.
+    A copy counts as an average if it was written, differs from its parameter, and is not trained with masters. A clone
+    counts as an average if it was written before two calls of this function and is near its parameter. Other uses of
+    clones, such as a saved state or a trial step, do not meet both conditions.
     """
     written = _made_anew[0] if _made_anew else next(_written_copies(), None) if _watched else None
     if written is None and _clones:
@@ -219,7 +243,7 @@ def _written_copies() -> Iterator[Tensor]:
         elif now != version:
             if not _is_copy(copied, source):
                 yield copied
-            _watched[copied] = (reference, now)  # the model's weights were copied into it
+            _watched[copied] = (reference, now)  # the write was a copy of the model's weights
 
 
 def _written_clones() -> Iterator[Tensor]:

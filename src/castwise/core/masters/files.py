@@ -1,12 +1,13 @@
-"""Masters in ``optimizer.state_dict()``, so that the usual two files of a loop hold the full training state.
+"""Store fp32 masters in ``optimizer.state_dict()``, so that it holds the full training state with ``model.state_dict()``.
 
-A parameter's full values are an entry of its state, which torch loads, moves and shards like any other. An optimizer
-without castwise accepts extra entries in state that is not empty, but if it has no ``step`` for a parameter, the state
-must stay empty; for such a parameter the entry is in its group, by its position.
+The fp32 values of a parameter are an additional entry of its optimizer state, which torch loads, moves and shards like any
+other entry. An optimizer without castwise accepts additional entries in state that is not empty. But state must stay empty
+if the optimizer has not stepped the parameter. The entry is then stored in the parameter group, by the parameter's
+position.
 
-Loaded values wait in the optimizer until the first step: model and optimizer may be loaded in either order, and before
-``prepare``. An element whose full value rounds to the model's value takes the full value; otherwise the model's is
-used.
+Model and optimizer may be loaded in either order, and before ``prepare``. So loaded fp32 values are kept in the optimizer
+until the first step. An element of a master takes the loaded fp32 value if that rounds to the model's value. Otherwise it
+takes the model's value.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from castwise.core.plans.formats import LOW_DTYPES
 
 _ENTRY = "castwise_master"
 _given: Any = WeakTensorKeyDictionary()
-"""Parameters that ``model.load_state_dict`` gave values since the last step, and how: stored ``"low"``, stored
-``"wide"`` but rounded as the parameter is, or ``"full"``."""
+"""How precise the values are that ``model.load_state_dict`` gave to parameters since the last step.
+
+``"low"``: the values were in bf16 or fp16. ``"wide"``: they were in a wider format, but rounded to the parameter's format.
+``"full"``: they were not rounded."""
 
 
 def with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Add the full values of low parameters, sharing their memory, to a new ``optimizer.state_dict()``.
+    """Add the fp32 values of bf16 and fp16 parameters to a result of ``optimizer.state_dict()``, and return it.
 
-    Loaded values that still wait for the model's weights are included unchanged.
+    The values share the memory of masters or originals. fp32 values that were loaded and that no master has taken over
+    yet are already in the result, and stay unchanged.
     """
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for place, (parameter, number) in enumerate(zip(group["params"], packed["params"], strict=True)):
@@ -49,7 +53,7 @@ def with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 
 def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """An ``optimizer.state_dict()`` without castwise's additions; the argument is not changed."""
+    """Return a copy of an ``optimizer.state_dict()`` without the entries that castwise adds."""
     return {
         **state_dict,
         "state": {
@@ -68,7 +72,7 @@ def _is_master(parameter: Any) -> bool:
 
 
 def _entries(optimizer: Optimizer) -> Iterator[tuple[Any, Tensor | None, dict[str, Any], str]]:
-    """Each parameter of an optimizer, its loaded full values, and their position."""
+    """Yield each parameter of an optimizer, its loaded fp32 values or None, and the dict and key that they are stored under."""
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):
             state = optimizer.state.get(parameter) or {}
@@ -77,20 +81,21 @@ def _entries(optimizer: Optimizer) -> Iterator[tuple[Any, Tensor | None, dict[st
 
 
 def forget_loaded(optimizer: Optimizer) -> None:
-    """Remove loaded masters from an optimizer."""
+    """Remove from an optimizer the fp32 values of parameters that it has loaded from a state dict with masters."""
     for _, _, where, key in _entries(optimizer):
         where.pop(key, None)
 
 
 class Loads:
-    """The values that were loaded into an optimizer and into its model since the last step.
+    """Tracks whether an optimizer or its model was loaded since the last step, and gives the loaded values to the masters.
 
     Args:
         optimizer: An optimizer with masters.
 
     Attributes:
-        waiting: Whether hooks have seen a load; :attr:`state` shows loads into the optimizer in any case.
-        state: The ``id`` of the optimizer's state at the last check: every load, by any code, replaces the state.
+        waiting: Whether a hook has seen that the optimizer or the model was loaded.
+        state: The ``id`` of the optimizer's state at the last check. It changes when any code loads the optimizer, since
+            every load replaces the state.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -99,7 +104,7 @@ class Loads:
         self.state = id(optimizer.state)
 
     def look(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer was loaded and has not stepped since, also if it was loaded before it was prepared."""
+        """Whether the optimizer was loaded and has not stepped since. It may have been loaded before it was prepared."""
         found = any(values is not None for _, values, _, _ in _entries(optimizer))
         if found or id(optimizer.state) != self.state:
             self.waiting = self._optimizers = True
@@ -107,12 +112,15 @@ class Loads:
         return self._optimizers
 
     def join(self, optimizer: Optimizer, pull: Callable[[], None], *, last: bool = False) -> None:
-        """Synchronise masters, weights and loaded values.
+        """Give masters the loaded fp32 values that round to the model's weights.
+
+        Values that do not fit the weights are kept, since the other of model and optimizer may be loaded later.
 
         Args:
             optimizer: The optimizer of this object.
-            pull: Synchronises masters and weights.
-            last: A step follows at once, so nothing else will be loaded.
+            pull: Synchronises masters and the model's weights.
+            last: Whether a step follows at once, so that nothing else will be loaded. Then a warning says what did not
+                fit, and the loaded values are discarded.
         """
         if self._optimizers:
             pull()
@@ -136,7 +144,7 @@ class Loads:
 
 
 def note_load(parameter: Tensor, value: Tensor) -> None:
-    """Record that ``model.load_state_dict`` gives a parameter this value."""
+    """Record how precise the value is that ``model.load_state_dict`` gives to a parameter."""
     value = local(value)
     _given[parameter] = "low" if is_low(value) else "wide" if _is_rounded(value, parameter.dtype) else "full"
 
@@ -149,13 +157,14 @@ def _all_given(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def _merge(optimizer: Optimizer) -> tuple[int, int, int, bool]:
-    """Give masters the loaded full values that round to the model's values. Synchronises with the device.
+    """Give masters and originals the loaded fp32 values that round to the model's values. Synchronises with the device.
 
-    If the model's file held full values, the masters have them already.
+    A parameter is skipped if the model itself was loaded with unrounded values, since its master has these already.
 
     Returns:
-        Four values: how many parameters have masters; how many masters differ from the loaded values; how many have no
-        loaded value; and whether all of the latter hold only values of their low format.
+        Four values. The number of parameters with masters. The number of masters and originals for which a loaded value
+        did not round to the model's. The number of masters without a loaded value. And whether all masters without a
+        loaded value hold only values that are exact in the parameter's format.
     """
     count, other, missing, rounded = 0, 0, 0, True
     for parameter, loaded, _, _ in _entries(optimizer):
@@ -185,7 +194,7 @@ def _merge(optimizer: Optimizer) -> tuple[int, int, int, bool]:
 
 
 def _warn(kind: str, count: int, other: int, missing: int) -> None:
-    """Warn once about loaded values that do not match exactly."""
+    """Warn if training does not resume bit for bit, since loaded masters do not fit the model's weights or are missing."""
     if other:
         warnings.warn(
             f"{kind}.load_state_dict: the fp32 masters in the loaded state are not those of the model's weights, for {other} of "
@@ -204,7 +213,7 @@ def _warn(kind: str, count: int, other: int, missing: int) -> None:
 
 
 def _rounds_to(values: Tensor, low: Tensor) -> Tensor:
-    """Which elements are the unrounded form of low values; rounding may have gone through another low format."""
+    """Return, for each element, whether the value rounds to the low value, directly or through another low format first."""
     same = torch.zeros_like(low, dtype=torch.bool)
     for way in dict.fromkeys((low.dtype, *LOW_DTYPES)):
         rounded = values.to(way).to(low.dtype)

@@ -1,7 +1,7 @@
-"""Follow changes that autograd does not count: writes through ``data`` of parameters with masters, and copies that become averages.
+"""Patch ``nn.Parameter`` to notice writes through ``data``, which autograd does not count, and copies of parameters.
 
-``nn.Parameter.data``, ``clone`` and ``__deepcopy__`` are patched while an optimizer has masters. They return what torch
-returns.
+``nn.Parameter.data``, ``clone`` and ``__deepcopy__`` are patched while an optimizer has masters. They return what torch's
+own return. Copies are noticed because they may become averages of weights.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from castwise.core.masters.parameter import master_of
 _own_data: Any = torch.Tensor.data
 _own_deepcopy: Any = nn.Parameter.__deepcopy__
 _lock = threading.RLock()
-"""Reentrant, because a thread that holds it may garbage-collect an attachment."""
+"""A lock that is reentrant, because a thread that holds it may garbage-collect an :class:`Attachment`."""
 
 
 def follow_parameters() -> None:
-    """Start following, unless already started."""
+    """Patch ``nn.Parameter``, unless it is patched already."""
     with _lock:
         for name, ours in _OURS.items():
             if name not in _in_force:
@@ -33,7 +33,10 @@ def follow_parameters() -> None:
 
 
 def leave_parameters() -> None:
-    """Stop following when no attachment is alive; functions that others installed since remain."""
+    """Remove the patches of ``nn.Parameter`` if no :class:`Attachment` is alive.
+
+    A patch that other code has replaced since is left alone.
+    """
     with _lock:
         if any(reference() is not None for reference in sync.live.valuerefs()):
             return
@@ -47,8 +50,13 @@ def leave_parameters() -> None:
 
 
 def _data(parameter: Any) -> Tensor:
-    """The parameter's memory without autograd history. Writes to it are counted as the master's, not as the parameter's."""
-    if torch.compiler.is_compiling():  # of a subclass defined by the user: Dynamo traces properties of those
+    """Return what ``parameter.data`` is while ``nn.Parameter`` is patched: the parameter's memory without autograd history.
+
+    If the parameter has a master, writes to the result are counted in ``master.data_writes``.
+    """
+    if (
+        torch.compiler.is_compiling()
+    ):  # Dynamo traces this property if the user has defined a subclass of Parameter
         return parameter.detach()  # type: ignore[no-any-return]
     own: Tensor = _own_data.__get__(parameter)
     if not is_low(own):

@@ -1,7 +1,8 @@
-"""Original values of parameters that are stored low without a master: frozen ones, and those in no optimizer yet.
+"""Keep the original values of parameters that are stored in bf16 or fp16 and have no master.
 
-A session remembers the values that it rounds. A master that is made later starts from them, checkpoints hold them, and
-:func:`restore` restores them. Elements of the parameter that were changed since are taken from the parameter.
+Such parameters are frozen, or in no optimizer yet. The original of a parameter is its value from before it was rounded, in
+the wider format that it had. A master that is created later starts from the original, checkpoints save the original, and
+:func:`restore` restores it. Elements of the parameter that were changed since are taken from the parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _former: Any = WeakTensorKeyDictionary()
 
 
 class _Original(NamedTuple):
-    """The original values of a parameter, and its low values at that time."""
+    """The original values of a parameter, the low format in which it is stored, and its version counter when recorded."""
 
     values: Tensor
     stored: torch.dtype
@@ -33,19 +34,19 @@ def is_low(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, detached and sharing its memory; for a DTensor, its shard."""
+    """Return a tensor, or this rank's shard of a DTensor, detached and sharing its memory."""
     detached = tensor.detach()
     to_local = getattr(detached, "to_local", None)
     return detached if to_local is None else to_local()
 
 
 def address(tensor: Tensor) -> int:
-    """Address of a tensor's memory; shows whether ``parameter.data`` was replaced."""
+    """Return the address of a tensor's memory, which changes if ``parameter.data`` is replaced."""
     return local(tensor).data_ptr() if hasattr(type(tensor), "to_local") else tensor.data_ptr()
 
 
 def assign(parameter: Tensor, values: Tensor) -> None:
-    """``parameter.data = values``, also for DTensors, where torch updates the metadata but not the local tensor."""
+    """Set ``parameter.data = values``. With DTensors, torch alone would update the metadata but not the local tensor."""
     if hasattr(parameter, "device_mesh"):
         _torch.distributed.set_dtensor(parameter, values)
     else:
@@ -53,12 +54,12 @@ def assign(parameter: Tensor, values: Tensor) -> None:
 
 
 def agree(full: Tensor, values: Tensor) -> bool:
-    """Whether low values equal the full ones rounded, NaN included. Synchronises with the device."""
+    """Whether rounding ``full`` gives ``values``. Two NaN count as equal. Synchronises with the device."""
     return _equal(local(full).to(values.dtype), local(values))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype have the same elements, NaN included."""
+    """Whether two tensors of one dtype have the same elements. Two NaN count as equal."""
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
@@ -66,22 +67,22 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def merge_values(
     full: Tensor, values: Tensor, through: torch.dtype | None = None, *, cast: bool = False
 ) -> bool:
-    """Update full values from low ones that may have been changed by hand.
+    """Update full values from the values of a bf16 or fp16 parameter, which may have been changed by hand.
 
-    Where a low value still equals the full value rounded, the full value is kept; all others are replaced. So a
-    parameter half of which was overwritten loses nothing in the other half.
+    Where an element of the parameter equals the full value rounded, the full value is kept. All other elements are
+    replaced. So if half of a parameter was overwritten, the other half loses no precision. Synchronises with the device.
 
     Args:
-        full: fp32, written to.
-        values: Same shape, on the same device.
-        through: The low format to which ``values`` were rounded; None if it is their dtype.
+        full: The full values in fp32, written to.
+        values: The parameter's values, of the same shape, on the same device.
+        through: The low format to which ``values`` were rounded. None if it is their dtype.
         cast: Whether ``values`` may have been cast through other formats, as by ``model.half().float()``, which
             autograd does not count as a write. Elements that only such a cast has changed keep the full value. If
-            ``values`` are back in the format to which they were rounded, one such cast must explain all elements, since
-            some match by chance, as after ``parameter.data = average``.
+            ``values`` are back in the format to which they were rounded, one cast must explain all elements. Otherwise
+            some elements would match by chance, as after ``parameter.data = average``.
 
     Returns:
-        Whether anything differed. Synchronises with the device.
+        Whether anything differed.
     """
     full, values = local(full), local(values)
     rounded = full.to(through or values.dtype)
@@ -99,10 +100,10 @@ def merge_values(
 
 
 def store(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Store a parameter in another format in place, and remember its values: :func:`restore` undoes it.
+    """Store a parameter in another format in place, and keep its original values. :func:`restore` undoes this.
 
-    Its gradient and ``grad_dtype`` are converted too. DTensors are allowed, parameters with masters are not; if the
-    format is neither bf16 nor fp16, nothing is remembered.
+    The parameter's gradient and ``grad_dtype`` are converted too. The parameter may be a DTensor, but must not have a
+    master. If the new format is neither bf16 nor fp16, no original is kept.
     """
     former = original_of(parameter)
     if former is None:
@@ -118,10 +119,10 @@ def remember_original(parameter: Tensor, values: Tensor, stored: torch.dtype | N
     """Keep the values that a parameter had before it was stored low, for the lifetime of the parameter.
 
     Args:
-        parameter: Stored in bf16 or fp16 now; for any other, nothing is kept.
-        values: Its values in another format, bf16 before fp16 included, same shape. The tensor is kept, not a
-            copy.
-        stored: The format in which the parameter was stored, if it has been cast since.
+        parameter: A parameter that is stored in bf16 or fp16 now. For any other parameter, nothing is kept.
+        values: The parameter's values in another format, of the same shape. The other format may be bf16 if the parameter
+            is fp16. The tensor itself is kept, not a copy.
+        stored: The format in which the parameter was stored low, if it has been cast since.
     """
     if is_low(parameter) and values.dtype is not parameter.dtype:
         # values may be the parameter's former tensor, detached, which counts writes together with the parameter.
@@ -132,9 +133,9 @@ def remember_original(parameter: Tensor, values: Tensor, stored: torch.dtype | N
 
 
 def original_of(parameter: Tensor) -> Tensor | None:
-    """The original values of a parameter with its later changes, or None.
+    """Return the original values of a parameter, updated by later writes to the parameter, or None if there are none.
 
-    A cast such as ``model.float()`` is not a change. Synchronises with the device, to find changes.
+    A cast such as ``model.float()`` does not count as a write. Synchronises with the device, to find writes.
     """
     known: _Original | None = _originals.get(parameter)
     if known is None:
@@ -150,13 +151,16 @@ def original_of(parameter: Tensor) -> Tensor | None:
 
 
 def note_former(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Record the format of a tensor before a plan stores it in another; a copy of a tensor gets the original's."""
+    """Record the format that a tensor has before a plan stores it in another format.
+
+    Only the first call for a tensor has an effect.
+    """
     if tensor not in _former:
         _former[tensor] = dtype
 
 
 def former_dtype(tensor: Tensor) -> torch.dtype:
-    """The format that a tensor had before any plan stored it in another."""
+    """Return the format that a tensor had before any plan stored it in another format."""
     found: torch.dtype = _former.get(tensor, tensor.dtype)
     return found
 
@@ -168,18 +172,18 @@ def forget_former(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def forget_original(parameter: Tensor) -> None:
-    """Discard the original values of a parameter."""
+    """Discard the original values of a parameter, if any are kept."""
     _originals.pop(parameter, None)
 
 
 def restore(parameter: Tensor) -> bool:
-    """Store a parameter as before it was stored low, with its full values and later changes.
+    """Give a parameter its former format again, with its original values updated by later writes to the parameter.
 
-    Its gradient and ``grad_dtype`` are converted too. For parameters without a master; those with one are restored by
-    ``Attachment.detach(write_back=True)``.
+    The parameter's gradient and ``grad_dtype`` are converted too. The parameter must not have a master. Parameters with
+    masters are restored by ``Attachment.detach(write_back=True)``. Synchronises with the device.
 
     Returns:
-        Whether there was something to restore. Synchronises with the device.
+        Whether there were original values to restore.
     """
     values = original_of(parameter)
     if values is None:
@@ -200,10 +204,10 @@ def _replace(parameter: Tensor, values: Tensor) -> None:
 
 
 def fit_grad(parameter: Tensor, dtype: torch.dtype | None) -> None:
-    """Set ``grad_dtype`` of a leaf, and cast its gradient to that dtype.
+    """Set ``grad_dtype`` of a parameter, and cast its gradient to that dtype.
 
-    An interrupt leaves the gradient on the parameter at any point. None allows any dtype, and a gradient then takes
-    the parameter's.
+    ``grad_dtype`` None allows gradients of any dtype. An existing gradient is then cast to the parameter's dtype. An
+    interrupt at any point does not lose the gradient.
     """
     grad, wanted = parameter.grad, dtype or parameter.dtype
     if grad is not None and grad.dtype is not wanted:

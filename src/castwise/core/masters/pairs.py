@@ -1,4 +1,4 @@
-"""Pairs of parameters and masters: a write to either is copied to the other."""
+"""Keep parameters and their fp32 masters equal, by copying a write to one of the two to the other."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from castwise.core.masters.state import restride_state
 from castwise.errors import StateError
 
 Mark = tuple[int, int, int, int]
-"""Version marks that show later whether a parameter or its master was written since they were equal: the parameter's
-version, that of its ``data``, its address, and the master's version."""
+"""Four numbers by which later writes to a parameter or its master are detected, recorded when both were equal.
+
+They are the parameter's version counter, the number of writes through its ``data``, the address of its memory, and the
+master's version counter."""
 _UNKNOWN: Mark = (-1, -1, -1, -1)
 
 
 def mark_of(master: Any) -> Mark:
-    """The version marks of a master and its parameter, which are equal now."""
+    """Return the :data:`Mark` of a master and its parameter at this moment, when both are equal."""
     stored, own = _torch.tensors.versions([master.stored, master])
     return stored, master.data_writes.count, address(master.stored), own
 
 
 class Pairs:
-    """Masters and their parameters.
+    """The masters of an optimizer and their parameters, with methods that detect writes to one and copy them to the other.
 
     Args:
-        optimizer: The optimizer of the masters; its state is converted if a parameter changes its strides.
-        masters: In the order of its groups.
-        marks: Version marks by ``id`` of parameters; a parameter without a mark is compared with its master before the
-            next step.
+        optimizer: The optimizer of the masters. Its state is converted if a parameter changes its strides.
+        masters: The masters, in the order of the optimizer's groups.
+        marks: The :data:`Mark` of each parameter, by the parameter's ``id``. A parameter without a mark is compared with
+            its master before the next step.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Pairs:
         self._sources = [local(master) for master in self.masters]
         self._data = [master.data_writes for master in self.masters]
         self._plain = all(issubclass(type(parameter), nn.Parameter) for parameter in self.stored)
-        """Whether no parameter is of a class that wraps other tensors, as DTensor does."""
+        """Whether no parameter is of a class that wraps other tensors, such as DTensor."""
         self._sample: Sample | None = None
         now = [(marks or {}).get(id(parameter), _UNKNOWN) for parameter in self.stored]
         self._written, self._data_written, self._addresses, self._updated = (
@@ -60,14 +62,17 @@ class Pairs:
         )
 
     def marks(self) -> dict[int, Mark]:
-        """Marks by the ``id`` of the parameter."""
+        """Return the :data:`Mark` of each parameter and its master, by the ``id`` of the parameter."""
         return dict(zip(map(id, self.stored), self._marks(), strict=True))
 
     def _marks(self) -> Iterable[Mark]:
         return zip(self._written, self._data_written, self._addresses, self._updated, strict=True)
 
     def _versions(self, of: list[Any]) -> list[int]:
-        """Versions of :attr:`masters` or :attr:`stored`, read from aliases that share the counters, which is three times as fast."""
+        """Return the version counters of :attr:`masters` or :attr:`stored`.
+
+        They are read from detached aliases, which share the counters, because that is three times as fast.
+        """
         if self._plain:
             of = self._sources if of is self.masters else self._targets
         return _torch.tensors.versions(of)
@@ -75,7 +80,7 @@ class Pairs:
     # --- before a step or a check ---------------------------------------------------------------------------
 
     def pull(self) -> None:
-        """Before a step: apply all writes by hand."""
+        """Copy all writes by hand to parameters or masters to the other of the two, before a step."""
         now = (
             self._versions(self.stored),
             [writes.count for writes in self._data],
@@ -89,7 +94,11 @@ class Pairs:
                     self._settle(index)
 
     def look(self) -> None:
-        """Before a step, after counted writes were applied: search for writes that torch does not count."""
+        """Search for writes to parameters that raised no version counter, and copy them to the masters.
+
+        This is called before a step, after :meth:`pull` has copied the writes that raised one. Only a few elements of each
+        parameter are compared.
+        """
         if self._sample is None:
             self._sample = Sample(self._targets, self._sources)
         if self._sample.differs():
@@ -112,7 +121,7 @@ class Pairs:
                     self._settle(index)
 
     def refresh(self) -> None:
-        """Update masters from parameters that were changed by hand in any way."""
+        """Update the masters from parameters that were changed by hand, even by writes that raised no version counter."""
         for index, (parameter, master) in enumerate(zip(self.stored, self.masters, strict=True)):
             if not _is_cast(master):
                 self._settle(index, look=True)
@@ -123,11 +132,16 @@ class Pairs:
                 self._updated[index] = _torch.tensors.versions([master])[0]
 
     def _ahead(self, index: int) -> bool:
-        """Whether a master was written since its parameter was last updated."""
+        """Whether a master was written since it was last equal to its parameter."""
         return self._updated[index] not in (-1, *_torch.tensors.versions([self.masters[index]]))
 
     def _settle(self, index: int, *, look: bool = False) -> None:
-        """Synchronise one parameter and its master; with ``look``, compare values even if no write was counted."""
+        """Make one parameter and its master equal.
+
+        Args:
+            index: Position of the parameter and the master.
+            look: Whether to compare values even if no version counter was raised.
+        """
         parameter, master = self.stored[index], self.masters[index]
         if _is_cast(master):
             raise StateError(
@@ -156,7 +170,7 @@ class Pairs:
             held[index] = now
         if not ahead:
             if (changed or look) and merge_values(source, target, cast=cast) and cast:
-                if look:  # nothing is written to the model; the next step does it
+                if look:  # the model is not written now, but at the next step
                     self._updated[index] = mark_of(master)[3]
                     return
                 _torch.tensors.copy_each(
@@ -179,7 +193,10 @@ class Pairs:
     # --- after a step ---------------------------------------------------------------------------------------
 
     def push_updated(self) -> None:
-        """After a step: write masters that have gradients into the model; updates by fused kernels do not count as writes."""
+        """Write the masters that a step has updated into the model's parameters.
+
+        These are the masters with a gradient, since updates by fused kernels raise no version counter.
+        """
         due = [index for index, parameter in enumerate(self.stored) if parameter.grad is not None]
         if len(due) < len(self.stored):
             now = zip(self.stored, _torch.tensors.versions(self.masters), self._updated, strict=True)
@@ -203,10 +220,10 @@ class Pairs:
             _torch.tensors.copy_each(self._targets, self._sources)
         else:
             _torch.tensors.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
-        # The copy counts as a write to its sources, too.
+        # The version counters of the sources are read again, since the copy raises them too.
         self._written, self._updated = self._versions(self.stored), self._versions(self.masters)
 
 
 def _is_cast(master: Any) -> bool:
-    """Whether a parameter's format differs from the one it had when it got its master, as after ``model.float()``."""
+    """Whether a parameter's dtype differs from the dtype it had when it got its master, as after ``model.float()``."""
     return master.stored.dtype is not master.former_dtype

@@ -1,11 +1,10 @@
-"""The fp32 master of one parameter.
+"""Define the fp32 master of a parameter that is stored in bf16 or fp16.
 
-A parameter and its master share one fp32 gradient, which is stored on the parameter. Two attributes
-of torch make that possible: ``Tensor.grad_dtype`` lets autograd accumulate fp32 gradients on a parameter stored
-in bf16 or fp16, and ``grad`` of the master is a property that reads and writes the parameter's. So code that
-clears, scales or clips either gradient changes the one that is applied, without a copy and after every reduction.
-Attributes that users set (``p.use_muon``, ``p.grad_sample``) are stored on the parameter as well, whichever of the two
-they were set on.
+A parameter and its master share one fp32 gradient, which is stored on the parameter. Two attributes make that possible.
+``Tensor.grad_dtype`` of torch lets autograd accumulate fp32 gradients on a parameter stored in bf16 or fp16. ``grad`` of
+the master is a property that reads and writes the parameter's gradient. So code that clears, scales or clips the gradient
+of either changes the gradient that is applied, without a copy and after every reduction between ranks. Attributes that
+users set (``p.use_muon``, ``p.grad_sample``) are stored on the parameter, no matter which of the two they were set on.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ _masters: Any = WeakTensorKeyDictionary()
 
 
 class Master:
-    """Mixin of every master of a parameter :attr:`stored`; a master is also a tensor.
+    """A mixin for the tensors that are fp32 masters of a model's parameter.
 
-    A master hashes as its parameter does and equals it, so that tables keyed by the model's parameters
-    (``optimizer.state[model.weight]``, ``torch.distributed.checkpoint``) find it, and torch refuses, as a duplicate,
-    to add a parameter to an optimizer that already has its master.
+    A master has the hash of its parameter and is equal to the parameter. So dictionaries with the model's parameters as
+    keys (``optimizer.state[model.weight]``, ``torch.distributed.checkpoint``) find the master. And if an optimizer has a
+    parameter's master, torch refuses to add the parameter, as a duplicate.
     """
 
     stored: nn.Parameter
-    """The model's parameter, in bf16 or fp16."""
+    """The model's parameter to which the master belongs, in bf16 or fp16."""
     former_grad_dtype: torch.dtype | None
-    """The parameter's ``grad_dtype`` before it had a master; None means any dtype."""
+    """The parameter's ``grad_dtype`` before it had a master. None means any dtype."""
     former_dtype: torch.dtype
     """The parameter's dtype before it had a master."""
     data_writes: DataWrites
-    """Writes through the parameter's ``data`` (see ``following``)."""
+    """The counter of writes through the parameter's ``data`` (see the module ``following``)."""
 
     @property
     def data(self) -> Tensor:
         """The master's values without autograd history, sharing its memory.
 
-        A write to them counts as a write to the master, unlike with torch's ``data``: SAM and
-        Lookahead write weights in this way outside of ``step``, and the model must be updated.
+        Unlike with torch's ``data``, a write to these values counts as a write to the master. SAM and Lookahead write
+        weights in this way outside of ``step``, and the model must be updated from the master afterwards.
         """
         tensor: Any = self
         return tensor.detach()  # type: ignore[no-any-return]
@@ -77,7 +76,8 @@ class Master:
     def grad(self) -> Tensor | None:
         """The gradient that parameter and master share, in fp32.
 
-        A gradient in a lower format on the parameter is replaced there by its fp32 value.
+        If the parameter has a gradient in a lower format, reading this property replaces it on the parameter by its fp32
+        value.
         """
         grad = self.stored.grad
         if grad is not None:
@@ -103,7 +103,7 @@ class Master:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter requires a gradient: setting it on a master, as GAN loops do, sets it on the model's parameter."""
+        """Whether the parameter requires a gradient. Setting this, as GAN loops do, sets it on the model's parameter."""
         return self.stored.requires_grad
 
     @requires_grad.setter
@@ -111,16 +111,16 @@ class Master:
         self.stored.requires_grad = value
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Set :attr:`requires_grad`; returns the master."""
+        """Set :attr:`requires_grad` of the parameter, and return the master."""
         self.stored.requires_grad = requires_grad
         return self
 
     def register_hook(self, hook: Any) -> Any:
-        """Register a hook on the parameter, which is in autograd's graph."""
+        """Register a gradient hook on the parameter, because autograd's graph contains the parameter and not the master."""
         return self.stored.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Register a hook on the parameter, which is in autograd's graph."""
+        """Register the hook on the parameter, because autograd's graph contains the parameter and not the master."""
         return self.stored.register_post_accumulate_grad_hook(hook)
 
     # --- attributes: those of a tensor belong to the master, all others to the parameter ----------------------
@@ -170,7 +170,10 @@ class Master:
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ordinary parameter for ``torch.load(weights_only=True)``; :func:`become_master` reverts that."""
+        """Pickle the master as an ordinary parameter, which ``torch.load(weights_only=True)`` loads.
+
+        :func:`become_master` turns the loaded parameter into a master again.
+        """
         tensor: Any = self
         data = tensor.detach()
         if not _is_plain(type(self)):
@@ -181,11 +184,14 @@ class Master:
 
 
 _OF_COMPILERS = "_dynamo_"
-"""Prefixes of attributes in which torch.compile stores facts about a tensor."""
+"""The prefix of the attributes in which torch.compile stores facts about a tensor."""
 
 
 def _is_own(master: Any, name: str) -> bool:
-    """Whether an attribute belongs to the master; slots of a parameter class of the user do not."""
+    """Whether an attribute is stored on the master and not on its parameter.
+
+    Attributes of tensors are. ``__slots__`` of a subclass of ``nn.Parameter`` are not.
+    """
     if name in Master.__annotations__ or name.startswith(_OF_COMPILERS):
         return True
     if not _is_plain(type(master)) and name in _own_attributes.__get__(master):
@@ -198,12 +204,20 @@ def _is_own(master: Any, name: str) -> bool:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether parameters of a class are plain memory, as those of subclasses of ``nn.Parameter`` are."""
+    """Whether a class of parameters is a subclass of ``nn.Parameter``, and not of a tensor that wraps others, such as DTensor."""
     return issubclass(kind, nn.Parameter)
 
 
 def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
-    """:func:`new_master`, activated: gradients of the parameter are fp32 from now on, and its original is discarded."""
+    """Create the fp32 master of a parameter and put it into use.
+
+    The parameter's gradients are fp32 from then on, and its original values are discarded (see
+    :func:`castwise.masters.original_of`).
+
+    Args:
+        stored: The parameter, in bf16 or fp16.
+        values: As for :func:`new_master`.
+    """
     master = new_master(stored, values)
     adopt(master)
     forget_original(stored)
@@ -211,7 +225,7 @@ def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parame
 
 
 def adopt(master: Any) -> None:
-    """Give a parameter a master; :func:`release` undoes it."""
+    """Put a master into use for its parameter, whose gradients are fp32 from then on. :func:`release` undoes this."""
     if master_of(master.stored) is not master:
         _masters[master.stored] = TensorWeakRef(master)
         fit_grad(master.stored, torch.float32)
@@ -219,16 +233,16 @@ def adopt(master: Any) -> None:
 
 
 def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
-    """The master of ``stored``: its current one, or a new one that is not yet active.
+    """Return the current master of a parameter, or create a master that :func:`adopt` can put into use.
 
     Args:
-        stored: Parameter in bf16 or fp16.
-        values: Start values, any floating dtype, same shape; if None, the parameter's remembered
-            original, else the parameter. An fp32 tensor with the parameter's strides on its device is used
-            without a copy.
+        stored: The parameter, in bf16 or fp16.
+        values: The values from which a new master starts, in any floating dtype, of the same shape. With None, it starts
+            from the parameter's original values if they were kept, or else from the parameter. An fp32 tensor with the
+            parameter's strides and device is used without a copy.
 
     Returns:
-        fp32, with the parameter's shape, strides and device.
+        A master in fp32 with the parameter's shape, strides and device.
     """
     existing = master_of(stored)
     if existing is not None:
@@ -251,7 +265,7 @@ def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Paramet
 
 
 def become_master(parameter: nn.Parameter, stored: nn.Parameter) -> None:
-    """Turn an unpickled parameter back into the master that it was, in place."""
+    """Turn a parameter that was unpickled, and that was a master before it was pickled, into a master again, in place."""
     if not isinstance(parameter, Master):
         adopt(_as_master_of(stored, parameter))
 
@@ -260,7 +274,7 @@ def _as_master_of(stored: nn.Parameter, values: Any) -> nn.Parameter:
     fields = vars(values)
     if _is_plain(
         type(values)
-    ):  # attributes set by the user are looked up on the parameter, except those with the name of a tensor method
+    ):  # attributes that the user has set are read from the parameter, except those with the name of a tensor's attribute
         fields.clear()
         fields.update((name, value) for name, value in vars(stored).items() if hasattr(Tensor, name))
     fields.update(
@@ -275,10 +289,10 @@ def _as_master_of(stored: nn.Parameter, values: Any) -> nn.Parameter:
 
 
 class _DifferentiatedByStored:
-    """A master whose gradient has a graph, as ``backward(create_graph=True)`` creates it.
+    """A mixin for masters whose gradient has a graph, as ``backward(create_graph=True)`` creates it.
 
-    The graph refers to the parameter, and second-order optimizers (AdaHessian) differentiate with respect to what they
-    hold.
+    ``torch.autograd.grad`` with respect to such a master differentiates with respect to its parameter. Second-order
+    optimizers (AdaHessian) hold the master and differentiate with respect to it, but the graph contains the parameter.
     """
 
     @classmethod
@@ -295,31 +309,33 @@ def _class_of(name: str, base: type, kind: type) -> type:
     return made
 
 
-# Created at import, not with the first master: an optimizer that torch.compile compiled earlier depends on torch's list.
+# These classes are created at import and not with the first master, since creating one changes torch's list of classes that
+# take foreach kernels, and an optimizer that was compiled before would depend on the old list.
 _class_of("Differentiated", _DifferentiatedByStored, _class_of("Master", Master, nn.Parameter))
 
 
 def master_of(parameter: Tensor) -> nn.Parameter | None:
-    """The live fp32 master of a model's parameter, or None."""
+    """Return the fp32 master that is in use for a model's parameter, or None if there is none."""
     reference = _masters.get(parameter)
     return None if reference is None else reference()
 
 
 def model_param_of(parameter: Tensor) -> Tensor:
-    """The model's parameter behind a master; any other parameter is returned unchanged."""
+    """Return the model's parameter to which a master belongs. Any other parameter is returned unchanged."""
     return parameter.stored if isinstance(parameter, Master) else parameter
 
 
 def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
-    """Remove a parameter's master; gradient and ``grad_dtype`` become those of plain torch.
+    """Take a master out of use. The parameter's gradient and ``grad_dtype`` become those of plain torch.
 
     Args:
         master: A master that :func:`make_master` returned.
-        write_back: The parameter becomes fp32 and takes the master's values and memory. Otherwise it stays low, and
-            the master's values are remembered as its original. None: values are left alone, the remembered ones too.
+        write_back: True makes the parameter fp32 and gives it the master's values and memory. With False, the parameter
+            stays in bf16 or fp16, and the master's values are kept as its original values. With None, the parameter's
+            values and its original values stay as they are.
 
     Returns:
-        The parameter, unchanged if another optimizer released the master before.
+        The parameter. It is unchanged if the master was already taken out of use for another optimizer.
     """
     parameter: nn.Parameter = master.stored
     current: Any = master_of(parameter)
@@ -329,7 +345,7 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
     # The master is forgotten last, so that after an interrupt one of the two still holds the full values.
     if write_back or (write_back is False and not is_low(parameter)):
         if parameter.shape == master.shape and not parameter.is_meta:
-            values = master.data  # and its memory, if it has the parameter's strides
+            values = master.data  # the parameter takes the memory as well, if it has the right strides
             if values.stride() != parameter.stride() or values.device != parameter.device:
                 values = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
             assign(parameter, values)
@@ -342,28 +358,30 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
 
 
 def allow_low_grad(parameter: nn.Parameter) -> None:
-    """Allow gradients in the parameter's dtype; reading the master's gradient converts them to fp32."""
+    """Allow a parameter with a master to get gradients in its own dtype. Reading ``master.grad`` converts them to fp32."""
     parameter.grad_dtype = None
 
 
 def narrow_grad(parameter: nn.Parameter) -> None:
-    """Round an fp32 gradient to the parameter's dtype again."""
+    """Round the fp32 gradient of a parameter to the parameter's dtype, in place on the parameter."""
     grad = parameter.grad
     if grad is not None and grad.dtype is not parameter.dtype:
         parameter.grad = grad.to(parameter.dtype)
 
 
 def take_grad_fp32(parameter: nn.Parameter) -> Tensor:
-    """Replace the parameter's gradient by its fp32 value, and return it."""
+    """Replace a parameter's gradient by its fp32 value, and return the fp32 gradient."""
     low = parameter.grad
     assert low is not None
     grad = low.to(torch.float32)
     if parameter.grad_dtype is not torch.float32:
-        parameter.grad_dtype = None  # any dtype, so that code which writes low gradients can go on doing so
+        parameter.grad_dtype = (
+            None  # allows any dtype, so that other code may still write gradients in a low dtype
+        )
     parameter.grad = grad
     return grad
 
 
 def mirror_grad(master: nn.Parameter, grad: Tensor | None) -> None:
-    """Set a reference to the gradient for code that bypasses the property, or remove it with None."""
+    """Store the gradient where code finds it that bypasses the property :attr:`Master.grad`. None removes it there."""
     _own_grad.__set__(master, grad)

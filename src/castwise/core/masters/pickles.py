@@ -1,9 +1,10 @@
-"""Pickles of prepared models and optimizers: equal to those after ``Amp.close``, without castwise's objects.
+"""Pickle prepared models and optimizers without castwise's objects, as they would pickle after ``Amp.close``.
 
-They load where castwise is not installed, also by ``torch.load(weights_only=True)`` if the model's classes are allowed.
-Borders and other hooks are left out, and tensors are in the formats that they had without the plan, with the values of
-their masters; an optimizer in the same pickle holds the same parameters. ``copy.deepcopy`` keeps borders, since
-averages of weights are made by it.
+Such a pickle loads where castwise is not installed. It also loads by ``torch.load(weights_only=True)`` if the model's
+classes are allowed. castwise's hooks are left out. Tensors are in the formats that they had without the plan, with the
+values of their masters. An optimizer in the same pickle refers to the same parameters as the model.
+
+``copy.deepcopy`` does keep the hooks that cast at the borders of modules, since averages of weights are made by it.
 """
 
 from __future__ import annotations
@@ -32,22 +33,27 @@ from castwise.core.model.borders import Method
 
 
 class OfThisProcess:
-    """Base of objects that observe a session: in copies and pickles of their holders they become None."""
+    """A base class for objects that observe a session.
+
+    If another object that holds such an object is copied or pickled, the copy holds None instead.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
 _made: Any = WeakTensorKeyDictionary()
-"""Replacements of tensors in the current pickle, held by that pickle only, and the versions that they were made
-from."""
+"""The tensors that replace a model's tensors in a pickle, with the version counters from when they were made.
+
+They are referenced weakly, so they exist only as long as the pickle that is being written holds them."""
 
 
 @functools.cache
 def make_pickles_plain() -> None:
-    """Make models and optimizers pickle without castwise, permanently: copies of prepared models may outlive their session.
+    """Make all models and optimizers of the process pickle without castwise's objects.
 
-    Objects without castwise's additions pickle as before, by the method of their class.
+    This is never undone, since copies of prepared models may outlive their session. Objects without additions by castwise
+    pickle as before, by the method of their class.
     """
     for kind, plain in ((nn.Module, _plain_module), (Optimizer, _plain_optimizer)):
         _torch.hooks.around_function(kind, "__reduce_ex__", functools.partial(_around, kind, plain))
@@ -56,7 +62,14 @@ def make_pickles_plain() -> None:
 
 
 def _plain_call(call: Any, function: Any) -> Any:
-    """Pickle a method or a partial of one: as None if it belongs to an observer of a session, otherwise as usual."""
+    """Reduce a method or a ``functools.partial`` for a pickle, to None if its object is an :class:`OfThisProcess`.
+
+    Other calls are reduced as usual, and so are all calls in a copy.
+
+    Args:
+        call: The method or the partial.
+        function: The method itself, or the function of the partial.
+    """
     owner = getattr(function, "__self__", None)
     ours = isinstance(owner, OfThisProcess) and not is_being_copied()
     return owner.__reduce__() if ours else call.__reduce__()
@@ -80,7 +93,10 @@ def _around(kind: Any, plain: Callable[[Any, Any], Any], _: Callable[..., Any]) 
 
 
 def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
-    """The hook tables that change, without castwise's hooks; a user's hook that castwise wrapped is unwrapped."""
+    """Return those hook tables of a module or optimizer that contain castwise's hooks, without these hooks.
+
+    If castwise has wrapped a hook of the user, the user's hook takes its place.
+    """
     changed: dict[str, Any] = {}
     dropped: set[Any] = set()
     for name, table in state.items():
@@ -97,7 +113,7 @@ def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with(table: Any, others: Mapping[Any, Any], gone: Iterable[Any] = ()) -> Any:
-    """A copy of a table of any class with some values replaced and some keys removed."""
+    """Return a copy of a mapping, of the same class, with some values replaced and some keys removed."""
     found = copy.copy(table)
     found.update(others)
     for key in gone:
@@ -106,7 +122,10 @@ def _with(table: Any, others: Mapping[Any, Any], gone: Iterable[Any] = ()) -> An
 
 
 def _theirs(hook: Any) -> Any:
-    """The user's hook behind a wrapper; None for castwise's hooks."""
+    """Return the user's hook inside a wrapper of castwise, or None for a hook of castwise itself.
+
+    Any other hook is returned unchanged.
+    """
     if not _is_ours(hook):
         return hook
     inner = getattr(hook, "__wrapped__", None)
@@ -141,7 +160,10 @@ def _plain_module(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tensor: Any) -> Any:
-    """A tensor of a model as it would be without the plan; unchanged if the plan did not change its storage."""
+    """Return a model's tensor in the dtype that it had without the plan, with the values of its master or original.
+
+    A tensor whose dtype the plan did not change is returned unchanged.
+    """
     if not isinstance(tensor, Tensor) or (dtype := former_dtype(tensor)) is tensor.dtype:
         return tensor
     if isinstance(tensor, nn.Parameter):

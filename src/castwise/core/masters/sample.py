@@ -1,7 +1,7 @@
-"""A few elements of every parameter, compared with its master to detect writes that torch does not count.
+"""Compare a few elements of every parameter with its master, to detect writes that raise no version counter of torch.
 
-Those are writes through numpy, DLPack, or kernels of other libraries. A write to a whole parameter is detected
-at once, a write to a part of one when the sample reaches that part.
+Such writes come from numpy, DLPack, or kernels of other libraries. A write to a whole parameter is detected at the next
+comparison. A write to a part of a parameter is detected when the compared elements are in that part.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 ELEMENTS = 8
-"""Number of adjacent elements of a parameter's memory that are compared."""
+"""The number of adjacent elements of a parameter's memory that are compared."""
 READ = 64
-"""On an accelerator, the host reads the result at every one of this many checks."""
+"""The number of comparisons on an accelerator after which the host reads their common result."""
 
 
 class Sample:
-    """Elements of parameters and their masters.
+    """Compares a few elements of parameters with those of their masters.
 
     Args:
-        targets: Values of parameters, detached.
-        sources: Values of their masters; of the same shapes.
+        targets: Values of the parameters, detached.
+        sources: Values of their masters, of the same shapes.
     """
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -44,10 +44,10 @@ class Sample:
         self._seen: dict[torch.device, Tensor] = {}
 
     def differs(self) -> bool:
-        """Whether any sampled parameter differs from its master, rounded.
+        """Whether any compared element of a parameter differs from the rounded element of its master.
 
-        On a CPU the result is immediate. On an accelerator it is read at every :data:`READ`-th check, which waits for
-        the device, for all checks since the last.
+        On a CPU the result is immediate. On an accelerator, only every :data:`READ`-th call waits for the device and
+        reports the differences that all calls since the last such call have found. The other calls do not report them.
         """
         self._turn()
         found = False
@@ -65,7 +65,7 @@ class Sample:
         return found
 
     def _turn(self) -> None:
-        """Choose other elements of one parameter, in turn."""
+        """Choose other elements to compare for one parameter. The parameters take turns."""
         if self._places:
             turn, number = divmod(self._looks, len(self._places))
             (low, full), at, (target, source), count = self._places[number]
@@ -75,13 +75,13 @@ class Sample:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether elements are contiguous in memory, in any order."""
+    """Whether the elements of a tensor fill one block of memory without gaps, in any order."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.layout is torch.strided and reach + 1 == tensor.numel()
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements in memory order."""
+    """Return a one-dimensional view of a tensor's elements, in the order of their memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state under new keys, dtypes and strides."""
+"""Move optimizer state to other parameters, and convert it to their dtypes and strides."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from castwise.core.masters.originals import is_low
 
 
 def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, fit: bool = True) -> None:
-    """Move state to other keys, in the form that the optimizer would have created for them.
+    """Move optimizer state from parameters to other parameters, and convert it to the form that these would have.
 
-    After an interrupt, each state is under its old key or its new one, and repeating the call completes the move.
+    State with the shape of the other parameter takes its dtype, device and strides. bf16 and fp16 state of any other shape
+    (Adafactor's rows and columns, LBFGS's flat history) takes its dtype. ``step`` stays unchanged. After an interrupt, each
+    state belongs to one of the two parameters, and repeating the call completes the move.
 
     Args:
-        optimizer: Written to.
-        targets: New keys by old keys, which are equal for parameters converted in place; keys without state are
-            ignored. State of a new key's shape takes its dtype, device and strides; low state of any other shape
-            (Adafactor's rows and columns, LBFGS's flat history) takes its dtype. ``step`` stays unchanged.
-        fit: False: the state is moved to the new key unchanged.
+        optimizer: The optimizer whose state is written to.
+        targets: Maps parameters to the parameters that get their state. Both are the same if a parameter was converted in
+            place. Parameters without state are ignored.
+        fit: False moves the state without converting it.
     """
     if not targets:
         return
@@ -36,8 +37,9 @@ def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, 
         if target is not None and fit:
             state = optimizer.state[key] = {name: _fit_entry(name, v, target) for name, v in state.items()}
         moved[key if target is None else target] = state
-    # A master and its parameter are one key to a dictionary, so one must be removed before the other is added. Both are one
-    # call in C, during which no interrupt is handled; ``Tensor.__hash__``, which is Python, is not called there.
+    # A master and its parameter are the same key to a dictionary, so the old key must be removed before the new one is added.
+    # Both are done in one call of C code, during which no interrupt is handled. That code does not call ``Tensor.__hash__``,
+    # which is Python.
     steps: tuple[Callable[[], None], ...] = (
         optimizer.state.clear,
         functools.partial(optimizer.state.update, moved),
@@ -46,11 +48,11 @@ def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, 
 
 
 def restride_state(optimizer: Optimizer) -> None:
-    """Give the state of every parameter the parameter's strides and device.
+    """Give the optimizer state of every parameter the parameter's strides and device.
 
-    Fused optimizers on a CPU iterate over parameter, gradient and state in memory order, not by index, and so silently
-    update the wrong elements if their strides differ. That happens when the memory format of a model changes after the
-    first step, and when a state dict of one memory format is loaded into another.
+    Fused optimizers on a CPU iterate over parameter, gradient and state in the order of their memory. So they silently
+    update wrong elements if the strides differ. Strides differ after the memory format of a model was changed following
+    its first step, and after a state dict of another memory format was loaded.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

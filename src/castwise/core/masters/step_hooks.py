@@ -1,7 +1,7 @@
-"""Hooks around an optimizer's step, compiled or not.
+"""Hooks around the step of an optimizer with masters, which also work if the step is compiled by torch.compile.
 
-In a compiled step Dynamo skips these two frames and runs what they call uncompiled; in eager mode
-they cost one call each.
+In a compiled step, Dynamo does not compile the two hooks, and what they call runs uncompiled. In eager mode each hook
+costs one call.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 def before_step(
     attachment: Any, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call | None:
-    """Pre-hook of an optimizer whose masters an :class:`~castwise.masters.Attachment` keeps."""
+    """Call :meth:`~castwise.masters.Attachment.before_step` before a step. A step pre-hook of an optimizer with masters."""
     if not _torch.tensors.dynamo_callback():
         return attachment.before_step(optimizer, args, kwargs)  # type: ignore[no-any-return]
     return _eagerly(_before_compiled_step)(attachment, optimizer, args, kwargs)  # type: ignore[no-any-return]
 
 
 def after_step(attachment: Any, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Post-hook of such an optimizer."""
+    """Call :meth:`~castwise.masters.Attachment.after_step` after a step. A step post-hook of an optimizer with masters."""
     if not _torch.tensors.dynamo_callback():
         attachment.after_step()
     else:
@@ -39,7 +39,7 @@ def after_step(attachment: Any, optimizer: Optimizer, args: tuple[Any, ...], kwa
 def _before_compiled_step(
     attachment: Any, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call | None:
-    """Dynamo's guards bypass ``Master.grad``, so store the gradients where the guards read them."""
+    """Call ``Attachment.before_step``, and store gradients where Dynamo's guards read them, which bypass ``Master.grad``."""
     call: Call | None = attachment.before_step(optimizer, args, kwargs)
     for master in attachment.masters:
         mirror_grad(master, master.grad)

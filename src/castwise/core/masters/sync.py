@@ -1,4 +1,4 @@
-"""The live attachments, and the model hooks that synchronise parameters and masters before they are read."""
+"""Synchronise a model's parameters with their fp32 masters before the model is read, in all optimizers with masters."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from castwise.core import _torch
 from castwise.errors import StateError
 
 live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Every attachment that has masters, by its id; attachments add and remove themselves, from any thread."""
+"""Every :class:`Attachment` that manages masters, by its ``id``. Attachments add and remove themselves, from any thread."""
 
 
 def attachments(model: nn.Module | None = None) -> Iterator[Any]:
-    """The live attachments, of one model or all.
+    """Yield the live :class:`Attachment` objects that manage masters of a model's parameters, or all with None.
 
-    Attachments of other models only are left out: they may be in use by another thread, or broken.
+    Those that only concern other models are left out, since another thread may be using them, or they may be broken.
     """
-    for (
-        reference
-    ) in live.valuerefs():  # a list, created atomically: other threads attach and detach meanwhile
+    for reference in (
+        live.valuerefs()
+    ):  # a list that is created atomically, since other threads attach and detach meanwhile
         attachment = reference()
         if attachment is not None and (model is None or attachment.concerns(model)):
             yield attachment
 
 
 def sync(model: nn.Module) -> None:
-    """Update a model from masters that were written outside of a step; cheap without masters."""
+    """Update a model from masters that were written outside of a step. This costs little if there are no masters."""
     for attachment in attachments(model):
         attachment.sync()
 
@@ -43,21 +43,28 @@ def settle(model: nn.Module) -> None:
 
 
 def refresh(model: nn.Module) -> None:
-    """Update masters from all writes to a model, also through ``parameter.data``. Compares values, so it waits for the device."""
+    """Update masters from all writes to a model's parameters, even those that raised no version counter.
+
+    Values are compared, so the host waits for the device.
+    """
     for attachment in attachments(model):
         attachment.refresh_from_model()
 
 
 def join_files(model: nn.Module, *_: Any) -> None:
-    """Hook after ``load_state_dict`` of a model: masters loaded by its optimizers may now match its weights."""
+    """Give masters the fp32 values that the optimizers of a model have loaded, if they match the model's weights.
+
+    A post-hook of the model's ``load_state_dict``, after which they may match.
+    """
     for attachment in attachments(model):
         attachment.join_files()
 
 
 def sync_first(module: nn.Module, *_: Any) -> None:
-    """Hook before ``forward`` and ``state_dict`` of a model. It has no state, so models still pickle and copy.
+    """Update a model from its masters. A hook before the model's ``forward`` and ``state_dict``.
 
-    If torch.compile has removed it while tracing, the same is done before each call of the compiled code.
+    The hook has no state, so models can still be pickled and copied. torch.compile removes the hook from the code that it
+    traces. So the update is also made before each call of the compiled code.
     """
     if not is_compiling():
         sync(module)
@@ -66,7 +73,7 @@ def sync_first(module: nn.Module, *_: Any) -> None:
 
 
 class _Compiled:
-    """Called before compiled code that runs a model."""
+    """A function to call before compiled code runs a model, which updates the model from its masters."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -81,7 +88,11 @@ class _Compiled:
 
 
 def _sync_compiled(address: int) -> bool:
-    """Called by Dynamo while it traces the hook; torch 2.11 passes numbers but no modules."""
+    """Update a model now and before each later call of the code that is being compiled. Dynamo calls this while tracing.
+
+    Args:
+        address: The ``id`` of the model, because Dynamo of torch 2.11 passes numbers but no modules.
+    """
     callback = _Compiled(_torch.dynamo.object_at(address))
     callback()
     _torch.dynamo.before_compiled_calls(callback)

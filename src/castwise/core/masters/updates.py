@@ -1,7 +1,7 @@
-"""Update rules of optimizers that torch does not have, on lists of tensors, in few kernels.
+"""Update rules of optimizers that torch does not have. They work on lists of tensors, in few kernels.
 
-All tensors of one call are on one device, all tensors of a list have one dtype. bf16 and fp16 tensors are converted to
-fp32 and rounded once, at the end. Nothing waits for the device.
+All tensors of a call must be on one device, and all tensors of a list must have one dtype. bf16 and fp16 tensors are
+converted to fp32, and rounded once, at the end. The host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ def lamb_(
     decoupled: bool = True,
     adapt_all: bool = False,
 ) -> None:
-    """One step of LAMB: Adam's direction, scaled for each tensor in proportion to the tensor's norm.
+    """Make one step of LAMB, which scales Adam's direction for each tensor in proportion to the tensor's norm.
 
     Args:
-        params: Parameters of any shapes; written to.
+        params: Parameters of any shapes, written to.
         grads: One gradient for each parameter, not changed.
         means: Running means of the gradients, written to.
-        squares: Running means of their squares, written to.
+        squares: Running means of the squared gradients, written to.
         lr: Learning rate.
         betas: Decay factors of the running means.
-        eps: Added to the root of the mean square.
+        eps: Number that is added to the root of the mean square.
         weight_decay: Coefficient of the parameter in the direction.
         step: Number of this step, from 1.
-        divisor: 0-dim: gradients are divided by it first, to clip them.
-        bias_correction: Whether means are divided by the sum of their weights.
-        grad_averaging: Whether a gradient has weight ``1 - betas[0]`` in its mean, else 1.
-        decoupled: Whether weight decay is added to the direction, else to the gradient.
-        adapt_all: Whether the direction of tensors without weight decay is scaled too.
+        divisor: A 0-dim tensor by which gradients are divided first, to clip them.
+        bias_correction: Whether the means are divided by the sum of their weights.
+        grad_averaging: Whether a gradient has the weight ``1 - betas[0]`` in its mean. Otherwise the weight is 1.
+        decoupled: Whether weight decay is added to the direction. Otherwise it is added to the gradient.
+        adapt_all: Whether the direction is also scaled if there is no weight decay.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019;
     options as in Apex.
@@ -100,23 +100,24 @@ def novograd_(
     grad_averaging: bool = True,
     inside: bool = False,
 ) -> None:
-    """One step of NovoGrad: each tensor's gradient divided by the running norm of its gradients.
+    """Make one step of NovoGrad, which divides each tensor's gradient by the running norm of the tensor's gradients.
 
     Args:
-        params: Parameters of any shapes; written to.
+        params: Parameters of any shapes, written to.
         grads: One gradient for each parameter, not changed.
         means: Running means of the gradients, written to.
-        norms: Running norms of the gradients, 0-dim, written to: for ``order`` 2 the root of a mean square,
-            else the mean. They start as the norm of the first gradient, or zero.
+        norms: Running norms of the gradients, as 0-dim tensors, written to. With ``order`` 2 a running norm is the root
+            of a mean square, otherwise a mean. It starts as the norm of the first gradient, or as zero.
         lr: Learning rate.
         betas: Decay factors of the running means and norms.
-        eps: Added to the norm.
+        eps: Number that is added to the norm.
         weight_decay: Coefficient of the parameter in the direction.
         step: Number of this step, from 1.
         order: Order of the norm: 2 or infinity.
-        bias_correction: Whether means and norms are divided by the sum of their weights, as if started at zero.
-        grad_averaging: Whether a gradient has weight ``1 - betas[0]`` in its mean, else 1.
-        inside: Whether gradients are divided, and decay is added, before the mean is taken, as in the paper.
+        bias_correction: Whether means and norms are divided by the sum of their weights, as if they had started at zero.
+        grad_averaging: Whether a gradient has the weight ``1 - betas[0]`` in its mean. Otherwise the weight is 1.
+        inside: Whether gradients are divided by the norm, and weight decay is added, before the mean is taken, as in the
+            paper. Otherwise this is done to the mean.
 
     Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of
     Deep Networks", 2019; options as in Apex.
@@ -153,7 +154,10 @@ def novograd_(
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together, in fp32, or fp64 if one tensor is, on the device of the first."""
+    """Return the 2-norm of all tensors together, on the device of the first tensor.
+
+    It is computed in fp64 if any tensor is fp64, otherwise in fp32.
+    """
     dtype = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
     norms = _torch.tensors.each_norm(list(tensors), 2, dtype)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -165,6 +169,6 @@ def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _round_to(*lists: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
-    """Round an fp32 tensor back into its low original."""
+    """Copy each value in fp32 into its target, which rounds it. Pairs of a target with itself are skipped."""
     pairs = [pair for each in lists for pair in zip(*each, strict=True) if pair[0] is not pair[1]]
     _torch.tensors.copy_each([target for target, _ in pairs], [value for _, value in pairs])

@@ -1,4 +1,4 @@
-"""Read and write fp32 weights of a model whose parameters have masters."""
+"""Read and write the fp32 weights of a model whose parameters have masters."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from castwise.errors import CheckpointError
 
 
 def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
-    """The model's state dict with fp32 values in place of bf16 and fp16 values.
+    """Return a model's state dict with fp32 values in place of bf16 and fp16 values.
+
+    Synchronises with the device, since weights that were changed by hand are searched for first.
 
     Args:
-        model: Its ``state_dict`` determines the keys, hooks and extra state included; tied weights keep all their keys.
-        prefix: Put in front of every key.
+        model: The model. Its ``state_dict`` determines the keys, so hooks and extra state are included. Tied weights keep
+            all their keys.
+        prefix: Text in front of every key.
 
     Returns:
-        For parameters with a master or a remembered original, that tensor, sharing its memory as in ``state_dict``; for
-        other bf16 and fp16 tensors, fp32 copies; everything else unchanged. Synchronises with the device, since it
-        first searches for weights that were changed by hand.
+        For a parameter with a master, the master, sharing its memory as in ``state_dict``. For a parameter whose original
+        values were kept, these. For any other bf16 or fp16 tensor, an fp32 copy. Everything else is unchanged.
     """
     sync(model)
     refresh(model)
@@ -47,11 +49,11 @@ def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
 
 
 def in_fp32(value: Tensor) -> Tensor:
-    """The fp32 values of a model's tensor, detached.
+    """Return the fp32 values of a parameter or buffer of a model, detached.
 
     Returns:
-        The memory of its master, or else of its remembered original; else an fp32 copy of a low tensor, or any other
-        tensor unchanged.
+        The parameter's master if there is one, sharing its memory. Otherwise, the parameter's original values if they were
+        kept. Otherwise, an fp32 copy of a bf16 or fp16 tensor, or any other tensor unchanged.
     """
     master = master_of(value)
     if master is not None:
@@ -64,9 +66,15 @@ def in_fp32(value: Tensor) -> Tensor:
 def named_masters(
     masters: Sequence[nn.Parameter], stored: Sequence[nn.Parameter], models: Iterable[nn.Module]
 ) -> dict[str, Tensor]:
-    """Masters, detached and sharing their memory, under names that are the same in every process.
+    """Return masters by names that are the same in every process, detached and sharing their memory.
 
-    Parameters of ``models`` have their names there; any other is named by its position.
+    The master of a parameter of one of the models has the parameter's name in that model. Any other master is named by its
+    position.
+
+    Args:
+        masters: The masters.
+        stored: Their parameters, in the same order.
+        models: The models.
     """
     known: dict[int, str] = {}
     for model in models:
@@ -82,10 +90,14 @@ def named_masters(
 
 @torch.no_grad()
 def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Write saved values into the masters of :func:`named_masters`.
+    """Write saved values into masters.
+
+    Args:
+        into: The masters by name, from :func:`named_masters`.
+        state: The saved values by name.
 
     Raises:
-        CheckpointError: The names or shapes differ; nothing was changed.
+        CheckpointError: The names or shapes differ. Nothing was changed.
     """
     wrong = sorted(into.keys() ^ state.keys())
     wrong += [
@@ -101,13 +113,15 @@ def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
 
 
 class LoadIntoMasters:
-    """Hook of a module: ``load_state_dict`` writes the unrounded values of a checkpoint into the masters.
+    """A pre-hook of ``load_state_dict`` that writes the unrounded values of a state dict into the masters of a module.
 
-    It also writes to the remembered originals of parameters without masters. A value in the parameter's format does not
-    replace a full value that rounds to it: ``model.load_state_dict(model.state_dict())`` changes nothing.
+    For parameters without masters, it writes to their original values if these were kept. A value in the parameter's
+    format does not replace an fp32 value that rounds to it. So ``model.load_state_dict(model.state_dict())`` changes
+    nothing.
 
-    In a copy of the model, whose parameters have no masters, it has no module and does nothing. ``copy.deepcopy``
-    of a module copies this hook after its parameters, which is how copies are found (see ``copies``).
+    ``copy.deepcopy`` of a module copies this hook after the module's parameters. The hook then reports the copied
+    parameters to the module ``copies``, which watches for averages of weights. Parameters of a copy have no masters, so
+    in a copy the hook does nothing.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -138,7 +152,7 @@ class LoadIntoMasters:
         local_metadata: Mapping[str, Any],
         *_: Any,
     ) -> None:
-        """Write the entries of ``state_dict`` for the direct parameters of ``module`` into their masters."""
+        """Write the entries of ``state_dict`` for the parameters directly in ``module`` into their masters."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
             excuse(parameter)
@@ -162,12 +176,17 @@ class LoadIntoMasters:
 
 
 def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
-    """Install the hooks that synchronise a model with its masters: before ``forward``, ``state_dict`` and loading.
+    """Install the hooks that synchronise a model with its masters before ``forward`` and ``state_dict``, and at loading.
 
-    ScriptModules in it do not support such hooks, and are skipped. ``log`` gets the undo entry before any hook is
-    installed.
+    ScriptModules in the model do not support such hooks and are skipped.
+
+    Args:
+        model: The model.
+        log: Called with a function that removes the hooks, before any hook is installed.
     """
-    first = functools.partial(sync_first)  # told apart from the hook of another optimizer of the model
+    first = functools.partial(
+        sync_first
+    )  # an object of its own, unequal to the hook for another optimizer of the model
     loaded = functools.partial(join_files)
     hooked: list[tuple[weakref.ref[nn.Module], Callable[..., Any]]] = []
 

@@ -1,4 +1,4 @@
-"""Writes through ``parameter.data``, which torch does not count as writes to the parameter."""
+"""Count writes through ``parameter.data``, which do not raise the parameter's version counter in torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _lock = threading.Lock()
 
 
 class DataWrites:
-    """The aliases that were returned as ``data`` of one parameter, and their write counts.
+    """Counts the writes through all tensors that were returned as ``parameter.data`` of one parameter.
 
-    Each has a separate version counter, as in torch: with a shared one, a write through one alias would make a backward
-    fail that saved a tensor read through another.
+    Each returned tensor has a version counter of its own, as in torch. With a shared counter, a write through one tensor
+    would make a backward pass fail that has saved another.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class DataWrites:
         self._enough = _FEW
 
     def alias(self, data: Tensor) -> Tensor:
-        """An alias of the same memory whose writes are counted."""
+        """Return a tensor with the same memory as ``data``, whose writes are counted."""
         counter = _own_data.__get__(_NOTHING)
         alias = _torch.tensors.counted_alias(data, counter)
         self._out.append((TensorWeakRef(alias), counter))
@@ -40,14 +40,14 @@ class DataWrites:
 
     @property
     def count(self) -> int:
-        """Number of writes through all aliases."""
+        """The number of writes so far through all tensors that :meth:`alias` returned."""
         out = self._out
         return (
             self._past + sum(_torch.tensors.versions([counter for _, counter in out])) if out else self._past
         )
 
     def _let_go(self) -> None:
-        """Keep only the write count of an alias that is no longer referenced."""
+        """Drop the counters of tensors that no longer exist, and add their write counts to a total."""
         with _lock:
             known = len(self._out)
             held = [(alias, counter) for alias, counter in self._out[:known] if alias() is not None]
