@@ -1,4 +1,4 @@
-"""Show a bench result in the terminal and as a page."""
+"""Show the result of ``castwise bench`` in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["PICTURES", "grids", "headline", "interval_note", "lines", "notes", "
 Record = Mapping[str, Any]
 
 FEW = 6
-"""With fewer rounds in one process, or fewer starts, the interval is wide."""
+"""An interval is called wide if it comes from fewer rounds in one process, or fewer starts, than this."""
 MOST = 6
-"""Number of plans shown on one screen."""
+"""Largest number of plans that are shown on one screen."""
 _UNMEASURED = ("unsupported", "failed")
 _MEMORY = {
     "training peak": "training_peak_bytes",
@@ -26,7 +26,7 @@ _MEMORY = {
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """A bench's answer, its tables and remarks, for the terminal."""
+    """Return the answer, the tables and the notes of a bench, for the terminal."""
     small = (interval_note(record), words.where(record))
     others = [row for row in record["plans"] if row["name"] != row["plan"]]
     return [
@@ -37,7 +37,10 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """The answer and a row per plan, for one screen; of the remarks only those about plans that were not measured."""
+    """Return the answer and one row per plan, to fit on one screen.
+
+    Notes are left out, except those on plans that were not measured.
+    """
     base = baseline(record)
 
     def memory(row: Record) -> str:
@@ -70,7 +73,7 @@ def brief(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """The values for the page."""
+    """Return the values that fill the page of a bench."""
     return {
         "answer": headline(record), "grids": grids(record), "notes": notes(record), "interval_note": interval_note(record)
     }  # fmt: skip
@@ -80,9 +83,9 @@ def values(record: Record) -> dict[str, Any]:
 
 
 def headline(record: Record) -> str:
-    """The answer to the user's question, in a few sentences.
+    """Return the answer to the user's question, in a few sentences.
 
-    A difference inside its interval is called a tie, and a plan that learned less is never the answer.
+    A difference inside its interval is called a tie. A plan that learned less than the baseline is never the answer.
     """
     base = baseline(record)
     name, workload = base["name"], record["workload"]
@@ -149,7 +152,7 @@ def _loss_words(row: Record, base: Record) -> str:
 
 
 def interval_note(record: Record) -> str:
-    """How the numbers in the speed table were measured."""
+    """Say how the numbers in the speed table were measured."""
     times = f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds"
     if record["starts"]:
         times += f" over {record['starts']} starts of every plan, each in a separate process"
@@ -164,7 +167,7 @@ def interval_note(record: Record) -> str:
 
 
 def notes(record: Record) -> list[str]:
-    """Sentences below a table: why a plan has no numbers, and other problems."""
+    """Return the sentences below the tables: why plans have no numbers, and other problems."""
     out = list(record["notes"])
     for row in record["plans"]:
         if row["status"] in _UNMEASURED:
@@ -181,7 +184,7 @@ def notes(record: Record) -> list[str]:
 
 
 def grids(record: Record) -> list[Grid]:
-    """Speed, memory if it was measured, and learning: each narrow enough for a terminal and a phone."""
+    """Return tables of speed, memory (if measured) and learning, each narrow enough for a terminal and a phone."""
     base, rows = baseline(record), record["plans"]
     versus = f"vs {base['name']}"
     stages = {"training": "training step"}
@@ -214,7 +217,7 @@ def grids(record: Record) -> list[Grid]:
 
 
 def _timed(row: Record, stage: str) -> tuple[str, str]:
-    """The time, and the speed against the baseline; or why the plan was not timed."""
+    """Return a plan's time and its speed relative to the baseline, or the reason why it was not timed."""
     timing = row[stage]
     if timing is not None:
         return words.step(timing["step"]) or "-", words.speed(timing["speedup"]) or ""
@@ -228,7 +231,7 @@ def _bytes(row: Record, key: str) -> Any:
 
 
 def _difference(row: Record, base: Record) -> str:
-    """A plan's final loss against the baseline's, with sign and percentage."""
+    """Return the difference of a plan's final loss from the baseline's, with sign and percentage."""
     delta, reference = row["final_loss_difference"], base["final_loss"]
     if not delta:
         return "" if delta is None else "the same"

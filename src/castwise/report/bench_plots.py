@@ -1,4 +1,4 @@
-"""Plots of a bench: bars of times and memory, losses, and predictions."""
+"""Plot the result of a bench: bars of times and memory, losses, and predictions."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CUT = 3.0
-"""Bars longer than this many times the baseline's are cut."""
+"""Bars that are longer than this many times the baseline's bar are cut."""
 
 
 def baseline(record: Record) -> Record:
-    """The row with which the others are compared."""
+    """Return the row of the plan with which the others are compared."""
     found: Record = next(row for row in record["plans"] if row["name"] == record["baseline"])
     return found
 
 
 def _colours(record: Record) -> dict[str, str]:
-    """One colour per plan, the same in every picture; the baseline grey."""
+    """Return one colour per plan, the same in every picture. The baseline is grey."""
     others = [row["name"] for row in record["plans"] if row["name"] != record["baseline"]]
     return {record["baseline"]: GREY} | {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(others)}
 
@@ -44,7 +44,7 @@ def _colours(record: Record) -> dict[str, str]:
 
 
 class _Bar(NamedTuple):
-    """A bar and its whisker, from ``below`` to ``above`` its end; without a value its label stands alone."""
+    """A bar with a whisker from ``value - below`` to ``value + above``. Without a value, only the label is drawn."""
 
     name: str
     label: str
@@ -54,7 +54,7 @@ class _Bar(NamedTuple):
 
 
 def _bars(record: Record, panels: Sequence[tuple[str, Sequence[_Bar]]]) -> Figure | None:
-    """A figure with panels of horizontal bars one below the other, each as high as it has bars."""
+    """Draw panels of horizontal bars one below the other. The height of each panel follows its number of bars."""
     if not panels:
         return None
     heights = [0.42 + row_height([bar.name for bar in bars], 0.3) * len(bars) for _, bars in panels]
@@ -66,10 +66,10 @@ def _bars(record: Record, panels: Sequence[tuple[str, Sequence[_Bar]]]) -> Figur
 
 
 def _panel(axes: Axes, title: str, bars: Sequence[_Bar], colours: Mapping[str, str]) -> None:
-    """Horizontal bars from top to bottom.
+    """Draw horizontal bars from top to bottom.
 
-    A bar longer than ``CUT`` times the baseline's, which is the first, is cut and marked, so that the others stay
-    readable.
+    The first bar is the baseline's. A bar longer than ``CUT`` times the baseline's is cut and marked, so that the other bars
+    stay readable.
     """
     import matplotlib
 
@@ -87,7 +87,7 @@ def _panel(axes: Axes, title: str, bars: Sequence[_Bar], colours: Mapping[str, s
                     0.94 * cut_at, index, "//", va="center", ha="center", color="white", fontweight="bold"
                 )
             elif below or above:
-                # A whisker that would leave the figure is drawn as far as its label leaves room.
+                # A whisker that would leave the figure is drawn only as far as there is room beside the label.
                 whisker = [[min(below, value)], [max(0.0, min(above, room - value))]]
                 axes.errorbar(value, index, xerr=whisker, color=ink, lw=1, capsize=2)
             end = cut_at if value > cut_at else min(value + above, max(room, value))

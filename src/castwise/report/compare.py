@@ -15,7 +15,7 @@ __all__ = ["PICTURES", "lines", "values"]
 Record = Mapping[str, Any]
 
 SHOWN = 12
-"""Number of rows of calls in the terminal."""
+"""Largest number of calls that a table in the terminal shows."""
 MEANING = (
     "Errors are relative: the norm of the difference over the norm under the first plan. error: the error of the call's "
     "results when each plan runs separately. came in: the error of its inputs. own: the error of its results when it gets the "
@@ -35,12 +35,15 @@ _DIRECTIONS = ("forward", "backward")
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """The answer, the fixes that were tried, and the calls with the largest errors, for the terminal."""
+    """Return the answer, the fixes that were tried, and the calls with the largest errors, for the terminal."""
     return _lines(record, lambda _effect: True)
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """Like :func:`lines`, without calls whose errors come from torch's own kernels; a line counts their modules."""
+    """Return the same as :func:`lines`, but without calls whose errors come from torch's own kernels.
+
+    One line says how many modules have such calls.
+    """
     return _lines(record, _is_models, " table(verbose=True) lists them.")
 
 
@@ -61,7 +64,7 @@ def _lines(record: Record, shows: Callable[[str], bool], more: str = "") -> list
 
 
 def values(record: Record) -> dict[str, Any]:
-    """The values for the page, with all calls; calls whose errors come from torch's own kernels are folded."""
+    """Return the values that fill the page, with all calls. Those whose errors come from torch's own kernels are folded."""
 
     def grids(shows: Callable[[str], bool]) -> dict[str, Grid]:
         chosen = {d: [call for call in record["calls"] if shows(call[d]["effect"])] for d in _DIRECTIONS}
@@ -80,7 +83,7 @@ def _is_models(effect: str) -> bool:
 
 
 def in_kernels(record: Record) -> str:
-    """How many modules have errors that come from torch's own kernels, with the largest; empty if none has."""
+    """Say how many modules have errors that come from torch's own kernels, and name the largest; empty if none has."""
     sides = [
         (call, call[direction])
         for call in record["calls"]
@@ -98,7 +101,7 @@ def in_kernels(record: Record) -> str:
 
 
 def headline(record: Record) -> str:
-    """Where an error arises, and which choices are wrong."""
+    """Say in which call an error arises, and which choices (integers and masks) are wrong."""
     wrong = [choice for choice in record["choices"] if choice["is_wrong"]]
     said = [] if wrong and not _born(record) else [_where_born(record)]
     if wrong:
@@ -127,7 +130,7 @@ def _where_born(record: Record) -> str:
         return f"Rounding explains every difference between {b} and {a}."
     first, direction = max(
         born, key=lambda pair: max(_number(pair[0][d]["excess"]) for d in _DIRECTIONS)
-    )  # of both directions of one call forward
+    )  # of the two directions of one call, the forward comes first
     side = first[direction]
     differs = (
         "is not finite"
@@ -148,7 +151,7 @@ def _where_born(record: Record) -> str:
 
 
 def ends(record: Record) -> str:
-    """The errors at the end of the pass."""
+    """Say by how much the loss, the outputs and the gradients differ at the end."""
     one, other = record["losses"]
     said = f"At the end: loss {words.loss(one)} and {words.loss(other)}"
     parts = [f"which differ by {_error(record['loss_error'])}" if record["loss_error"] else ""]
@@ -162,7 +165,7 @@ def ends(record: Record) -> str:
 
 
 def tried(record: Record) -> Grid:
-    """The errors at the end when one module runs in the first plan's format."""
+    """Return a table of the errors at the end if one module at a time runs in the first plan's format."""
     columns: Columns = {
         "plan": "words",
         "loss": lambda tried: _error(tried["loss_error"]),
@@ -183,7 +186,7 @@ def tried(record: Record) -> Grid:
 
 
 def _worst(record: Record, direction: str, shows: Callable[[str], bool]) -> Grid:
-    """The calls with the largest excess and own error in a direction, in the order in which they ran."""
+    """Return a table of the calls whose errors are furthest above rounding in a direction, in the order in which they ran."""
     order = {id(call): at for at, call in enumerate(record["calls"])}
     known = [
         call

@@ -13,21 +13,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NAMED = 3
-"""Number of calls that are named in a plot."""
+"""Largest number of calls that are named in a plot."""
 _TICKS, _APART = 9, 0.045
-"""Largest number of calls named on the axis, and the smallest gap between two, as a fraction of it."""
+"""Largest number of calls that the axis names, and the smallest gap between two of them, as a fraction of the axis."""
 _DECADES = 6.0
-"""Lower end of a plot, relative to its largest error."""
+"""Number of decades that a plot shows below its largest error."""
 
 
 def label(call: Record) -> str:
-    """The name of a call: its module's path, and from the second call on its number."""
+    """Return the name of a call: the path of its module and, from the second call of the module on, its number."""
     name = call["path"] or "(model)"
     return f"{name} (call {call['call']})" if call["call"] else str(name)
 
 
 def _path(record: Record, direction: str) -> Figure | None:
-    """Plot errors over calls in the order in which they ended: the error, the part that each call adds, its rounding."""
+    """Plot the errors of calls in the order in which the calls ended.
+
+    For each call the plot shows the error, the error that the call adds by itself, and the error that rounding explains.
+    """
     calls = [call for call in _by_end(record["calls"]) if call[direction]["error"] is not None]
     if not any(call[direction]["error"] for call in calls):
         return None
@@ -70,7 +73,7 @@ def _path(record: Record, direction: str) -> Figure | None:
 
 
 def _by_end(calls: Sequence[Record]) -> list[Record]:
-    """Calls in the order in which they end, given the order in which they begin: a module after the modules in it."""
+    """Sort calls from the order in which they begin to the order in which they end: a module comes after the modules in it."""
     out: list[Record] = []
     running: list[Record] = []
     for call in calls:
@@ -81,7 +84,7 @@ def _by_end(calls: Sequence[Record]) -> list[Record]:
 
 
 def _ticks(paths: Sequence[str]) -> list[int]:
-    """Positions of the calls that the axis names: the innermost modules of the deepest level that fits."""
+    """Return the positions of the calls that the axis names: the innermost modules at the deepest level that fits."""
     called = set(paths)
     levels = [sum(path[:at] in called for at, letter in enumerate(path) if letter == ".") for path in paths]
     chosen: list[int] = []
@@ -99,7 +102,7 @@ def _ticks(paths: Sequence[str]) -> list[int]:
 
 
 def _short(path: str, most: int = 14) -> str:
-    """The last parts of a path, as many as fit; a number is never without the part before it."""
+    """Return the last parts of a path, as many as fit. A number is never without the part before it."""
     first, *rest = reversed(path.split("."))
     name = first
     for at, part in enumerate(rest):
@@ -114,7 +117,7 @@ def _is_inside(path: str, outer: str) -> bool:
 
 
 def _name(axes: Axes, calls: Sequence[Record], direction: str) -> None:
-    """Write the names of the calls where errors arise beside their points."""
+    """Write the names of the calls in which errors arise beside their points."""
     born = [at for at, call in enumerate(calls) if call[direction]["effect"] == "born"]
     worst = sorted(born, key=lambda at: -(calls[at][direction]["excess"] or float("inf")))[:_NAMED]
     for step, at in enumerate(sorted(worst)):

@@ -1,4 +1,4 @@
-"""Show a doctor's result in the terminal."""
+"""Show the result of ``castwise doctor`` in the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Record = Mapping[str, Any]
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """A device, and a workload if one was given, for the terminal: the workload first, since the user asked for it."""
+    """Return what was measured on a device, for the terminal. A workload, if one was given, comes first."""
     where, band = record["environment"], record["bandwidth"]
     quartiles = f"{band['gb_per_s_low']:.3g} to {band['gb_per_s_high']:.3g}"
     return [
@@ -33,7 +33,7 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """The answer, the formats or the steps by plan, and the limits of a workload, for one screen."""
+    """Return the answer for one screen: with a workload, its steps by plan and its limits, else the formats of the device."""
     where, report = record["environment"], record["workload"]
     device = Line(f"{where['device']}, {where['threads']} threads: {record['units']['sentence']}.", "dim")
     hint = Line("--verbose shows the rates of each operator, and how they were measured.", "dim")
@@ -53,11 +53,11 @@ def brief(record: Record) -> list[Grid | Line]:
 
 
 _MOST = 2
-"""Number of bottlenecks shown on one screen; the first have the largest effect."""
+"""Largest number of bottlenecks that are shown on one screen. The first have the largest effect."""
 
 
 def _device_headline(record: Record) -> str:
-    """For which operators the device's formats are faster, in one sentence."""
+    """Say in one sentence for which formats operators are faster on this device, and which formats to avoid."""
     by: dict[str, list[str]] = {}
     for found in record["grades"]:
         by.setdefault(found["grade"], []).append(found["format"])
@@ -110,7 +110,7 @@ def _grades(grades: list[Record]) -> Grid:
 
 
 def headline(report: Record) -> str:
-    """Which format a workload should use, in one sentence."""
+    """Say in one sentence which plan trains a workload fastest."""
     fast = [step for step in report["steps"] if step["grade"] == "fast"]
     if not fast:
         return f"{report['name']}: no low format is known to make a training step faster here; stay in fp32."

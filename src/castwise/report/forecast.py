@@ -1,4 +1,4 @@
-"""Show the effect of formats on a model's numbers, in the terminal and as a page with every region's magnitudes."""
+"""Show how formats change the numbers of a model, in the terminal and as a page with the magnitudes in every module."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from castwise.report.plots import COLOURS, Picture
 Record = Mapping[str, Any]
 
 PICTURES: Mapping[str, Picture] = {}
-"""No separate pictures: histograms are drawn in the rows of the page."""
+"""This page has no separate pictures: histograms are drawn in its rows."""
 _MOST = 12
-"""Number of rows of a list in the terminal."""
+"""Largest number of rows of a list in the terminal."""
 _COLOURS = {"bf16": COLOURS[0], "fp16": COLOURS[1], "fp8_e5m2": COLOURS[4], "fp8_e4m3": COLOURS[3]}
 _WIDTH, _BARS, _STRIP = 240, 30, 5
-"""In pixels: a histogram's width, the height of its bars, and of the strip that shows a format's range."""
+"""Sizes in pixels: a histogram's width, the height of its bars, and the height of the strip that shows a format's range."""
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """The answer, the resulting plan, which formats can represent which regions, and why others cannot, for the terminal."""
+    """Return the lines and tables for the terminal.
+
+    They are the answer, the resulting plan, which formats can represent the numbers of which modules, and why others cannot.
+    """
     bad = [region for region in record["regions"] if region["troubles"]]
     columns: Columns = {
         "region": lambda region: region["path"] or "(the model itself)",
@@ -59,12 +62,12 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """The answer alone."""
+    """Return the answer alone."""
     return opening(lines(record))
 
 
 def values(record: Record) -> dict[str, Any]:
-    """The values for the page: the answer and every region's tensors."""
+    """Return the values that fill the page: the answer, and the tensors of every module."""
     low, high = _axis(record)
     return {
         "answer": record["answer"],
@@ -108,7 +111,7 @@ def _holds(record: Record, name: str) -> Any:
 
 
 def _planned(region: Record) -> str:
-    """The format in which the plan computes a region."""
+    """Return the format in which the plan computes a module."""
     return (
         ", ".join(region["computed"]) + (", no" if region["trouble"] else "")
         if region["computed"]
@@ -117,7 +120,7 @@ def _planned(region: Record) -> str:
 
 
 def _scales(scales: Record | None) -> str | None:
-    """Loss scales with which a format can represent a region, as ``0.2 to 65,000``."""
+    """Return the range of loss scales with which a format can represent a module's numbers, as ``0.2 to 65,000``."""
     if scales is None:
         return None
     return f"{words.number(scales['lowest_scale'])} to {words.number(scales['highest_scale'])}"
@@ -138,11 +141,11 @@ def _facts(record: Record) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Cell:
-    """The effect of a format on a row's tensors.
+    """The effect of a format on the tensors of a row of the page.
 
     Attributes:
-        said: The effects in words: infinities that arrive, shares of values that are lost, and the error.
-        order: Sort key: size of the effect.
+        said: The effects in words: infinities that arrive from other modules, shares of values that are lost, and the error.
+        order: Size of the effect, by which rows are sorted.
         bad: Whether the format cannot represent the tensors.
     """
 
@@ -154,11 +157,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class PageRow:
-    """A region's tensors of one kind.
+    """A row of the page: the tensors of one kind in one module, for example its activations.
 
     Attributes:
-        plan: The format in which the plan computes the region.
-        bars: Lowest exponent and counts of the histogram, for the page's script; the zeros last.
+        plan: The format in which the plan computes the module.
+        bars: The histogram for the page's script: the lowest exponent, the counts, and last the number of zeros.
     """
 
     path: str
@@ -195,7 +198,7 @@ def _row(record: Record, region: Record, tensor: Record, low: int, high: int) ->
 
 
 def _cast(tensor: Record, name: str) -> Record | None:
-    """Cast as training would, with the loss scale if there is one."""
+    """Return the cast of a tensor to a format as training would make it: with the loss scale, if there is one."""
     found = [cast for cast in tensor["casts"] if cast["format"] == name]
     return next((cast for cast in found if cast["scale"] is not None), found[0] if found else None)
 
@@ -225,7 +228,7 @@ def _cell(record: Record, region: Record, tensor: Record, name: str) -> Cell:
 
 
 def _axis(record: Record) -> tuple[int, int]:
-    """Exponents that every histogram shows: those of all values, and the ends of fp16."""
+    """Return the range of exponents that every histogram shows. It includes all values and the ends of fp16."""
     shown = [
         t["histogram"] for region in record["regions"] for t in region["tensors"] if t["histogram"]["counts"]
     ]
@@ -235,7 +238,7 @@ def _axis(record: Record) -> tuple[int, int]:
 
 
 def _picture(record: Record, tensor: Record, low: int, high: int) -> str:
-    """The histogram over exponents as SVG, with the range of each format below it: pale for subnormal numbers."""
+    """Draw a histogram over exponents as SVG, with the range of each format below it. Subnormal numbers are pale."""
     histogram = tensor["histogram"]
     most = max(histogram["counts"], default=0)
 
@@ -260,7 +263,7 @@ def _picture(record: Record, tensor: Record, low: int, high: int) -> str:
 
 
 def _shift(tensor: Record, name: str, top: float) -> float:
-    """The power of two by which a scale shifts a format's range, which ends at ``top``, relative to the values."""
+    """Return the power of two by which a scale shifts a format's range relative to the values. ``top`` is the range's end."""
     cast = _cast(tensor, name)
     if cast is None or cast["scale"] is None or not tensor["largest"]:
         return 0.0

@@ -1,4 +1,4 @@
-"""A table as plain text, which the terminal and the page display differently."""
+"""Build tables as plain text, which the terminal and the page display differently."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ WORDS = (
     "plan", "region", "modules", "module", "format", "formats", "operator", "tensor", "cast", "phase", "alarm", "state", "verdict", "grade", "effect",
     "why", "where", "outcome",
 )  # fmt: skip
-"""Columns that hold text; the others hold numbers, which are right-aligned."""
+"""Columns that hold text. All other columns hold numbers, which are right-aligned."""
 
 
 class Line(NamedTuple):
-    """A paragraph of text with a rich style."""
+    """A paragraph of text, with the name of a style in rich."""
 
     text: str = ""
     style: str = ""
@@ -39,8 +39,8 @@ class Row:
     """A row of a table.
 
     Attributes:
-        cells: One for each column; ``-`` if something was not measured.
-        status: Status of the row, such as ``chosen`` or ``failed``; else empty.
+        cells: The text of each column; ``-`` if something was not measured.
+        status: Status of the row, such as ``chosen`` or ``failed``; empty if it has none.
         why: The reason for the status, in a clause.
     """
 
@@ -50,20 +50,20 @@ class Row:
 
     @property
     def tag(self) -> str:
-        """The status as shown on a page beside the name."""
+        """The status as a page shows it beside the name; empty if the page does not show it."""
         return self.status if self.status in ("chosen", "baseline", "tie", "rejected", "not tried") else ""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table.
+    """A table of text.
 
     Attributes:
         title: The title.
-        header: Column names; the first column holds the names of the rows.
+        header: Column names. The first column holds the names of the rows.
         rows: Rows from top to bottom.
-        wraps: Whether numbers may wrap in a narrow terminal, or only text.
-        spare: Columns that are left out, in this order, if the terminal is too narrow; they are named below the table.
+        wraps: Whether numbers may wrap in a narrow terminal. Text may always wrap.
+        spare: Columns that are left out, in this order, if the terminal is too narrow. They are named below the table.
     """
 
     title: str
@@ -82,15 +82,15 @@ class Grid:
         why: Said = "",
         spare: tuple[str, ...] = (),
     ) -> Grid:
-        """Make a table of records, one per row.
+        """Make a table with one row for each record.
 
         Args:
             title: The title.
             records: Records from top to bottom.
-            columns: For each column name, the value of a record to show: a key, or a function of the record; ``-`` for
+            columns: For each column name, what to show of a record: a key of the record, or a function of it. ``-`` stands for
                 None.
-            status: The row's status, given in the same way; empty for none.
-            why: The reason for the status.
+            status: The status of the row, given in the same way; empty for none.
+            why: The reason for the status, given in the same way.
             spare: Columns that a narrow terminal leaves out first.
         """
 
@@ -109,23 +109,23 @@ class Grid:
         return cls(title, tuple(columns), tuple(rows), spare=spare)
 
     def where(self, status: str, has: bool = True) -> Grid:
-        """The table with only the rows that have a status, or only the others."""
+        """Return the table with only those rows that have a status or, if ``has`` is False, only those that do not."""
         return replace(self, rows=tuple(row for row in self.rows if (row.status == status) is has))
 
     def only(self, title: str, *columns: str) -> Grid:
-        """A table of only these columns, one of which may be ``why``; its numbers do not wrap."""
+        """Return a table of only these columns, one of which may be ``why``. Its numbers do not wrap."""
         places = [(*self.header, "why").index(name) for name in columns]
         rows = (replace(row, cells=tuple((*row.cells, row.why)[at] for at in places)) for row in self.rows)
         return Grid(title, columns, tuple(rows), wraps=False)
 
 
 def opening(lines: Iterable[Grid | Line]) -> list[Grid | Line]:
-    """The paragraphs before the first table or blank line: the answer and its context."""
+    """Return the paragraphs before the first table or blank line: the answer and its context."""
     return list(itertools.takewhile(lambda part: isinstance(part, Line) and bool(part.text), lines))
 
 
 def terminal(lines: Iterable[Grid | Line]) -> RenderableType:
-    """Tables and lines, from top to bottom, for ``rich.print``."""
+    """Put tables and lines together, from top to bottom, for ``rich.print``."""
     from rich.console import Group
     from rich.text import Text
 
@@ -138,8 +138,8 @@ def terminal(lines: Iterable[Grid | Line]) -> RenderableType:
 class _Fitted:
     """A table that is reduced if the terminal is too narrow to show whole words.
 
-    Spare columns are left out first, so that names stay whole; then additions to a number move below it; then names
-    wrap at a dot or an underscore.
+    Spare columns are left out first, so that names stay whole. Then additions to a number, such as an interval, move below the
+    number. At last names wrap at a dot or an underscore.
     """
 
     grid: Grid
@@ -160,17 +160,17 @@ class _Fitted:
 
 
 _NAME, _WRAPPED = 32, 10
-"""Length up to which columns are left out to keep a name on one line; width added to the longest word of a text
-column."""
+"""``_NAME`` is the length up to which a name is kept on one line by leaving out columns. ``_WRAPPED`` is the width that is kept
+for a column of reasons (``why``) or places (``where``)."""
 
 
 def _longest(grid: Grid) -> int:
-    """Width of the first column's longest name."""
+    """Return the width of the longest name in the first column."""
     return max(len(name) for name in (grid.header[0], *(row.cells[0] for row in grid.rows)))
 
 
 def _least(grid: Grid) -> int:
-    """Width that it needs so that no part of a name is broken, and as little as possible of a plan's line."""
+    """Return the width that the first column needs so that no part of a name is broken; a plan's line may break at a ``+``."""
     names = [grid.header[0], *(row.cells[0] for row in grid.rows)]
     words = [word for name in names for word in breakable(name).split()]
     parts = words if grid.header[0] == "plan" else [part for word in words for part in _pieces(word)]
@@ -182,7 +182,7 @@ def _pieces(word: str) -> list[str]:
 
 
 def _folded(name: str, width: int) -> str:
-    """A name with line breaks at dots and underscores, if it is longer than a column."""
+    """Break a name at dots and underscores into several lines, if it is longer than its column."""
     words = []
     for word in name.split(" "):
         rows = [""]
@@ -196,11 +196,11 @@ def _folded(name: str, width: int) -> str:
 
 
 _STACKED = (None, re.compile(r" (?=\(|to )"), re.compile(r" (?=\(|to |±)"))
-"""Positions at which numbers wrap, from a wide to a narrow terminal."""
+"""Positions at which numbers wrap, for a wide terminal first and a narrow one last."""
 
 
 def _cell(text: str, level: int, head: bool = False) -> str:
-    """The text of a cell in a column of numbers."""
+    """Return the text of a cell in a column of numbers, wrapped for a terminal of this ``level`` of narrowness."""
     at = _STACKED[level]
     if at is None:
         return text
@@ -208,7 +208,7 @@ def _cell(text: str, level: int, head: bool = False) -> str:
 
 
 def _width(grid: Grid, level: int) -> int:
-    """Terminal width that a table needs so that no number, and no word of a plan's name, is broken."""
+    """Return the terminal width that a table needs so that no number and no word of a plan's name is broken."""
     out = 3 + (3 if any(row.status == "chosen" for row in grid.rows) else 0) + _least(grid)
     columns = zip(grid.header, *(row.cells for row in grid.rows), strict=True)
     for name, *cells in list(columns)[1:]:
@@ -223,7 +223,7 @@ def _width(grid: Grid, level: int) -> int:
 
 
 def breakable(plan: str) -> str:
-    """A plan's line that a terminal may break between its parts."""
+    """Return a plan's line with spaces, so that a terminal may break it between its parts."""
     return plan.replace("+", " +")
 
 

@@ -1,4 +1,4 @@
-"""Show a comparison of log-probabilities in the terminal and as a page."""
+"""Show a comparison of the log-probabilities of training and serving, in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["PICTURES", "lines", "values"]
 
 Record = Mapping[str, Any]
 _TOLD = 5
-"""Number of tokens shown in the terminal, the largest differences first."""
+"""Largest number of tokens shown in the terminal, the largest differences first."""
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """The answer and the numbers of each plan, for the terminal."""
+    """Return the answer and the numbers of each plan, for the terminal."""
     return [
         Line(headline(record), "bold"), Line(), *grids(record), _tokens(record, _TOLD), Line(meaning(record), "dim"),
         Line(words.where(record), "dim"),
@@ -25,7 +25,7 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """The values for the page."""
+    """Return the values that fill the page."""
     return {
         "answer": headline(record),
         "grids": grids(record),
@@ -35,7 +35,7 @@ def values(record: Record) -> dict[str, Any]:
 
 
 def headline(record: Record) -> str:
-    """How far apart the two sides are, for the plan with the largest difference, and which plans do not differ at all."""
+    """Say how far training and serving differ under the plan with the largest difference, and which plans do not differ."""
     train, clip = record["words_train"], record["clip"]
     same = [row["words"] for row in record["serve"] if row["max_abs"] == 0.0]
     off = [row for row in record["serve"] if row["max_abs"] != 0.0]
@@ -57,7 +57,7 @@ def headline(record: Record) -> str:
 
 
 def grids(record: Record) -> list[Grid]:
-    """Differences, ratios, and KL, one row for each serving plan."""
+    """Return tables of differences, ratios and KL divergences, with one row for each serving plan."""
     rows = record["serve"]
 
     def digits(key: str) -> Any:
@@ -115,7 +115,7 @@ def _tokens(record: Record, count: int | None = None) -> Grid:
 
 
 def meaning(record: Record) -> str:
-    """Explanation of the numbers."""
+    """Explain the numbers in the tables."""
     drawn = (
         "drawn from the serving plan's probabilities at each position, so that k1 and k3 are unbiased"
         if record["tokens"] == "sampled"

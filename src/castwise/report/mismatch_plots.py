@@ -1,4 +1,4 @@
-"""Plots of log-probabilities: quantiles of the ratios, and the difference along a sequence."""
+"""Plot log-probabilities: quantiles of the ratios, and the difference along a sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 def _ratios(record: Record) -> Figure | None:
-    """For each plan the ratios from the 0.1st to the 99.9th percentile, thicker from the 5th to the 95th, and the clip range."""
+    """Plot the range of the ratios of each plan, and the clip range.
+
+    A line reaches from the 0.1st to the 99.9th percentile. It is thicker from the 1st to the 99th, and from the 5th to the
+    95th.
+    """
     rows = record["serve"]
     if any(value is None for row in rows for value in row["ratio"].values()):
         return None

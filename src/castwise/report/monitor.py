@@ -1,4 +1,4 @@
-"""Show what a monitor recorded of a training: alarms, the last sample by region, audits."""
+"""Show what a monitor recorded of a training: its alarms, the last sample of each module, and its audits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROWS = 12
-"""Number of regions in the terminal: those with the largest updates."""
+"""Largest number of modules in the terminal: those with the largest updates."""
 _COLUMNS = {
     "gradient": "grad_norm", "weights": "weight_norm", "update": "update_ratio", "output": "output",
     "near overflow": "near_overflow", "zero": "zero", "subnormal": "subnormal", "underflow": "underflow",
@@ -30,12 +30,12 @@ COLUMNS = {
     "underflow": "squared error of rounding to subnormals, divided by the squared norm of the gradients",
     "lost": "share of the updates that rounding dropped, where parameters are stored low without masters",
 }
-"""Meaning of the columns, for the page."""
+"""What each column means, for the page."""
 _SHARES = ("near_overflow", "zero", "subnormal", "lost_updates")
 
 
 def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
-    """For the terminal: the run in one line, open alarms, the last sample's regions and the last audit."""
+    """Return the lines for the terminal: the run in one sentence, open alarms, the last sample by module, the last audit."""
     out: list[Grid | Line] = [Line(answer(record))]
     still = [alarm for alarm in record["alarms"] if alarm["open"]]
     out += [
@@ -52,7 +52,7 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
 
 
 def answer(record: Mapping[str, Any]) -> str:
-    """The run in one sentence."""
+    """Describe the run in one sentence."""
     count = sum(alarm["open"] for alarm in record["alarms"])
     alarms = "no alarm open" if not count else f"{count} alarm{'s' if count > 1 else ''} open"
     if cleared := len(record["alarms"]) - count:
@@ -65,7 +65,7 @@ def answer(record: Mapping[str, Any]) -> str:
 
 
 def last(record: Mapping[str, Any]) -> str:
-    """The last sample in one line; empty before the first."""
+    """Describe the last sample in one line; empty before the first sample."""
     if not record["samples"]:
         return ""
     sample = record["samples"][-1]
@@ -94,7 +94,7 @@ def _cell(name: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def region_grid(record: Mapping[str, Any], most: int | None = None) -> Grid:
-    """The last sample by region, largest updates first, without empty columns."""
+    """Return a table of the last sample with a row for each module, largest updates first, without empty columns."""
     if not record["samples"]:
         return Grid("", ("module",), ())
     sample = record["samples"][-1]
@@ -115,7 +115,7 @@ def region_grid(record: Mapping[str, Any], most: int | None = None) -> Grid:
 
 
 def alarm_grid(record: Mapping[str, Any]) -> Grid:
-    """All alarms."""
+    """Return a table of all alarms."""
     columns: Columns = {
         "alarm": "kind", "step": "step", "module": lambda a: a["region"] or "(model)",
         "value": lambda a: number(a["value"]), "line": lambda a: number(a["line"]),
@@ -125,7 +125,7 @@ def alarm_grid(record: Mapping[str, Any]) -> Grid:
 
 
 def audit_grid(record: Mapping[str, Any]) -> Grid:
-    """All audits."""
+    """Return a table of all audits."""
     columns: Columns = {
         "step": lambda a: str(a["step"]), "verdict": "verdict", "damage": lambda a: number(a["damage"]),
         "in Adam's steps": lambda a: number(a["adam"]), "microbatches": "microbatches", "why": "reason",
@@ -134,7 +134,7 @@ def audit_grid(record: Mapping[str, Any]) -> Grid:
 
 
 def values(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The values for the page: the whole run."""
+    """Return the values that fill the page, which shows the whole run."""
     return {
         "answer": answer(record), "regions": region_grid(record), "alarms": alarm_grid(record),
         "audits": audit_grid(record), "remarks": [f"Not seen: {what}" for what in record["unseen"]],

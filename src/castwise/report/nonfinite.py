@@ -1,4 +1,4 @@
-"""Show where the first non-finite value arose, in the terminal and as a page."""
+"""Show where the first non-finite value of a pass arose, in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64":
 
 
 def headline(record: Record) -> str:
-    """The finding in a sentence or two."""
+    """Say in a sentence or two which operator made the first non-finite value, or that everything is finite."""
     if not record["found"]:
         gone = (
             f"; {record['harmless']} of them returned NaN or infinities that did not reach the results"
@@ -44,7 +44,7 @@ def headline(record: Record) -> str:
 
 
 def place(record: Record) -> str:
-    """Text that names the module, call and phase of an operator."""
+    """Name the module, the call and the phase in which the operator ran."""
     module = record["module"] or ("the model itself" if record["in_model"] else "the loss")
     call = f", call {record['call']}" if record["call"] else ""
     if record["phase"] == "backward":
@@ -55,7 +55,7 @@ def place(record: Record) -> str:
 
 
 def cure(record: Record) -> str:
-    """The cure that was found, or the advice, in one sentence."""
+    """Say in one sentence with which change the pass was finite or, if none was found, what to do."""
     if not record["found"]:
         return ""
     if record["cure"] is not None:
@@ -65,7 +65,7 @@ def cure(record: Record) -> str:
 
 
 def facts(record: Record) -> dict[str, str]:
-    """Further facts, by name."""
+    """Return further facts about the first non-finite value, as text by name."""
     reached = record["reached"]
     said = {
         "plan": record["plan"],
@@ -87,7 +87,7 @@ def facts(record: Record) -> dict[str, str]:
 
 
 def grids(record: Record) -> list[Grid]:
-    """The inputs and results of the operator, and the plans that were tried."""
+    """Return tables of the operator's inputs and results, and of the plans that were tried."""
     out = []
     tensors = [*record["inputs"], *record["outputs"]]
     if tensors:
@@ -113,7 +113,7 @@ def grids(record: Record) -> list[Grid]:
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """The finding for the terminal."""
+    """Return the answer, the cure, the facts and the tables, for the terminal."""
     shown: list[Grid | Line] = [Line(headline(record), "bold")]
     if not record["found"]:
         return shown + [Line(record["note"], "yellow")] * bool(record["note"])
@@ -125,12 +125,12 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """The answer alone."""
+    """Return the answer alone."""
     return opening(lines(record))
 
 
 def values(record: Record) -> dict[str, Any]:
-    """The values for the page."""
+    """Return the values that fill the page."""
     return {
         "answer": headline(record),
         "cure": cure(record),

@@ -1,4 +1,4 @@
-"""Show operators by format, and casts, in the terminal and as a page."""
+"""Show which operators ran in which format, and which casts were made, in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Record = Mapping[str, Any]
 
 PICTURES: Mapping[str, Picture] = {}
 _MOST = 10
-"""Number of rows of a table in the terminal."""
+"""Largest number of rows of a table in the terminal."""
 
 
 def headline(record: Record) -> str:
-    """How much runs in each format, and the time that casts take."""
+    """Say what share of the time is spent in each format, and how much time casts take."""
     total = record["time_s"] or 1.0
     calls = sum(use["calls"] for use in record["operators"])
     by_format: dict[str, float] = {}
@@ -44,7 +44,7 @@ def headline(record: Record) -> str:
 
 
 def grids(record: Record, most: int | None = None) -> list[Grid]:
-    """Operators, casts and regions, each limited to so many rows."""
+    """Return tables of operators, casts and modules, each with at most ``most`` rows."""
     total = record["time_s"] or 1.0
     operators: Columns = {
         "operator": "operator",
@@ -84,7 +84,7 @@ def grids(record: Record, most: int | None = None) -> list[Grid]:
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """The tables for the terminal, with the rows that take the most time."""
+    """Return the tables for the terminal, with the rows that take the most time."""
     shown: list[Grid | Line] = [Line(record["answer"], "bold")]
     for grid in grids(record, _MOST):
         shown += [Line(), grid]
@@ -94,17 +94,17 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """The answer alone."""
+    """Return the answer alone."""
     return opening(lines(record))
 
 
 def values(record: Record) -> dict[str, Any]:
-    """The values for the page."""
+    """Return the values that fill the page."""
     return {"answer": record["answer"], "grids": grids(record), "notes": record["notes"]}
 
 
 def _where(cast: Record) -> str:
-    """Where a cast is made, and why it could be avoided."""
+    """Say where a cast is made, and why it could be avoided."""
     where = cast["source"].replace(", line ", ":")
     if cast["avoidable"] == "repeated":
         return f"was cast before in {cast['first'] or 'the model'}; {where}"

@@ -1,4 +1,4 @@
-"""Show a parity test's result in the terminal."""
+"""Show the result of a gradient parity test in the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from castwise.report.grids import Columns, Grid, Line
 
 
 def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
-    """A plan's verdict and the worst modules, for the terminal."""
+    """Return a plan's verdict and its worst modules, for the terminal."""
 
     def two_digits(key: str) -> Callable[[Mapping[str, Any]], str]:
         return lambda module: "" if module[key] is None else f"{module[key]:.2g}"
@@ -27,7 +27,7 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
 
 
 def choices(rows: Sequence[Mapping[str, Any]]) -> Grid:
-    """Integers and booleans that differ between two formats, by module and operator."""
+    """Return a table of the integers and booleans that differ between two formats, by module and operator."""
     columns: Columns = {
         "module": lambda row: row["path"] or "(model)",
         "choice": "what",

@@ -1,7 +1,7 @@
-"""Shared by all plots: their style and colours, and conversion to SVG in the page's colours, or to PNG files.
+"""Define what all plots share: their style and colours, and how they become SVG in the page's colours, or PNG files.
 
-A figure is drawn at the width of a phone, so that its text stays legible there; a page puts several side by side
-if it has room.
+A figure is drawn at the width of a phone, so that its text stays legible there. If a page has room, it puts several figures
+side by side.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 
 WIDTH = 4.2
-"""In inches; at 100 units per inch about the width of a phone."""
+"""Width of a figure in inches: at 100 units per inch about the width of a phone."""
 _INK = "#1b1f24"
 SENTINEL = "#010203"
-"""Placeholder for the page's text colour in figures that become SVG."""
+"""Colour of text in figures that become SVG. It is later replaced by the page's text colour."""
 GREY = "#8a8f98"
 COLOURS = ("#2f6fde", "#e0872b", "#2a9d74", "#c2479c", "#7a5bd6", "#b8a01f", "#d1495b", "#3aa6c9")
 
 
 @contextlib.contextmanager
 def style(ink: str = _INK) -> Iterator[None]:
-    """Matplotlib settings for figures with text of this colour."""
+    """Apply castwise's matplotlib settings inside the ``with`` block, with text of the colour ``ink``."""
     import matplotlib
 
     settings: dict[Any, Any] = {
@@ -50,7 +50,7 @@ def style(ink: str = _INK) -> Iterator[None]:
 
 
 def new_figure(height: float) -> Figure:
-    """An empty figure of the standard width; its height is in inches."""
+    """Return an empty figure of the standard width. Its height is in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -65,7 +65,7 @@ class Picture(NamedTuple):
     Attributes:
         draw: Makes the figure; None if a record has no numbers for it.
         label: Text for a screen reader.
-        caption: Text below it.
+        caption: Text below the plot.
     """
 
     draw: Callable[[Record], Figure | None]
@@ -74,7 +74,7 @@ class Picture(NamedTuple):
 
 
 def draw(pictures: Mapping[str, Picture], record: Record, ink: str = _INK) -> dict[str, Figure]:
-    """Figures by name: every plot for which a record has numbers, with text of this colour."""
+    """Draw every plot for which a record has numbers, with text of the colour ``ink``, and return the figures by name."""
     if not pictures:
         return {}  # without importing matplotlib
     with style(ink):
@@ -83,12 +83,12 @@ def draw(pictures: Mapping[str, Picture], record: Record, ink: str = _INK) -> di
 
 
 def plain(text: str) -> str:
-    """Text of the user that matplotlib draws literally: a dollar sign starts no formula."""
+    """Escape a user's text so that matplotlib draws it literally, because a dollar sign would start a formula."""
     return text.replace("$", r"\$")
 
 
 def folded(name: str, most: int = 18) -> str:
-    """A name in lines short enough for an axis, broken before a dot, a plus or an equals sign if possible."""
+    """Break a name into lines short enough for an axis, before a dot, a plus or an equals sign if possible."""
     rows = [""]
     for part in re.split(r"(?=[.+=])", name):
         pieces = [part[at : at + most] for at in range(0, len(part), most)]
@@ -101,7 +101,7 @@ def folded(name: str, most: int = 18) -> str:
 
 
 def row_height(names: Sequence[str], height: float) -> float:
-    """Inches per row, if a row of a single line takes ``height`` and names may be folded."""
+    """Return the inches per row, if a row of one line takes ``height`` and some names are folded into more lines."""
     return height + 0.15 * max((folded(name).count("\n") for name in names), default=0)
 
 
@@ -113,7 +113,7 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def name_decades(axes: Axes, values: Sequence[float]) -> None:
-    """Label a logarithmic axis in plain numbers, between decades too if it spans few."""
+    """Label a logarithmic axis in plain numbers. If it spans few decades, label positions between them too."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.yaxis.set_major_formatter("{x:g}")
@@ -160,9 +160,9 @@ def draw_curves(
 
 
 def to_svg(figure: Figure, label: str) -> str:
-    """The ``<svg>`` element of a figure drawn in ``SENTINEL``, with its text in the page's colour and font.
+    """Return a figure as an ``<svg>`` element, with its text in the page's colour and font.
 
-    Equal figures give equal text; a screen reader reads ``label``.
+    The figure must have been drawn in ``SENTINEL``. Equal figures give equal text. A screen reader reads ``label``.
     """
     buffer = io.StringIO()
     with style(SENTINEL):
@@ -177,7 +177,7 @@ def to_svg(figure: Figure, label: str) -> str:
 
 
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure on white, at twice its nominal resolution; returns the path."""
+    """Write a figure on white as a PNG file, at twice its nominal resolution, and return the path."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=200, facecolor="white", metadata={"Software": None})
     write_whole(Path(path), buffer.getvalue())

@@ -1,6 +1,6 @@
 """Show a job's progress on standard error, for the command line and for ``progress=True`` from Python.
 
-A terminal gets moving bars or stages; any other output (a log of CI, of nohup) gets lines, each as soon as it is known.
+A terminal shows moving bars or stages. Any other output, such as a log of CI or nohup, gets lines, each as soon as it is known.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 
 EVERY_S = 10.0
-"""Without a terminal: seconds between two lines of progress in one stage."""
+"""Seconds between two lines of progress in one stage, if the output is no terminal."""
 
 
 class Lines:
-    """A line when a stage begins or ends, and now and then between; for a search, only when a stage begins."""
+    """Prints a line when a stage begins, at most every ``EVERY_S`` seconds while it runs, and when it ends.
+
+    With ``stages``, as for a search, the end gets no line.
+    """
 
     def __init__(self, console: Console, stages: bool) -> None:
         self._console = console
@@ -42,7 +45,7 @@ class Lines:
 
 
 class Bars:
-    """Progress bars for a job: one for each stage and subject among its events."""
+    """Shows a progress bar for each stage and subject of a job's events."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -62,12 +65,12 @@ class Bars:
         self._tasks: dict[tuple[str, str], Any] = {}
 
     def __call__(self, event: Any) -> None:
-        """Show an event, an instance of :class:`castwise.commands.jobs.Event`; those of a training have numbers too."""
+        """Show an event, a :class:`castwise.commands.jobs.Event`. The events of a training also have a loss and a speed."""
         key = (event.stage, event.subject)
         figures = _figures(event)
         if key not in self._tasks:
             said = event.subject if figures else f"{event.stage} {event.subject}".strip()
-            self.bars.start()  # not before there is something to show
+            self.bars.start()  # bars appear only once there is something to show
             self._tasks[key] = self.bars.add_task(said, total=event.total, figures="")
         self.bars.update(
             self._tasks[key], completed=event.done, total=event.total, figures=figures or event.message
@@ -84,7 +87,7 @@ def _figures(event: Any) -> str:
 
 
 class Stages(Bars):
-    """A line per stage, with the plan being tried and the results so far."""
+    """Shows one line per stage, with the plan that is tried and the results so far."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -118,11 +121,11 @@ class Stages(Bars):
 
 @contextlib.contextmanager
 def bars(stages: bool = False) -> Iterator[Bars | Lines]:
-    """The display of events: a bar per stage and subject, or a line per stage; nothing before the first event."""
+    """Yield a display of events: a bar per stage and subject, or a line per stage. Nothing appears before the first event."""
     from rich.console import Console
 
     class Unread(Console):
-        def on_broken_pipe(self) -> None:  # rich's own stays in the process
+        def on_broken_pipe(self) -> None:  # rich's own method would end the process
             self.quiet = True
 
     console = Unread(stderr=True)  # created each time, since standard error may have been replaced

@@ -1,4 +1,4 @@
-"""Show a recovery's result in the terminal."""
+"""Show what a recovery did, in the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from castwise.report.grids import Columns, Grid, Line
 
 
 def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
-    """Each return to a good state: when, why, and what was changed."""
+    """Return a table of all returns to a good state: when, why, and what was changed."""
     columns: Columns = {
         "step": "step", "continued at": "to_step", "what was seen": "symptom", "cause": "cause", "evidence": "evidence",
         "what was done": "action",
@@ -21,7 +21,7 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
 
 
 def headline(record: Mapping[str, Any]) -> str:
-    """How many returns were made and steps skipped, and the current plan, in one sentence."""
+    """Say in one sentence how many returns were made, how many steps were skipped, and what the plan is now."""
     data = sum(one["to_step"] > one["step"] for one in record["returns"])
     count = len(record["returns"]) - data
     times = "never" if not count else "once" if count == 1 else f"{count} times"

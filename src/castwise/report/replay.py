@@ -1,4 +1,4 @@
-"""Show the result of repeating a recorded step, in the terminal."""
+"""Show the result of running a recorded step again, in the terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from castwise.report.grids import Columns, Grid, Line
 
 
 def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
-    """Losses and gradients of the record and of the repetition, and why the step was recorded."""
+    """Return the losses and gradients of the record and of the new run, and why the step was recorded."""
     now, then = record["losses"], record["recorded_losses"]
     rows = [
         {
@@ -44,7 +44,7 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
 
 
 def headline(record: Mapping[str, Any]) -> str:
-    """Whether the result is the same, in one sentence."""
+    """Say in one sentence whether the new run gives the recorded result."""
     what = f"Step {record['step']} ({record['reason']})"
     if record["exact"]:
         return f"{what}, repeated under {record['words']}: bit-identical."

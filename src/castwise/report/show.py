@@ -37,16 +37,16 @@ _KINDS = {
     "monitor": monitor, "nonfinite": nonfinite, "operators": operators, "parity": parity, "recovery": recovery,
     "replay": replay, "train": train, "try": tried, "tune": tune,
 }  # fmt: skip
-"""By the kind of a record, the module with its text: ``lines`` and ``brief`` for the terminal; ``values`` and
-``PICTURES`` for the page's template."""
+"""The module that makes the text for each kind of record: ``lines`` and ``brief`` for the terminal, ``values`` and ``PICTURES``
+for the page's template."""
 
 
 def table(record: Mapping[str, Any], verbose: bool = True) -> RenderableType:
-    """A result's record as text for ``rich.print``; readable from 80 columns on.
+    """Return a record as text for ``rich.print``, readable from 80 columns on.
 
     Args:
         record: A record of any kind.
-        verbose: Show the whole record; otherwise the answer and its evidence, which fit on a screen.
+        verbose: Whether to show the whole record. If not, the answer and its evidence are shown, which fit on a screen.
     """
     kind = _KINDS[record["kind"]]
     lines = kind.lines if verbose else getattr(kind, "brief", kind.lines)
@@ -54,10 +54,10 @@ def table(record: Mapping[str, Any], verbose: bool = True) -> RenderableType:
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The page of a record: HTML with its style and pictures inside.
+    """Return the page of a record: one HTML file that contains its style and pictures.
 
-    It fits wide and narrow screens, light and dark; values that were not measured are None or empty in the record, and
-    left out.
+    The page fits wide and narrow screens, light and dark. Values that were not measured are None or empty in the record, and
+    are left out.
     """
     import jinja2
 
@@ -83,8 +83,8 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def write(record: Mapping[str, Any], path: Path) -> list[Path]:
-    """Write the page to ``path`` and its pictures as PNG files beside it; returns their paths, the page's first."""
-    write_whole(path, page(record), errors="backslashreplace")  # bytes of a path that are not text
+    """Write the page to ``path`` and its pictures as PNG files beside it; return all paths, the page's first."""
+    write_whole(path, page(record), errors="backslashreplace")  # for paths with bytes that are not text
     figures = plots.draw(_KINDS[record["kind"]].PICTURES, record)
     return [
         path,

@@ -1,4 +1,4 @@
-"""Show a training's result, in one sentence and as curves."""
+"""Show the result of a training, in one sentence and as curves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from castwise.report.plots import COLOURS, Record, draw_curves, new_figure, save
 
 
 def lines(record: Mapping[str, Any]) -> list[Line]:
-    """The outcome, for the terminal."""
+    """Return the result in one sentence, for the terminal."""
     return [Line(summary(record))]
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """The outcome in one sentence."""
+    """Describe the result in one sentence."""
     where = f" on {record['layout']}" if record["world_size"] > 1 else ""
     said = f"{record['workload']} under {record['words']}{where}: loss {words.loss(record['final_loss'])}"
     said += f" after {record['steps_done']} steps ({record['steps_per_s']:.3g} steps/s"
@@ -31,10 +31,10 @@ def summary(record: Mapping[str, Any]) -> str:
 
 
 def plot_curves(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
-    """Draw a training's loss, and below it its loss scale if there is one, to a PNG file; returns its path.
+    """Draw a training's loss, and below it its loss scale if there is one, to a PNG file, and return the path of the file.
 
     Args:
-        records: One mapping per step with ``step`` and ``loss``, optionally ``loss_scale``; other keys are ignored.
+        records: One mapping per step with ``step`` and ``loss``, and optionally ``loss_scale``. Other keys are ignored.
         path: Path of the file.
     """
     steps = [record.get("step", index + 1) for index, record in enumerate(records)]

@@ -1,4 +1,4 @@
-"""Show the results of a script under several plans, in the terminal."""
+"""Show in the terminal how a script ran under several plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Record = Mapping[str, Any]
 
 
 def headline(record: Record) -> str:
-    """Which plan ran the script fastest, in one sentence."""
+    """Say in one sentence under which plan the script ran fastest."""
     rows = record["plans"]
     first, ran = rows[0], [row for row in rows if row["status"] == "ok"]
     if first not in ran:
@@ -28,7 +28,7 @@ def headline(record: Record) -> str:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """The answer, a row per plan and which of them failed, for one screen."""
+    """Return the answer, a row per plan and the failures, for one screen."""
     grid = _grid(record)
     failed = [f"{row['words']} failed: {row['reason']}" for row in record["plans"] if row["reason"]]
     return [
@@ -41,11 +41,11 @@ def brief(record: Record) -> list[Grid | Line]:
 
 
 _MOST = 2
-"""Number of failures that fit on one screen; the table shows all."""
+"""Largest number of failures that are explained on one screen. The table shows all of them."""
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """The answer, a table with a row per plan, why one failed, and what the numbers mean, for the terminal."""
+    """Return the answer, a table with a row per plan, the failures, and what the numbers mean, for the terminal."""
     rows = record["plans"]
     process = ", of the whole process" if record["environment"]["device_type"] == "cpu" else ""
     return [

@@ -18,13 +18,16 @@ __all__ = [
 Record = Mapping[str, Any]
 
 _LEFT = {"sound": "sound but not timed", "rejected": "rejected", "not tried": "not tried"}
-"""Labels for the statuses of plans that have no row in the comparison."""
+"""What the table of other plans says about each status."""
 _MOST = 12
-"""Number of rows of a list in the terminal."""
+"""Largest number of rows of a list in the terminal."""
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """A search's answer and reasons, how to use the plan, the plans compared and the outcomes of others, for the terminal."""
+    """Return the lines and tables for the terminal.
+
+    They are the answer with its reasons, how to use the plan, the compared plans, and what became of the other plans.
+    """
     plans, exempt = plan_grid(record), region_grid(record).where("exempt")
     compiling = [name for name in plans.header if name == "compiling"]
     grids = (
@@ -57,7 +60,7 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """The answer, its support, open questions, how to use the plan, and the closest plans, for one screen."""
+    """Return the answer for one screen, with its reasons, open questions, how to use the plan, and the closest plans."""
     grid, open_ = plan_grid(record), _open(record)
     rows = tuple(
         row for row in grid.rows if row.tag in ("chosen", "baseline", "tie") or _BESIDE in row.cells[0]
@@ -80,7 +83,7 @@ _BESIDE = "one-line autocast"
 
 
 def _others(record: Record) -> list[Grid | Line]:
-    """The first few plans that dropped out, with the reason."""
+    """Return a table of the first few plans that were dropped, with the reason for each."""
     grid = other_grid(record)
     more = len(grid.rows) - _MOST
     shown = replace(grid, rows=grid.rows[:_MOST]).only(grid.title, "plan", "outcome", "why")
@@ -91,7 +94,7 @@ def _others(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """The values for the page: the whole record."""
+    """Return the values that fill the page, which shows the whole record."""
     return {
         "answer": record["answer"], "why": record["why"], "facts": facts(record),
         "paste": words.pasted(record["plan"]), "plans": plan_grid(record),
@@ -105,7 +108,7 @@ def values(record: Record) -> dict[str, Any]:
 
 
 def plan_grid(record: Record) -> Grid:
-    """The plan, fp32, one-line autocast and plans of equal quality; ties with the plan are one row."""
+    """Return a table of the chosen plan, fp32, one-line autocast and plans of equal quality. Several ties are one row."""
     rows = [row for row in record["candidates"] if _is_shown(record, row)]
     ties = [row for row in rows if row["status"] == "tie" and not _name_beside(row)]
     columns = _columns(record)
@@ -116,7 +119,10 @@ def plan_grid(record: Record) -> Grid:
 
 
 def other_grid(record: Record) -> Grid:
-    """The plans that :func:`plan_grid` does not show, one row for each outcome and reason; empty columns are left out."""
+    """Return a table of the plans that :func:`plan_grid` does not show, one row for each outcome and reason.
+
+    Empty columns are left out.
+    """
     rows = [
         row
         for status in _LEFT
@@ -161,7 +167,7 @@ def _is_shown(record: Record, row: Record) -> bool:
 
 
 def _name_beside(row: Record) -> str:
-    """The reason why a plan always has a row, such as being fp32."""
+    """Return what is added to the name of a plan that always has a row: fp32 and one-line autocast; empty for other plans."""
     return {"fp32": "as it is", "bf16-mixed": _BESIDE}.get(row["plan"], "")
 
 
@@ -197,7 +203,7 @@ def _columns(record: Record) -> Columns:
 
 
 def _folded(ties: Sequence[Record], columns: Columns) -> Row:
-    """Plans that tie as one row: their common part, and the smallest and largest of each number."""
+    """Return one row for several tied plans: their number, and the smallest and largest of each of their values."""
 
     def span(said: Callable[[float], str], values: Sequence[float | None]) -> str:
         known = [value for value in values if value is not None]
@@ -230,7 +236,7 @@ def _folded(ties: Sequence[Record], columns: Columns) -> Row:
 
 
 def _compiling(row: Record) -> str | None:
-    """The time that compiling took, and after how many steps it pays off."""
+    """Say how long compiling took, and after how many steps it pays off."""
     if row["compile_s"] is None:
         return None
     steps = row["pays_after_steps"]
@@ -238,7 +244,10 @@ def _compiling(row: Record) -> str | None:
 
 
 def region_grid(record: Record) -> Grid:
-    """The model's regions, in the model's order; ``exempt`` are those kept out of the plan's compute format, with the reason."""
+    """Return a table of the model's regions, in the model's order.
+
+    Rows with the status ``exempt`` are regions that do not run in the plan's compute format, with the reason.
+    """
 
     def exempt(row: Record) -> str:
         return "exempt" if row["format"] != record["compute"] else ""
@@ -257,7 +266,10 @@ def region_grid(record: Record) -> Grid:
 
 
 def stage_grid(record: Record) -> Grid:
-    """The work of the search: stage, time, forward/backward passes on numerics, timed steps; the sum last."""
+    """Return a table of the work of the search: for each stage its time, its passes to test gradients, and its timed steps.
+
+    The last row is the sum.
+    """
     stages = record["stages"]
     sums = {key: sum(stage[key] for stage in stages) for key in ("time_s", "passes", "steps")}
     columns: Columns = {
@@ -282,7 +294,7 @@ def _gained(slow: float | None, fast: float | None) -> str | None:
 
 
 def _damage(parity: Record) -> str:
-    """Damage with its interval."""
+    """Return the damage with its interval."""
     ends = [parity["low"], parity["high"]]
     if parity["value"] is None or None in ends:
         return words.damage(parity["value"])
@@ -294,7 +306,7 @@ def _damage(parity: Record) -> str:
 
 
 def _chosen(record: Record) -> Record | None:
-    """The candidate that was chosen; None if nothing was tried."""
+    """Return the candidate that was chosen; None if nothing was tried."""
     return next((row for row in record["candidates"] if row["plan"] == record["plan"]), None)
 
 
@@ -303,13 +315,13 @@ def _baseline(record: Record) -> Record | None:
 
 
 def _open(record: Record) -> list[str]:
-    """Questions that the search left open."""
+    """Return the questions that the search left open."""
     ended = "The search was interrupted or ran out of time: this is the result so far."
     return [*([] if record["complete"] else [ended]), *record.get("undecided", ())]
 
 
 def facts(record: Record) -> list[tuple[str, str, str]]:
-    """The chosen plan's numbers: name, number, and evidence; unmeasured ones are left out."""
+    """Return the chosen plan's numbers, each as a name, the number, and its evidence. Unmeasured numbers are left out."""
     row = _chosen(record)
     if row is None:
         return []
@@ -342,7 +354,7 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
 
 
 def _told(ratio: Record) -> str:
-    """A speed as the answer states it: without a direction if its interval allows both."""
+    """Return a speed as the answer states it; if its interval includes 1, neither plan is called faster."""
     low, high = (round(ratio[end], 2) if ratio[end] is not None else None for end in ("low", "high"))
     if low is None or high is None or high > _UNKNOWN * low:
         return "not known"
@@ -350,16 +362,16 @@ def _told(ratio: Record) -> str:
 
 
 _UNKNOWN = 10.0
-"""An interval is uninformative if its upper end is this many times the lower."""
+"""An interval tells nothing if its upper end is more than this many times its lower end."""
 
 
 def _starts(record: Record) -> int:
-    """How often finalists were started and finished; 0 if fp32 was not measured with them."""
+    """Return how often the plans of the final were started and finished; 0 if fp32 was not measured with them."""
     return max((row["speedup"]["n"] for row in record["candidates"] if row["speedup"]), default=0)
 
 
 def interval_note(record: Record) -> str:
-    """Explanation of the numbers in the tables."""
+    """Explain the numbers in the tables."""
     lines, starts = record["lines"], _starts(record)
     how = (
         f"each was started up to {starts} times, each time in a separate process, and the plans trained in turns"
@@ -377,7 +389,7 @@ def interval_note(record: Record) -> str:
 
 
 def scale_sentences(record: Record) -> list[str]:
-    """The range of usable loss scales as text; empty if fp16 was not a candidate."""
+    """Describe the range of usable loss scales; empty if fp16 was not a candidate."""
     scale = record["scale"]
     if scale is None or None in scale.values():
         return []
@@ -398,7 +410,7 @@ def scale_sentences(record: Record) -> list[str]:
 
 
 def verification_sentence(record: Record) -> str:
-    """The result of paired training runs, in one sentence; empty if there were none."""
+    """Say in one sentence what paired training runs showed; empty if there were none."""
     found = record["verification"]
     if found is None:
         return ""
@@ -420,7 +432,7 @@ def verification_sentence(record: Record) -> str:
 
 
 def settings(record: Record) -> list[tuple[str, str]]:
-    """The settings of the search, as pairs of name and value."""
+    """Return the settings of the search, as pairs of name and value."""
     out = [("goal", record["goal"]), ("formats", ", ".join(record["formats"]))]
     for key, value in record["settings"].items():
         said = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value

@@ -1,4 +1,4 @@
-"""Plots of a search: magnitudes of gradients, speed against damage, and the damage of each region."""
+"""Plot the result of a search: magnitudes of gradients, speed against damage, and the damage of each region."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ REGIONS = 16
 """Largest number of regions in a plot: those with the largest gradients, or with the largest damage."""
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 SLOWEST = 0.4
-"""Plans slower than this fraction of fp32's speed are drawn here and labelled."""
+"""Plans that are slower than this fraction of fp32's speed are drawn at this speed, with a label."""
 _LEAST = 1e-9
-"""Smaller damage is drawn here."""
+"""Smaller damage is drawn at this value."""
 
 
 # --- speed against damage -----------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def _scatter(record: Record) -> Figure | None:
 
 
 def _error_bars(axes: Axes, row: Record, x: float, y: float, low: float, high: float, colour: str) -> None:
-    """The intervals of a point, or a label if it is outside the plot."""
+    """Draw the intervals of a point, and a label for a number that is outside the plot."""
     speed, parity = row["speedup"], row["parity"]
     said = []
     if speed["value"] < SLOWEST:
@@ -111,7 +111,10 @@ def _error_bars(axes: Axes, row: Record, x: float, y: float, low: float, high: f
 
 
 def _spans(record: Record) -> list[tuple[str, str, tuple[float, float, float]]]:
-    """The ranges to draw: label, format and base-2 logarithms; fp16 a second time, shifted by its loss scale."""
+    """Return the ranges of formats to draw: label, format and base-2 logarithms.
+
+    fp16 comes a second time, shifted by its loss scale.
+    """
     out = []
     for name in _PALETTE:
         known = FORMATS[name]
@@ -130,14 +133,14 @@ def _spans(record: Record) -> list[tuple[str, str, tuple[float, float, float]]]:
 
 
 def _power(exponent: float) -> str:
-    """Format a power of two, or the plain number if the exponent is not an integer."""
+    """Format a power of two. If the exponent is not an integer, format the plain number."""
     if exponent != round(exponent):
         return words.number(2.0**exponent)
     return "2" + f"{exponent:.0f}".translate(_RAISED)
 
 
 def _reach(histograms: Sequence[Record]) -> tuple[int, int]:
-    """Exponents that the axis shows: all gradients, and the ends of fp16."""
+    """Return the range of exponents that the axis shows. It includes all gradients and the ends of fp16."""
     low = min([-26, *(h["lowest"] for h in histograms)])
     high = max([18, *(h["lowest"] + len(h["counts"]) for h in histograms)])
     return low - 1, high + 1
@@ -162,7 +165,7 @@ def _gradients(record: Record) -> Figure | None:
     top.set_ylabel("% of gradients")
     top.tick_params(labelbottom=False)
     for index, (label, name, ends) in enumerate(spans):
-        # Opaque where the format has full precision, pale for its subnormals.
+        # The bar is opaque where the format has full precision, and pale where its numbers are subnormal.
         subnormal, normal, largest = (min(max(end, low), high) for end in ends)
         colour = _PALETTE[name]
         below.barh(index, largest - normal, left=normal, height=0.78, color=colour, alpha=0.45, lw=0)
@@ -179,7 +182,7 @@ def _gradients(record: Record) -> Figure | None:
 
 
 def _edges(axes: Axes, ends: Sequence[float], colour: str, dashed: bool, label: str | None = None) -> None:
-    """Lines at both ends of a format's range, if the axis includes them."""
+    """Draw lines at both ends of a format's range, if the axis includes them."""
     low, high = axes.get_xlim()
     for edge in (ends[0], ends[2]):
         if low < edge < high:
@@ -188,7 +191,7 @@ def _edges(axes: Axes, ends: Sequence[float], colour: str, dashed: bool, label: 
 
 
 def _powers(axes: Axes, low: int, high: int) -> None:
-    """Set up an axis of powers of two."""
+    """Set up an axis whose ticks are powers of two."""
     step = 8 if high - low <= 64 else 16 if high - low <= 128 else 32
     axes.set_xlim(low, high)
     axes.set_xticks(range(math.ceil(low / step) * step, high + 1, step))
@@ -200,7 +203,8 @@ def _by_region(record: Record) -> Figure | None:
     if len(histograms) < 2:
         return None
     if len(histograms) > REGIONS:
-        # Both ends matter: half of the rows go to the largest gradients, half to the smallest.
+        # Large and small gradients matter: half of the rows are the regions with the largest gradients, half those with the
+        # smallest.
         order = sorted(histograms, key=lambda h: (h["lowest"] + len(h["counts"]), h["lowest"]))
         keep = [*order[: REGIONS // 2], *order[-REGIONS // 2 :]]
         histograms = [h for h in histograms if h in keep]
@@ -260,7 +264,7 @@ def _regions(record: Record) -> Figure | None:
     axes = figure.subplots()
     axes.set_xscale("log")
     for label, get, colour, marker in kinds:
-        # Bias and noise are often equal: one a little above the row's line, the other below.
+        # Bias and noise are often equal, so one is drawn a little above the middle of the row and the other below.
         off = {"bias": -0.13, "noise": 0.13}.get(label, 0.0)
         points = [(max(v, low), i + off) for i, row in enumerate(rows) if (v := get(row)) is not None]
         if points:

@@ -1,4 +1,4 @@
-"""Format numbers as text, the same in the terminal and on a page."""
+"""Format numbers as text, in the same way for the terminal and for a page."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MEANING = (
     "the relative error of an update: the squared error that a plan adds to one update, divided by the expected squared "
     "norm of the update"
 )
-"""Definition of damage, for every text that reports it."""
+"""The definition of damage, for every text that reports damage."""
 PAIRED = (
     "A speed is the median ratio of times measured side by side, not the ratio of two medians; the two differ if the "
     "machine's speed changed in between."
 )
-"""Why the times in a table need not give its speeds."""
+"""A sentence that explains why the speeds in a table need not be the ratios of its times."""
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
@@ -43,7 +43,7 @@ def step(summary: Record | None) -> str | None:
 
 
 def against(count: float | None, reference: float | None) -> str:
-    """Format bytes, and how many more or fewer than a reference, as ``7.46 MiB (-20 %)``."""
+    """Format bytes, and by how much they differ from a reference, as ``7.46 MiB (-20 %)``."""
     if count is None:
         return "-"
     change = f" ({count / reference - 1:+.0%})".replace("%", " %") if reference else ""
@@ -56,7 +56,7 @@ def factor(value: float) -> str:
 
 
 def speed(ratio: Record | None) -> str | None:
-    """Format a ratio with its interval, as ``1.96x (1.81-2.02)``; without an upper end as ``1.96x (no interval)``."""
+    """Format a ratio with its interval, as ``1.96x (1.81-2.02)``; if it has no upper end, as ``1.96x (no interval)``."""
     if ratio is None:
         return None
     said = "no interval" if ratio["high"] is None else interval(ratio).replace(" to ", "-")
@@ -64,7 +64,7 @@ def speed(ratio: Record | None) -> str | None:
 
 
 def interval(ratio: Record) -> str:
-    """Format a ratio's interval, as ``1.81 to 2.02``; an end close to 1 gets enough digits to differ from 1."""
+    """Format a ratio's interval, as ``1.81 to 2.02``. An end close to 1 gets enough digits to differ from 1."""
     ends = [ratio[end] for end in ("low", "high")]
     said = ["?" if end is None else digits(end) for end in ends]
     return " to ".join(
@@ -74,19 +74,19 @@ def interval(ratio: Record) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Format a loss to four digits; a loss that is not finite has no number in a record."""
+    """Format a loss to four digits. A record holds None for a loss that is not finite."""
     return "not finite" if value is None else f"{value:.4g}"
 
 
 def damage(value: float | None) -> str:
-    """Format damage to two digits; a value that is not finite has no number in a record."""
+    """Format damage to two digits. A record holds None for damage that is not finite."""
     if value is None:
         return "not finite"
     return "0" if value == 0 else f"{value:.2g}"
 
 
 def share(value: float, reference: float) -> str:
-    """The difference from a reference in per cent, as ``29 % less``."""
+    """Format the difference from a reference in per cent, as ``29 % less``."""
     change = value / reference - 1.0
     if abs(change) < 0.005:
         return "as much"
@@ -94,7 +94,7 @@ def share(value: float, reference: float) -> str:
 
 
 def pasted(line: str, width: int = 76) -> str:
-    """The Python code that trains by a plan's line, broken at its ``+`` if it is wider than a terminal."""
+    """Return the Python code that trains under a plan. The plan's line is broken at its ``+`` if it is too wide."""
     whole = f'amp = castwise.Amp("{line}")'
     if len(whole) > width:
         first, *rest = line.split("+")
@@ -109,7 +109,7 @@ def pasted(line: str, width: int = 76) -> str:
 
 
 def where(record: Record) -> str:
-    """The machine and the versions in one line, and the number of processes."""
+    """Describe the machine, the versions and the number of processes in one line."""
     env = record["environment"]
     castwise = f"castwise {env['castwise']}" + (f" at {env['commit']}" if env["commit"] else "")
     threads = f"{env['threads']} thread{'s' if env['threads'] != 1 else ''}"

@@ -1,6 +1,7 @@
-"""Thresholds with hysteresis: an alarm is raised once when a value crosses its line, and again only after it was cleared.
+"""Raise alarms when values of a training cross thresholds, with hysteresis.
 
-Per kind one alarm is open at a time: if several regions cross a line, it names the worst.
+An alarm is raised once when a value crosses its line, and again only after it was cleared. Of each kind at most one alarm is
+open at a time. If several modules cross a line, the alarm names the worst.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from castwise.lab.watch.records import Alarm
 
 @dataclass(frozen=True)
 class Line:
-    """The value at which an alarm is raised, and the value at which it is cleared; in between, the alarm does not change.
+    """The value at which an alarm is raised, and the value at which it is cleared.
+
+    For a value between the two, the alarm does not change. If ``raise_at`` is the larger of the two, large values are bad, else
+    small values are bad.
 
     Attributes:
-        raise_at: Values beyond it are bad.
-        clear_at: Values beyond it, on the side away from ``raise_at``, are good.
-        patience: Bad values in a row before the alarm is raised.
+        raise_at: A value beyond it is bad, which raises an alarm.
+        clear_at: A value on the far side of it, seen from ``raise_at``, is good and clears the alarm.
+        patience: Number of bad values in a row before the alarm is raised.
 
     Raises:
-        PlanError: The two are equal or not numbers, or ``patience`` is not an integer of at least 1.
+        PlanError: ``raise_at`` and ``clear_at`` are equal or not numbers, or ``patience`` is not an integer of at least 1.
     """
 
     raise_at: float
@@ -48,7 +52,7 @@ class Line:
             raise PlanError(f"{self!r}: patience must be a whole number >= 1")
 
     def is_bad(self, value: float) -> bool:
-        """Whether a value raises an alarm; NaN does."""
+        """Whether a value raises an alarm, which NaN does too."""
         if math.isnan(value):
             return True
         return value > self.raise_at if self.raise_at > self.clear_at else value < self.raise_at
@@ -74,22 +78,26 @@ LINES: Mapping[str, Line] = MappingProxyType({
     "no_update": Line(0.5, 0.25, patience=4),
     "audit": Line(0.5, 0.25),
 })
-"""The kinds of alarms, and their default lines.
+"""The kinds of alarms, and the default line of each. The list says which value is compared with the line.
 
-- ``skipped_in_a_row``: skipped steps; until the first step is made, while the loss scale is searched, 16 are allowed.
-- ``skipped_share``: share of skipped steps among the last 64.
+- ``skipped_in_a_row``: the number of skipped steps in a row. Before the first step that is not skipped, while the loss scale is
+still being searched, 16 are allowed.
+- ``skipped_share``: the share of skipped steps among the last 64.
 - ``loss_scale``: a dynamic loss scale, at each sample and each skipped step.
-- ``nonfinite``: 1 if a gradient of a step that was not skipped, or an output, is not finite.
-- ``near_overflow``: a region's largest fp16 output divided by 65504.
-- ``underflow``: a region's value, as in :class:`RegionSample`; damage below 0.01 does not show in training.
-- ``update_ratio``: a region's value.
-- ``grad_norm``: divided by the median of the last 32 samples, from the ninth sample on.
-- ``lost_updates``: over all regions; training without masters is worse if more than about 5 % are lost (docs/numerics.md).
-- ``loss``: robust standard deviations above the median of earlier losses, if four in a row are far above it and above half of
-  the first losses.
-- ``moved``: a region's movement since the previous sample, over the most that its steps explain.
-- ``no_gradient``: 1 if a region whose earlier samples all had a gradient has none, or less than 1e-4 of the smallest.
-- ``no_update``: 1 if a step changed no weight although there are gradients; not after a learning rate that fell to 0 gradually.
+- ``nonfinite``: 1 if a step was not skipped although a gradient or an output is not finite.
+- ``near_overflow``: the largest fp16 output of a module divided by 65504.
+- ``underflow``: the ``underflow`` of a module (:class:`RegionSample`); damage below 0.01 does not show in training.
+- ``update_ratio``: the ``update_ratio`` of a module.
+- ``grad_norm``: the gradient norm divided by the median of the last 32 samples, from the ninth sample on.
+- ``lost_updates``: the ``lost_updates`` over all modules. Training without masters is worse if more than about 5 % are lost
+(docs/numerics.md).
+- ``loss``: how far a loss is above the median of earlier losses, in robust standard deviations. It counts if four losses in a
+row are far above the median and above half of the first losses.
+- ``moved``: how far the weights of a module moved since the previous sample, divided by the most that the optimizer's steps
+explain.
+- ``no_gradient``: 1 if all earlier samples of a module had a gradient, and now it has none, or less than 1e-4 of the smallest.
+- ``no_update``: 1 if a step changed no weight although there are gradients. It is 0 after the learning rate has gradually
+fallen to 0.
 - ``audit``: 1 if an audit failed, 0 if it passed.
 """
 
@@ -153,7 +161,7 @@ _SAYS = {
 
 
 def lines_of(given: Mapping[str, Line | None] | None) -> dict[str, Line]:
-    """The default lines, except those that ``given`` replaces.
+    """Return the default lines, except those that ``given`` replaces or, with None, removes.
 
     Raises:
         UnknownNameError: A kind that does not exist.
@@ -178,11 +186,11 @@ def lines_of(given: Mapping[str, Line | None] | None) -> dict[str, Line]:
 
 @dataclass
 class Alarms:
-    """The open alarms and their lines.
+    """The alarms that are open, and the lines that raise them.
 
     Attributes:
-        lines: The lines by kind of alarm.
-        open: The open alarms by kind and optimizer.
+        lines: The line of each kind of alarm.
+        open: The open alarms, by kind and by the optimizer's index.
     """
 
     lines: Mapping[str, Line]
@@ -197,7 +205,7 @@ class Alarms:
         optimizer: int = 0,
         detail: Callable[[], str] = str,
     ) -> Alarm | None:
-        """Check values by region against the line of their kind; ``detail`` extends the message of an alarm.
+        """Check the values of modules against the line of their kind; ``detail`` returns text to add to the alarm's message.
 
         Returns:
             The alarm that the values raised or cleared (then with ``cleared`` set); None if they did neither.
@@ -229,14 +237,14 @@ class Alarms:
         return alarm
 
     def suspicious(self, optimizer: int) -> bool:
-        """Whether the last values of a kind were bad, but too few in a row for an alarm."""
+        """Whether some of the last values were bad, but too few in a row for an alarm."""
         return any(
             count > 0 and number == optimizer and (kind, number) not in self.open
             for (kind, number), count in self._bad.items()
         )
 
     def state(self) -> list[dict[str, Any]]:
-        """The open alarms as plain values."""
+        """Return the open alarms as plain values."""
         return [dataclasses.asdict(alarm) for alarm in self.open.values()]
 
     def load(self, state: list[dict[str, Any]]) -> None:

@@ -1,7 +1,8 @@
-"""Audits: during training, the plan's gradients are compared with fp32's at the present weights.
+"""Audit a training: compare the plan's gradients with fp32's at the present weights.
 
-Usually two microbatches are enough: they show damage far below the line at which plans fail. Otherwise, and at the first audit, the
-gradient parity test of :mod:`castwise.lab.parity.parity` runs on more microbatches. Everything runs on copies.
+Usually two microbatches are enough, because they show that the damage is far below the line at which plans fail. In other
+cases, and at the first audit, the gradient parity test of :mod:`castwise.lab.parity.parity` runs on more microbatches. All
+passes run on copies of the model.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from castwise.lab.passes.isolation import copied
 from castwise.lab.watch.records import Audit
 
 SCREEN = 2
-"""Microbatches of the first look: fewer cannot separate bias from noise."""
+"""Number of microbatches with which an audit begins: fewer cannot separate bias from noise."""
 SUSPECT = 0.3
-"""The whole test runs if the damage reaches this share of the line at which plans fail."""
+"""The parity test runs if the damage reaches this share of the line at which plans fail."""
 WHOLE = 8
-"""Initial number of microbatches of the whole test."""
+"""Initial number of microbatches of the parity test."""
 MOST = 32
-"""Maximum number of microbatches of the whole test."""
+"""Largest number of microbatches of the parity test."""
 _CALL = "Monitor.audit"
 
 
 class Auditor:
-    """Audits of one model.
+    """Compare the gradients of one model with fp32's, several times during a training.
 
     Args:
         loss: As for :func:`castwise.parity`.
@@ -68,7 +69,7 @@ class Auditor:
     def audit(
         self, plan: Plan, scale: float, model: nn.Module, arrived: Any, optimizer: Optimizer | None
     ) -> Audit:
-        """Compare a plan's gradients with fp32's at a model's weights; waits for the device.
+        """Compare a plan's gradients with fp32's at a model's weights. The host waits for the device.
 
         Args:
             plan: The plan that the model runs under.
@@ -117,7 +118,7 @@ class Auditor:
         )  # fmt: skip
 
     def _screen(self, test: ParityTest, plan: Plan, weights: list[Tensor] | None) -> Audit | None:
-        """The audit from few microbatches, or None if they do not decide."""
+        """Return the audit from few microbatches, or None if they do not decide."""
         prober = test.prober
         prober.extend(SCREEN)
         probe = prober.probe(plan, range(SCREEN))
@@ -142,7 +143,10 @@ class Auditor:
         )  # fmt: skip
 
     def _damage(self, units: str, grams: Iterable[Grams]) -> float:
-        """The damage from few microbatches, relative to an update's expected square as averaged over the last audits."""
+        """Return the damage on few microbatches: the relative squared error of an update.
+
+        It is relative to the expected square of an update, which is averaged over the last audits.
+        """
         found = estimate(Grams.total(grams), self._accumulate)
         wholes = self._wholes[units]
         wholes.append(found.denominator)
@@ -151,9 +155,9 @@ class Auditor:
 
 
 def _widened(model: nn.Module, whole: nn.Module, arrived: Any) -> tuple[nn.Module, dict[str, torch.dtype]]:
-    """An fp32 copy of a prepared model without its plan, and which tensors were given low and still are.
+    """Return an fp32 copy of a prepared model without its plan, and the dtypes of its tensors that were low from the start.
 
-    For a sharded model the whole copy is widened itself; then this is a collective.
+    If the model is sharded, ``whole`` is its whole copy, which is widened in place. Then all ranks must call this together.
     """
     copy = copied(model, _CALL) if whole is model else whole
     strip(copy, lambda _: None)
@@ -172,9 +176,9 @@ def _widened(model: nn.Module, whole: nn.Module, arrived: Any) -> tuple[nn.Modul
 
 
 def _steps(prober: Prober, model: nn.Module, optimizer: Optimizer) -> list[Tensor] | None:
-    """Factors that turn gradients into the optimizer's steps, from its second moments; None before it has any.
+    """Return factors that turn gradients into steps of Adam, computed from its second moments; None before there are any.
 
-    A collective if these are sharded.
+    If the second moments are sharded, all ranks must call this together.
     """
     named = held(model)
     factors = []
@@ -191,10 +195,10 @@ def _steps(prober: Prober, model: nn.Module, optimizer: Optimizer) -> list[Tenso
 
 
 def failed(error: Exception) -> Audit:
-    """The audit to report when an audit raised an error."""
+    """Return the audit to report if an audit raised an error."""
     return Audit(0, "undecided", f"the audit failed with an error: {sentence(error)}")
 
 
 def badness(audit: Audit) -> tuple[int, float]:
-    """Sort key of audits, the worst last."""
+    """Return the sort key of audits, by which the worst audit comes last."""
     return ("sound", "pass", "undecided", "fail").index(audit.verdict), audit.damage or 0.0

@@ -1,4 +1,4 @@
-"""Checks samples and steps of a training against the alarm lines."""
+"""Check the samples and steps of a training against the lines of the alarms."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from castwise.lab.watch.records import Alarm, Sample
 from castwise.lab.watch.turns import RECENT, Turn
 
 LEAST_MOVE = 0.1
-"""Weights that move by less than this share between two samples are not compared with their updates."""
+"""If the weights move by less than this share between two samples, the movement is not compared with the updates."""
 MARGIN = 1.0
-"""Factor on the movement that steps explain: their number times the larger update of both samples."""
+"""Factor on the movement that the steps explain, which is their number times the larger update of the two samples."""
 SEEKS = 16
-"""Skipped steps in a row allowed while the loss scale is searched, before the first step that is made."""
+"""Number of steps in a row that may be skipped while the loss scale is searched, before the first step that is not skipped."""
 
 
 class Detector:
-    """Checks values against the alarm lines.
+    """Checks values against the lines of the alarms.
 
     Args:
         amp: The session.
         crossed: The lines and the open alarms.
-        watch: Compares losses.
+        watch: Compares each loss with earlier losses.
 
     Attributes:
-        news: Alarms raised or cleared since this list was last emptied.
+        news: Alarms that were raised or cleared since this list was last emptied.
     """
 
     def __init__(self, amp: Amp, crossed: Alarms, watch: LossWatch) -> None:
@@ -40,7 +40,7 @@ class Detector:
         self._amp, self._session, self._crossed, self._watch = amp, SessionView(amp), crossed, watch
 
     def check(self, turn: Turn, sample: Sample, trained: Sequence[str]) -> None:
-        """Check a sample against the lines; ``trained`` has the modules that should get a gradient."""
+        """Check a sample against the lines; ``trained`` names the modules that should get a gradient."""
         regions = sample.regions
 
         def by_region(name: str) -> dict[str, float]:
@@ -72,7 +72,7 @@ class Detector:
         turn.suspect(self._crossed.suspicious(turn.number) or 0 < self._watch.high < IN_A_ROW)
 
     def check_loss(self, turn: Turn) -> None:
-        """Check the losses of a step against their line."""
+        """Check the latest losses against the line for losses."""
         if not self._watch.high and not self._crossed.open:
             return
         if self._watch.high >= IN_A_ROW:
@@ -81,7 +81,7 @@ class Detector:
             self.see("loss", {"": 0.0}, turn)
 
     def _compare(self, turn: Turn, sample: Sample, trained: Sequence[str]) -> None:
-        """Compare the sample of a step that was not skipped with the earlier ones."""
+        """Compare the sample of a step that was not skipped with earlier samples."""
         regions = sample.regions
         norms = {r.path: r.grad_norm for r in regions}
         lost = turn.history.lost(
@@ -119,7 +119,7 @@ class Detector:
             self.see("skipped_share", {"": sum(turn.recent) / RECENT}, turn, detail)
 
     def _blame(self, optimizer: Optimizer) -> str:
-        """Names the modules whose gradients are not finite."""
+        """Name the modules whose gradients are not finite."""
         paths = dict.fromkeys(
             name.rpartition(".")[0] or "the model" for name in self._amp.scaler.non_finite_params(optimizer)
         )
@@ -128,7 +128,7 @@ class Detector:
     def see(
         self, kind: str, values: Mapping[str, float], turn: Turn, detail: Callable[[], str] = str
     ) -> None:
-        """Check values by region against the line of a kind; ``detail`` is called if an alarm is raised."""
+        """Check the values of modules against the line of a kind; ``detail`` is called if an alarm is raised."""
         alarm = self._crossed.see(kind, values, turn.steps, turn.number, detail)
         if alarm is not None:
             self.news.append(alarm)

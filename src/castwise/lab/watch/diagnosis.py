@@ -1,9 +1,11 @@
-"""Find out why a step diverged: its batch, the format, or damaged weights. Each hypothesis is tested by a run.
+"""Find out why a step diverged: because of its batch, of the format, or of damaged weights.
 
-The step runs on a copy of the model, from good weights: under the plan, and in fp32. If fp32 diverges too, the batch is the cause;
-if only the plan diverges, the format is, and :func:`castwise.first_nonfinite` names the region; if the plan does not diverge,
-the cause was transient: the weights were damaged and are good again. If the batch of the step before, whose loss was normal,
-diverges too, the update of that step has damaged the weights.
+The step is run again on a copy of the model, from good weights: under the plan, and in fp32.
+
+- If fp32 diverges too, the batch is the cause.
+- If only the plan diverges, the format is the cause, and :func:`castwise.first_nonfinite` names the module.
+- If the plan does not diverge, the cause was transient: the weights were damaged, and are good again.
+- If the previous step's batch, whose loss was normal, now diverges too, the previous step's update has damaged the weights.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from castwise.lab.workloads.workload import non_finite_parts
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What made a step diverge.
+    """The cause of a divergence, with its evidence.
 
     Attributes:
         cause: ``batch``, ``update``, ``format``, ``loss scale`` or ``transient``.
         evidence: The runs that were made and their results, in clauses.
-        plan: For ``format`` and ``loss scale``, a plan under which the step was run and did not diverge.
+        plan: For ``format`` and ``loss scale``, a plan under which the step did not diverge.
     """
 
     cause: str
@@ -55,17 +57,17 @@ def diagnose(
     limit: float,
     ranks: Ranks,
 ) -> list[Diagnosis]:
-    """Find out whether a step diverges from these weights, and why. The training state is unchanged.
+    """Find out whether a step diverges from the given good weights, and why. The training state is unchanged.
 
-    A collective: each rank tries its own microbatches, on a whole copy of the model.
+    All ranks must call this together. Each rank tries its own microbatches, on a whole copy of the model.
 
     Args:
         amp: The session.
         model: The module that the session prepared, with good weights.
         loss: ``loss(model, batch)``.
-        moments: The step's microbatches.
-        before: Microbatches of the last step before it that was made with a normal loss; empty if there is none.
-        limit: The largest loss of a step that is normal in this training; see :func:`castwise.lab.watch.passes.mean_loss`.
+        moments: The microbatches of the step.
+        before: The microbatches of the last earlier step that was made with a normal loss; empty if there is none.
+        limit: The largest normal loss of a step in this training; see :func:`castwise.lab.watch.passes.mean_loss`.
         ranks: The ranks that train together.
 
     Returns:
@@ -83,9 +85,10 @@ def diagnose(
 
 
 def in_data(moments: Sequence[Moment], before: Sequence[Moment], ranks: Ranks) -> list[Diagnosis]:
-    """The diagnosis of each rank if any rank's data have non-finite values; else none. A collective.
+    """Return the diagnosis of each rank if the data of any rank has non-finite values; else an empty list.
 
-    Data that already had some in the step before, which did not diverge, do not count.
+    If the data of the previous step, which did not diverge, had such values too, they do not count. All ranks must call this
+    together.
     """
     parts = [part for number, moment in enumerate(moments) for part in _parts(moment, number, len(moments))]
     if any(_parts(moment, 0, 1) for moment in before):
@@ -103,7 +106,7 @@ def _parts(moment: Moment, number: int, of: int) -> list[str]:
 
 
 def agreed(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
-    """One diagnosis for all ranks: a bad batch on any rank is skipped by all."""
+    """Combine the diagnoses of all ranks into one. If the batch of any rank is bad, all ranks skip theirs."""
     for cause in ("update", "batch", "format", "loss scale"):
         found = [(rank, one) for rank, one in enumerate(diagnoses) if one.cause == cause]
         if found:
@@ -116,7 +119,7 @@ def agreed(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
 
 
 def _joined(diagnoses: Sequence[Diagnosis]) -> Plan | None:
-    """One plan with the regions of all plans and the smallest loss scale."""
+    """Combine the plans of all diagnoses: one plan with the regions of all and the smallest loss scale."""
     plans = [found.plan for found in diagnoses if found.plan is not None]
     if not plans:
         return None
@@ -151,7 +154,7 @@ class _Reruns:
         self._device = next((p.device for p in model.parameters()), torch.device(amp.device_type))
         self._weights = weights
         scale = self._plan.loss_scale
-        # a dynamic scale adapts by skipping: what matters is whether any scale works
+        # a dynamic scale adapts by skipping steps, so the question is whether any scale works
         self._scale = None if scale is None else 1.0 if scale.dynamic else scale.init
 
     def diagnosis(self) -> Diagnosis:
@@ -179,7 +182,7 @@ class _Reruns:
         return Diagnosis("batch", f"{told}; no other plan that was tried gives sound gradients")
 
     def _cures(self) -> Iterator[tuple[str, str, Plan]]:
-        """Plans that may cure the divergence, from the smallest change on: each with its cause and the evidence."""
+        """Yield plans that may prevent the divergence, the smallest change first, each with its cause and the evidence."""
         scale = self._plan.loss_scale
         for moment in self._moments:
             set_generators(moment.random)
@@ -209,7 +212,7 @@ class _Reruns:
         yield "format", "no single region could be identified", whole
 
     def _try(self, plan: Plan, step: Sequence[Moment]) -> tuple[Ran | None, str]:
-        """Run a step under a plan; return the run, if it succeeded, and its result in a clause."""
+        """Run a step under a plan, and return the run (None if it failed) and its result as a clause."""
         scales = (
             {} if self._scale is None or plan.loss_scale != self._plan.loss_scale else {"loss": self._scale}
         )
@@ -229,7 +232,7 @@ class _Reruns:
 
 
 def _fp32_of(model: nn.Module, weights: Mapping[str, Any]) -> nn.Module:
-    """An fp32 copy of a prepared model."""
+    """Return an fp32 copy of a prepared model."""
     copy = copied(model, "Recovery")
     widen_(copy)
     _load(copy, weights)

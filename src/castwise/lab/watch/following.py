@@ -1,4 +1,4 @@
-"""Subscribe to steps of a session's optimizers, whether by ``amp.step`` or a plain ``optimizer.step()``."""
+"""Follow the steps of a session's optimizers, whether they are made by ``amp.step`` or by a plain ``optimizer.step()``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def follow(
     steps: Callable[[Sequence[Optimizer], StepResult], object],
     begin: Callable[[], object] | None = None,
 ) -> Callable[[], None]:
-    """Like :meth:`castwise.Amp.listen`, but also for steps that do not go through :meth:`castwise.Amp.step`.
+    """Call functions at each loss and each step of a session's optimizers.
 
-    For such a step the host waits to learn whether it was skipped. Holds only weak references.
+    Unlike :meth:`castwise.Amp.listen`, this includes steps that do not go through :meth:`castwise.Amp.step`. For such a step
+    the host waits to learn whether it was skipped. Only weak references to the session and the functions are held.
 
     Args:
         amp: The session.
-        losses: A method; called with each loss and its name.
-        steps: A method; called with the optimizers and the result of their step.
-        begin: A method; called before each step of an optimizer of the session.
+        losses: A bound method that is called with each loss and its name.
+        steps: A bound method that is called with the optimizers and the result of their step.
+        begin: A bound method that is called before each step of an optimizer of the session.
 
     Returns:
         A function that ends the subscription.

@@ -1,4 +1,4 @@
-"""Saved states to which a training can return: the last few checkpoints, with state outside the session."""
+"""Save and restore the good states of a training: its last few checkpoints, with the state of further objects."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ from castwise.errors import CheckpointError, PlanError, sentence
 from castwise.lab.watch.moments import generators, set_generators
 
 KEPT = 2
-"""Number of good states kept: the last may already contain the cause of a later divergence."""
+"""Number of good states that are kept. Two are needed, because the last may already contain the cause of a later divergence."""
 
 
 @dataclass(frozen=True)
 class Good:
-    """A good state: its checkpoint, the number of the next step, and the position in the data at which that step starts.
+    """A saved state to which a training can return.
 
-    ``own`` is the state that each rank keeps in its own memory: Python's and NumPy's generators, and buffers.
+    Attributes:
+        path: The checkpoint.
+        step: Number of the next step.
+        cursor: Position in the data at which that step starts.
+        own: The state that each rank keeps in its own memory: Python's and NumPy's random generators, and buffers.
     """
 
     path: Path
@@ -39,7 +43,7 @@ class Good:
 
 
 class GoodStates:
-    """The good states of one training, the oldest first.
+    """The saved states to which one training can return, the oldest first.
 
     Args:
         amp: The session.
@@ -53,7 +57,7 @@ class GoodStates:
         all: The good states.
 
     Raises:
-        PlanError: An object in ``also`` lacks one of these methods.
+        PlanError: An object in ``also`` lacks ``state_dict`` or ``load_state_dict``.
     """
 
     all: list[Good]
@@ -80,10 +84,10 @@ class GoodStates:
         self.all = []
 
     def add(self, step: int, cursor: int) -> None:
-        """Save the present state. A collective of all ranks.
+        """Save the present state as a good state. All ranks must call this together.
 
         Raises:
-            CheckpointError: The state could not be written; earlier states are unchanged.
+            CheckpointError: The state could not be written. Earlier states are unchanged.
         """
         own = {
             "generators": {name: state for name, state in generators(self._amp).items() if name != "torch"},
@@ -107,12 +111,12 @@ class GoodStates:
         self.all = self.all[-KEPT:]
 
     def before(self, step: int, earlier: int) -> Good:
-        """The newest state from before ``step`` that at least one later step has confirmed, or the initial state.
+        """Return the newest good state after which a step was made before ``step``; if there is none, the oldest state.
 
-        ``earlier``: go back so many states further, if they exist.
+        With ``earlier``, go back so many states further, if they exist.
 
         Raises:
-            CheckpointError: There is no such state.
+            CheckpointError: There is no good state.
         """
         goods = [good for good in self.all if good.step < step] or self.all[:1]
         if not goods:
@@ -120,7 +124,9 @@ class GoodStates:
         return goods[max(0, len(goods) - 1 - earlier)]
 
     def load(self, good: Good) -> None:
-        """Restore everything to a good state, without gradients; if that fails or is interrupted, everything is unchanged.
+        """Restore everything to a good state, and clear the gradients.
+
+        If that fails or is interrupted, everything except the gradients is unchanged.
 
         Raises:
             CheckpointError: The state no longer exists, or does not fit.
@@ -153,20 +159,20 @@ class GoodStates:
         set_generators({**generators(self._amp), **good.own["generators"]})
 
     def forget_after(self, good: Good) -> None:
-        """Delete the states after the given one."""
+        """Delete the states that are newer than the given state."""
         for other in self.all:
             if other.step > good.step:
                 self._remove(other)
         self.all = [other for other in self.all if other.step <= good.step]
 
     def forget_before(self, good: Good) -> None:
-        """Delete the states before the given one."""
+        """Delete the states that are older than the given state."""
         for other in self.all[: self.all.index(good)]:
             self._remove(other)
         self.all = self.all[self.all.index(good) :]
 
     def _remove(self, good: Good) -> None:
-        """Delete a state; it is renamed first, so that no partial folder has a checkpoint's name."""
+        """Delete a state. It is renamed first, so that a partly deleted folder does not look like a checkpoint."""
         if self._ranks.rank == 0:
             doomed = good.path.with_name(f".{good.path.name}.deleted")
             with contextlib.suppress(OSError):
@@ -175,7 +181,7 @@ class GoodStates:
 
 
 def _as_held(saved: Any, held: Any) -> Any:
-    """Shard saved whole tensors like the present ones."""
+    """Shard whole tensors of a saved state like the present tensors."""
     if isinstance(held, Tensor) and isinstance(saved, Tensor) and is_dtensor(held):
         from torch.distributed.tensor import distribute_tensor
 

@@ -11,27 +11,27 @@ from castwise.lab.watch.losses import robust_line
 LEAST = 6
 """Minimum number of earlier samples for a comparison."""
 KEPT = 64
-"""Number of earlier losses; each loss is compared with their median."""
+"""Number of earlier losses that are kept. Each loss is compared with their median."""
 FRESH = 16
-"""Number of losses after which the median is computed again."""
+"""The median is computed again after this many losses."""
 FAR = 12.0
-"""A loss this many robust standard deviations above the median is high, if it is above half of the first losses too."""
+"""A loss is high if it is this many robust standard deviations above the median and also above half of the first losses."""
 IN_A_ROW = 4
-"""This many high losses in a row are a change."""
+"""Number of high losses in a row that raise an alarm."""
 GRADIENTS = 8
-"""Number of earlier gradient norms per module."""
+"""Number of earlier gradient norms that are kept per module."""
 COLLAPSED = 1e-4
-"""A gradient norm below this share of the smallest of the earlier ones has collapsed."""
+"""A gradient norm below this share of the smallest earlier gradient norm counts as missing."""
 SETTLED = 0.1
-"""A loss below this share of the earlier median is small: gradients may vanish with it."""
+"""A loss below this share of the median of earlier losses is small. Gradients may then vanish together with the loss."""
 
 
 class LossWatch:
-    """Compares each loss with those before it, in about a microsecond.
+    """Compares each loss with earlier losses, in about a microsecond.
 
     Attributes:
         high: Number of high losses in a row so far.
-        normal: Number of other finite losses in a row so far.
+        normal: Number of normal losses in a row so far.
         above: How far the last high loss was above the median, in robust standard deviations.
         median: Median of earlier losses; minus infinity while there are too few.
     """
@@ -44,7 +44,7 @@ class LossWatch:
         self.high, self.normal, self.above = 0, 0, 0.0
 
     def add(self, loss: float) -> None:
-        """Note a loss. High and non-finite ones do not move the median."""
+        """Add a loss. High and non-finite losses do not change the median."""
         if loss > self._limit:
             self.high, self.normal = self.high + 1, 0
             self.above = (loss - self.median) / self._spread
@@ -64,12 +64,12 @@ class LossWatch:
         self._limit = max(self.median + FAR * self._spread, start)
 
     def is_settled(self, loss: float | None) -> bool:
-        """Whether a loss is so small that vanishing gradients are no surprise."""
+        """Whether a loss is so small that vanishing gradients are to be expected."""
         return loss is not None and loss < SETTLED * self.median
 
 
 class History:
-    """The gradient norms of earlier samples of one optimizer."""
+    """Keeps the gradient norms of each module from earlier samples of one optimizer."""
 
     def __init__(self) -> None:
         self._gradients: dict[str, deque[float]] = {}
@@ -81,15 +81,16 @@ class History:
         settled: bool,
         share: float = COLLAPSED,
     ) -> dict[str, float]:
-        """Per module 1 if its gradient is missing or has collapsed, else 0.
+        """Return, for each module, 1 if its gradient is missing or far smaller than before, else 0.
 
-        Only modules are compared whose last ``GRADIENTS`` samples all had a gradient.
+        A module is left out if it had a gradient in fewer than ``LEAST`` earlier samples, or if one of the last gradients was
+        zero.
 
         Args:
             norms: Gradient norms of this sample.
             trained: The modules with a parameter that requires a gradient.
             settled: Whether only a missing gradient counts.
-            share: A norm below this share of the smallest of the earlier ones has collapsed.
+            share: A norm below this share of the smallest earlier norm counts as far smaller.
         """
         out: dict[str, float] = {}
         for path in trained:
@@ -102,5 +103,5 @@ class History:
             if norm is not None and math.isfinite(norm) and not (known and gone):
                 self._gradients.setdefault(path, deque(maxlen=GRADIENTS)).append(norm)
         for path in [path for path in self._gradients if path not in set(trained)]:
-            del self._gradients[path]  # frozen: no gradient is expected
+            del self._gradients[path]  # the module is frozen: no gradient is expected
         return out

@@ -1,4 +1,4 @@
-"""Detect losses that are abnormally high for a training, by a line computed from its earlier losses."""
+"""Detect losses that are abnormally high for a training, by a limit computed from its earlier losses."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections import deque
 from collections.abc import Collection
 
 KEPT = 64
-"""Number of losses that the line is computed from."""
+"""Number of earlier losses from which the limit is computed."""
 LEAST = 16
-"""Minimum number of losses for a line; with fewer, only non-finite losses are abnormal."""
+"""Number of losses from which on there is a limit. Before that, only non-finite losses are abnormal."""
 SPREADS = 6.0
-"""A loss this many spreads above the median is suspect. The spread is the standard deviation of a normal distribution
-with the same median absolute deviation."""
+"""A loss this many spreads above the median is suspect. The spread is the standard deviation of a normal distribution with the
+same median absolute deviation."""
 FAR = 12.0
-"""A loss this many spreads above the median, and above all first losses of the run, has diverged at once."""
+"""A single loss this far above the median, in spreads, means divergence, if it is also so far above all first losses."""
 PERSISTENT = 5
 """This many suspect losses in a row mean divergence."""
 FLOOR = 0.02
-"""The spread is at least this share of the median: losses on one repeated batch hardly vary."""
+"""The spread is at least this share of the median, because losses on one repeated batch hardly vary."""
 
 
 def robust_line(losses: Collection[float]) -> tuple[float, float]:
-    """The median of losses, and their spread: its estimate from the median absolute deviation, bounded below."""
+    """Return the median of losses and their spread: a robust standard deviation from the median absolute deviation."""
     median = statistics.median(losses)
     deviation = statistics.median(abs(value - median) for value in losses)
     return median, max(1.4826 * deviation, FLOOR * abs(median), 1e-12)
 
 
 class LossLine:
-    """Compares each loss of a run with those before it.
+    """Compares each loss of a run with earlier losses, and detects divergence.
 
     Attributes:
-        suspects: The current run of suspect losses, each with its step.
+        suspects: The latest suspect losses without a normal loss between them, each with its step.
     """
 
     def __init__(self) -> None:
@@ -43,22 +43,22 @@ class LossLine:
         self.suspects: list[tuple[int, float]] = []
 
     def _line(self) -> tuple[float, float]:
-        """Median and spread of the recent losses."""
+        """Return the median and the spread of the recent losses."""
         return robust_line([value for _, value in self._recent])
 
     @property
     def limit(self) -> float:
-        """The largest loss that is not suspect; infinity while there is no line."""
+        """The largest loss that is not suspect; infinity while there are too few losses."""
         if len(self._recent) < LEAST:
             return math.inf
         median, spread = self._line()
         return median + SPREADS * spread
 
     def check(self, step: int, loss: float, made: bool = True) -> str:
-        """Record a finite loss; return a clause that says why it has diverged, or an empty string if it has not.
+        """Record a finite loss, and return a clause that says why the run has diverged; empty if it has not.
 
-        The losses of steps that were not made, since gradients were not finite, do not move the line. One of them alone is
-        no divergence: its update did no damage.
+        Set ``made`` to False for a step that was skipped because gradients were not finite. Its loss does not change the
+        median. Alone, it is no divergence, because its update did no damage.
         """
         if len(self._recent) < LEAST:
             if made:
@@ -67,7 +67,7 @@ class LossLine:
         median, spread = self._line()
         if loss <= median + SPREADS * spread:
             for one in (*self.suspects, (step, loss)) if made else ():
-                self._take(*one)  # the suspects before it were harmless
+                self._take(*one)  # the suspect losses before this normal loss were harmless
             self.suspects = []
             return ""
         self.suspects.append((step, loss))
@@ -88,11 +88,11 @@ class LossLine:
             self._start = max(self._start, loss)
 
     def last(self, since: int, step: int) -> int | None:
-        """The last step from ``since`` to before ``step`` that was made with a normal loss."""
+        """Return the last step from ``since`` to before ``step`` that was made with a normal loss; None if there is none."""
         return next((one for one, _ in reversed(self._recent) if since <= one < step), None)
 
     def back_to(self, step: int) -> None:
-        """Discard the losses from a step on."""
+        """Discard the losses of this step and all later steps."""
         self.suspects = []
         kept = [one for one in self._recent if one[0] < step]
         self._seen -= len(self._recent) - len(kept)

@@ -1,4 +1,4 @@
-"""The inputs of a training step: its batch, and the states of the random generators."""
+"""Record the inputs of a training step: its batch, and the states of the random generators."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from castwise.core.session import Amp
 
 @dataclass(frozen=True)
 class Moment:
-    """A batch from a loader, and the random states at that time.
+    """A batch from a loader, with the states of the random generators when it was loaded.
 
     Attributes:
-        batch: A reference, not a copy.
-        random: As :func:`generators` returns them.
-        versions: Version counter of each of the batch's tensors.
+        batch: A reference to the batch, not a copy.
+        random: The states as :func:`generators` returns them.
+        versions: Autograd's version counter of each tensor in the batch.
     """
 
     batch: Any
@@ -32,17 +32,17 @@ class Moment:
 
     @classmethod
     def of(cls, batch: Any, amp: Amp) -> Moment:
-        """The moment of this call."""
+        """Record a batch and the present states of the random generators."""
         return cls(batch, generators(amp), _versions(batch))
 
     @property
     def changed(self) -> bool:
-        """Whether the batch was written to after it was yielded, by autograd's version counters."""
+        """Whether the batch was written to since it was recorded, according to autograd's version counters."""
         return _versions(self.batch) != self.versions
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of the batch's tensors."""
+        """The total bytes of the batch's tensors."""
         return sum(tensor.nbytes for tensor in tensors_in(self.batch))
 
 
@@ -51,7 +51,7 @@ def _versions(batch: Any) -> tuple[int, ...]:
 
 
 def generators(amp: Amp) -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's random generators, as values that a checkpoint can hold."""
+    """Return the states of Python's, NumPy's and torch's random generators, as values that a checkpoint can hold."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -61,10 +61,10 @@ def generators(amp: Amp) -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Restore the states from :func:`generators`, for the device types that are present.
+    """Set the random generators to states from :func:`generators`; device types that are missing here are left out.
 
     Raises:
-        ValueError: An invalid state; other generators may already have been set.
+        ValueError: A state is invalid. Other generators may already have been set.
     """
     try:
         random.setstate(states["python"])

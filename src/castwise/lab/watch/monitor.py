@@ -1,4 +1,4 @@
-"""``Monitor``: sampled numerics of a running training, with alarms and audits."""
+"""Monitor the numerics of a running training: sample statistics, raise alarms, and audit the plan against fp32."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 EVERY = 128
 """Default number of steps between two samples; bench/bench_monitor.py measures the cost."""
 AUDIT_EVERY = 5000
-"""Default number of steps between two audits: they then cost less than 1 % of the training's time."""
+"""Default number of steps between two audits, at which audits cost less than 1 % of the training's time."""
 
 
 KEPT = 512
-"""Number of samples, alarms and audits kept."""
+"""Number of samples, of alarms and of audits that are kept."""
 
 
 class Monitor(OfThisProcess):
@@ -51,37 +51,38 @@ class Monitor(OfThisProcess):
             ...  # the loop as it is
         rich.print(monitor.table())
 
-    Steps are counted by hooks, whoever makes them: ``amp.step``, ``optimizer.step()``, Lightning, the Trainer of transformers. The monitor may be
-    made before or after ``prepare``. At every ``every``-th step of an optimizer it samples gradients, weights, the update and
-    the outputs of modules that have parameters of their own; it records skipped steps and the loss scale at every step.
-    Weights, gradients, random numbers and modes are bit for bit those of a run without it.
+    Hooks count the steps, no matter whether ``amp.step``, ``optimizer.step()``, Lightning or the Trainer of transformers makes
+    them. The monitor may be made before or after ``prepare``. At every ``every``-th step of an optimizer it samples the
+    gradients, the weights, the update, and the outputs of modules that have parameters of their own. It records skipped steps
+    and the loss scale at every step. Weights, gradients, random numbers and training modes are bit for bit those of a run
+    without the monitor.
 
     Args:
         amp: The session.
         every: Steps between two samples, counted per optimizer.
-        jsonl: A file; each sample, alarm and audit is appended as a line of JSON.
+        jsonl: A file to which each sample, alarm and audit is appended as a line of JSON.
         tensorboard: A folder for event files, or a ``SummaryWriter``.
-        log: ``log(values, step)``, called with every sample's numbers by name: ``wandb.log``, ``logger.log_metrics``. If it raises, a
-            warning is given once and training continues.
-        live: Show the last sample and the open alarms, if standard output is a terminal.
-        on_alarm: ``on_alarm(alarm)``, called on every rank with each :class:`castwise.monitor.Alarm` when it is raised, after the step that
-            raised it. An exception from it propagates out of that step, which is complete: a way to end a run.
-        lines: Per kind of alarm, a :class:`~castwise.lab.watch.alarms.Line` that replaces the default, or None to disable it; see
-            ``castwise.lab.watch.LINES``.
-        loss: ``loss(model, batch)`` -> scalar tensor; with ``batches`` the plan is audited: compared with fp32 as in :func:`castwise.parity`, on
-            copies of the current model, which take about five times the memory of fp32 weights during the audit; for a sharded model,
-            of all weights on every rank.
-        batches: For audits: a sequence, a re-iterable, or ``batches(seed)`` -> iterator.
-        audit_every: Steps between two audits; the first follows the first step that this monitor sees.
-        accumulate: Microbatches averaged per update of the training, on all ranks together.
+        log: ``log(values, step)``, called with every sample's numbers by name: ``wandb.log``, ``logger.log_metrics``. If it
+            raises, a warning is given once and training continues.
+        live: Whether to show the last sample and the open alarms, if standard output is a terminal.
+        on_alarm: ``on_alarm(alarm)``, called on every rank with each :class:`castwise.monitor.Alarm` when it is raised, after
+            the step that raised it. An exception from it propagates out of that step, which is complete. It can thus end a run.
+        lines: For each kind of alarm, a :class:`~castwise.lab.watch.alarms.Line` that replaces the default, or None to disable
+            the alarm; see ``castwise.lab.watch.LINES``.
+        loss: ``loss(model, batch)`` -> scalar tensor. With ``loss`` and ``batches`` the plan is audited: its gradients are
+            compared with fp32's as in :func:`castwise.parity`. An audit runs on copies of the current model, which take about
+            five times the memory of fp32 weights; for a sharded model, of all weights on every rank.
+        batches: The batches for audits: a sequence, a re-iterable, or ``batches(seed)`` -> iterator.
+        audit_every: Steps between two audits. The first audit follows the first step that this monitor sees.
+        accumulate: Number of microbatches, on all ranks together, that one update of the training averages.
 
-    With torch.distributed every rank makes the same monitor; samples are combined over the session's ranks, and the
-    first of them writes.
+    With torch.distributed every rank makes the same monitor. Samples are combined over the session's ranks, and the first rank
+    writes them.
 
     Attributes:
-        samples: The last 512 at most.
-        alarms: All alarms raised.
-        audits: All audits made.
+        samples: The last 512 samples.
+        alarms: The last 512 alarms that were raised.
+        audits: The last 512 audits.
 
     Raises:
         PlanError: An invalid number, line or kind; the message names the argument.
@@ -137,7 +138,7 @@ class Monitor(OfThisProcess):
             if self._session.ranks.rank == 0
             else []
         )
-        # the global optimizer hooks hold only a weak reference; the session keeps the monitor alive
+        # the global optimizer hooks hold only a weak reference to the monitor; the session keeps the monitor alive
         alive = weakref.ref(self)
         self._end = weakref.finalize(self, _end, _hooks(alive), self._sampler.outputs)
         self._end.atexit = False
@@ -147,21 +148,21 @@ class Monitor(OfThisProcess):
 
     @property
     def step(self) -> int:
-        """Number of steps so far, skipped ones included, of the optimizer with the most steps."""
+        """The number of steps so far, including skipped steps, of the optimizer with the most steps."""
         return max((turn.steps for turn in self._turns.values()), default=0)
 
     @property
     def skipped_steps(self) -> int:
-        """Number of skipped steps so far, including those before a resume. Waits like :attr:`castwise.Amp.skipped_steps`."""
+        """The number of skipped steps so far, also before a resume. Waits like :attr:`castwise.Amp.skipped_steps`."""
         return self._sampler.skipped_before + self._session.window.skipped_steps
 
     @property
     def open_alarms(self) -> tuple[Alarm, ...]:
-        """Alarms raised and not yet cleared."""
+        """The alarms that were raised and are not yet cleared."""
         return tuple(self._crossed.open.values())
 
     def report(self) -> MonitorReport:
-        """The results so far. Waits for the device if a fused optimizer decides there whether to skip."""
+        """Return the results so far. Waits for the device if a fused optimizer decides there whether to skip."""
         return MonitorReport(
             str(self._amp.plan), self._amp.device_type, self.step, self.skipped_steps, self._every,
             tuple(self.samples), tuple(self.alarms), tuple(self.audits), tuple(self._sampler.unseen), self.open_alarms,
@@ -169,19 +170,19 @@ class Monitor(OfThisProcess):
         )  # fmt: skip
 
     def table(self) -> RenderableType:
-        """The report, for ``rich.print``."""
+        """Return the report as a table for ``rich.print``."""
         return self.report().table()
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
+        """Return the report as plain JSON values."""
         return self.report().to_dict()
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the report: ``monitor.json`` and the page ``monitor.html``."""
+        """Write the report as ``monitor.json`` and as the page ``monitor.html``."""
         return self.report().save(Path(folder))
 
     def audit(self) -> Audit:
-        """Compare the plan with fp32 now, at the present weights; every rank calls it. Waits for the device.
+        """Compare the plan's gradients with fp32's at the present weights. All ranks must call this; it waits for the device.
 
         Raises:
             PlanError: The monitor has no loss and batches, or the session has no model or several.
@@ -195,7 +196,7 @@ class Monitor(OfThisProcess):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a resume: counts and open alarms as plain values. Save the session's state separately."""
+        """Return the counts and the open alarms as plain values, for a resume. Save the session's state separately."""
         turns = [
             {"number": t.number, "steps": t.steps, "streak": t.streak, "made": t.made}
             for t in self._turns.values()
@@ -228,7 +229,7 @@ class Monitor(OfThisProcess):
         self._turn_by_id.clear()
 
     def close(self) -> None:
-        """Stop watching and close files; results stay readable."""
+        """Stop watching, and close all files. The results stay readable."""
         self._closed = True
         self._listened()
         self._end()
@@ -247,7 +248,7 @@ class Monitor(OfThisProcess):
         return turn
 
     def _before(self, optimizer: Optimizer, closure: bool) -> None:
-        """Before the step of any optimizer."""
+        """Prepare to count the step that an optimizer begins, and read gradients and weights if a sample is due."""
         session = self._session
         if not session.members.holds(optimizer):
             return
@@ -263,18 +264,18 @@ class Monitor(OfThisProcess):
             self._sampler.attempt("gradients and weights", self._sampler.look, optimizer, turn)
 
     def _after(self, optimizer: Optimizer) -> None:
-        """After the step of any optimizer."""
+        """Read the updated weights after an optimizer's step if a sample is due, and count the step."""
         session = self._session
         if not session.members.holds(optimizer):
             return
         turn = self._turn(optimizer)
         if turn.update is not None:
             self._sampler.attempt("updates", self._sampler.look_again, turn, turn.update)
-        if id(optimizer) not in session.window.stepping:  # else the session calls when its whole step is done
+        if id(optimizer) not in session.window.stepping:  # in amp.step, the session calls _stepped at the end
             self._ended(optimizer, session.window.skips > turn.skips)
 
     def _stepped(self, optimizers: Sequence[Optimizer], result: StepResult) -> None:
-        """After a step of the session."""
+        """Count a step that the session has made for these optimizers."""
         skipped = result.skipped if result.known else None
         for optimizer in optimizers:
             self._ended(optimizer, skipped)
@@ -313,12 +314,15 @@ class Monitor(OfThisProcess):
     # --- audits -------------------------------------------------------------------------------------------
 
     def _audit_or_say(self) -> Audit:
-        """Make an audit. The first one raises its errors, except non-finite values in fp32; else an error is the audit's result."""
+        """Make an audit, and return an error as an undecided audit.
+
+        The first audit raises errors, except non-finite values in fp32, so that an invalid loss or invalid batches are noticed.
+        """
         try:
             return self._audit()
         except Exception as error:
             if not (self.audits or isinstance(error, NonFiniteError)):
-                raise  # an invalid loss or batches raise at the first audit
+                raise  # the first audit reports an invalid loss or invalid batches
             mine = failed(error)
             self._sampler.note_unseen(mine.reason)
             return mine
@@ -339,7 +343,7 @@ class Monitor(OfThisProcess):
         )
 
     def _note_audit(self, found: Sequence[Audit]) -> Audit:
-        """Keep the worst of all ranks' audits."""
+        """Record the worst of the audits that the ranks have made, and return it."""
         worst = max(range(len(found)), key=lambda rank: badness(found[rank]))
         count = sum(audit.microbatches for audit in found)
         audit = dataclasses.replace(found[worst], step=self.step, rank=worst, microbatches=count)
@@ -366,7 +370,7 @@ class Monitor(OfThisProcess):
             self._sinks.write(event, self._now)
 
     def _now(self) -> MonitorReport:
-        """The report without history that the terminal does not show, so that drawing takes constant time."""
+        """Return a report with only the last sample and audit, so that drawing it on the terminal takes constant time."""
         whole = self.report()
         return dataclasses.replace(whole, samples=whole.samples[-1:], audits=whole.audits[-1:])
 
@@ -380,7 +384,7 @@ class Monitor(OfThisProcess):
 
 
 def _hooks(alive: weakref.ref[Monitor]) -> Callable[[], None]:
-    """Call a monitor around every step while it exists; returns a function that ends that."""
+    """Call a monitor before and after every optimizer step as long as it exists; return a function that stops this."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         monitor = alive()

@@ -1,4 +1,4 @@
-"""Forward and backward of one step, from given weights and random states, on a copy of a model."""
+"""Run forward and backward of a step on a copy of a model, from given weights and states of the random generators."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from castwise.lab.watch.moments import set_generators
 from castwise.lab.workloads.workload import check_loss, users_code
 
 Loss = Callable[[nn.Module, Any], Any]
-"""``loss(model, batch)`` -> the loss; several losses as a mapping by name, or as a sequence."""
+"""``loss(model, batch)`` -> the loss. Several losses are returned as a mapping by name, or as a sequence."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """Result of running a step.
+    """The losses and gradients of a step that was run on a copy of a model.
 
     Attributes:
-        losses: The losses in order, 0-dim.
+        losses: The losses in order, as 0-dim tensors.
         names: Names of the losses.
         gradients: Gradients by parameter name, multiplied by the loss scale.
         nonfinite: Names of parameters whose gradients are not finite.
@@ -45,12 +45,15 @@ class Ran:
 
     @property
     def loss(self) -> float:
-        """The result of :func:`mean_loss`."""
+        """The loss of the step, as :func:`mean_loss` computes it."""
         return mean_loss(zip(self.names, self.losses, strict=True))
 
 
 def mean_loss(losses: Iterable[tuple[str, Tensor]]) -> float:
-    """The loss of a step: the mean over microbatches, or evaluations, per name, summed over names. The host waits for the device."""
+    """Return the loss of a step from its losses by name. The host waits for the device.
+
+    The losses of each name are averaged over microbatches, or evaluations. The averages are then summed over the names.
+    """
     by: dict[str, list[float]] = {}
     for name, value in losses:
         by.setdefault(name, []).append(float(value))
@@ -70,23 +73,23 @@ def run_step(
     scales: Mapping[str, float] | None = None,
     keep: bool = True,
 ) -> Ran:
-    """Run the microbatches of a step under a plan.
+    """Run the microbatches of a step under a plan, and return their losses and the gradients.
 
     Args:
-        call: The caller, for errors.
+        call: Name of the calling function, for error messages.
         model: A copy that may be changed.
         loss: ``loss(model, batch)``.
         plan: The plan to run under.
         device: The device to run on.
-        moments: Per microbatch, the batch and its initial random states.
+        moments: For each microbatch, the batch and the states of the random generators before it.
         load: Loads the weights into the prepared model.
-        names: Names of the losses, per microbatch.
-        scales: Loss scales by name, instead of the plan's initial ones.
+        names: Names of the losses of each microbatch, for losses that are returned as a sequence.
+        scales: Loss scales by name of the loss, instead of the plan's initial loss scales.
         keep: Whether to return copies of the gradients.
 
     Raises:
         CastwiseError: The plan does not fit, or the loss is invalid.
-        ValueError: An invalid random state.
+        ValueError: A state of a random generator is invalid.
     """
     model.to(device)
     losses: list[Tensor] = []
@@ -112,7 +115,7 @@ def run_step(
 
 
 def by_name(given: Any, names: Sequence[str] = ()) -> list[tuple[str, Tensor]]:
-    """The losses of a microbatch with their names."""
+    """Return the losses of a microbatch with their names."""
     if isinstance(given, Mapping):
         return list(given.items())
     if isinstance(given, (tuple, list)):
@@ -121,13 +124,13 @@ def by_name(given: Any, names: Sequence[str] = ()) -> list[tuple[str, Tensor]]:
 
 
 def total(given: Any) -> Tensor:
-    """Sum of all losses of a microbatch."""
+    """Return the sum of all losses of a microbatch."""
     first, *others = (value for _, value in by_name(given))
     return sum(others, first)
 
 
 def gradients_not_finite(model: nn.Module) -> list[str]:
-    """Names of parameters with a non-finite gradient. The host waits for the device."""
+    """Return the names of parameters with a non-finite gradient. The host waits for the device."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -136,7 +139,7 @@ def gradients_not_finite(model: nn.Module) -> list[str]:
 
 
 def _set_scales(amp: Amp, scales: Mapping[str, float]) -> None:
-    """Set the loss scales of losses by name."""
+    """Set the loss scales of several losses, by name of the loss."""
     state = amp.state_dict()
     if not state["scaler"] or not scales:
         return
@@ -154,7 +157,7 @@ def _set_scales(amp: Amp, scales: Mapping[str, float]) -> None:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Use this many threads inside the block: the order of sums depends on it."""
+    """Use this many threads in the ``with`` block: the order of summation depends on their number."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(count, 1024)))
     try:

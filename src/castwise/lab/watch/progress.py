@@ -1,4 +1,4 @@
-"""Count a recovery's returns that made no progress, and the batches that it skipped after a return."""
+"""Decide when a recovery should give up: count its returns without progress, and the batches that it skipped."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 from castwise.lab.watch.losses import PERSISTENT
 
 MOST = 24
-"""This many steps may be skipped within ``WITHIN`` steps. More skips are not chance: the data or the learning rate changed."""
+"""Number of steps that may be skipped within ``WITHIN`` steps. More skips are not chance: the data or the learning rate has
+changed."""
 WITHIN = 2400
 
 
 @dataclass
 class Progress:
-    """Decides when another return is pointless.
+    """Decides when another return to a good state is pointless.
 
     Attributes:
-        attempts: Maximum number of returns without progress.
-        failed: Number of returns since the last progress. A return after which a batch is skipped is progress.
-        furthest: The last diverged step.
+        attempts: Largest number of returns without progress.
+        failed: Number of returns since the last progress. A return after which a batch is skipped counts as progress.
+        furthest: The last step that diverged.
         skipped: The last steps whose batches were skipped after a return.
-        updates: Steps skipped since the last progress because their update damaged the weights.
+        updates: Steps that were skipped since the last progress because their update damaged the weights.
     """
 
     attempts: int
@@ -31,13 +32,13 @@ class Progress:
     updates: set[int] = field(default_factory=set)
 
     def diverged(self, first: int, last: int) -> None:
-        """Note a divergence; a divergence well after all earlier ones counts as having a new cause."""
+        """Record a divergence. If it comes well after all earlier divergences, it counts as having a new cause."""
         if first > self.furthest + PERSISTENT:
             self._start_again()
         self.furthest = max(self.furthest, first, last)
 
     def confirmed(self, step: int) -> None:
-        """Note a good state before a step."""
+        """Record that a good state was saved before this step."""
         if step > self.furthest + 1:
             self._start_again()
 
@@ -46,7 +47,7 @@ class Progress:
         self.updates.clear()
 
     def stuck(self, step: int) -> str:
-        """Why another return is pointless, in a clause; empty if it is not."""
+        """Say in a clause why another return is pointless; empty if it is not."""
         if self.failed >= self.attempts:
             return f"going back {self.failed} time{'s' * (self.failed != 1)} did not help"
         if len(self.skipped) == MOST and step - self.skipped[0] < WITHIN:

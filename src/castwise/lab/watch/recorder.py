@@ -1,11 +1,11 @@
-"""Record the inputs of a step that goes wrong, so that it can be replayed: batch, random states, weights.
+"""Record the inputs of a step that goes wrong, so that it can be replayed: its batches, random states and weights.
 
-Until then the cost is small: it keeps a reference to each batch, the random states, and copies of the buffers that the forward may
-change. Weights need no copy: a skipped step leaves them unchanged, and a non-finite loss is detected before its
-backward.
+Until a step goes wrong the cost is small. The recorder keeps a reference to each batch, the states of the random generators,
+and copies of the buffers that the forward may change. Weights need no copy: a skipped step leaves them unchanged, and a
+non-finite loss is detected before its backward.
 
-Ranks that train one model write one record together: each its own batches, random states and buffers, and those weights that no
-other rank has written. At every step they agree on whether to write, so that none waits for another.
+Ranks that train one model write one record together. Each rank writes its own batches, random states and buffers, and those
+weights that no other rank has written. At every step all ranks agree whether to write, so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ KINDS = ("loss", "error", "alarm", "overflow")
 
 @dataclasses.dataclass
 class _Step:
-    """State of the current step."""
+    """The inputs of the current step, and what is known about it."""
 
     moments: list[Moment] = dataclasses.field(default_factory=list)
     losses: list[tuple[int, str, Tensor]] = dataclasses.field(default_factory=list)
-    """Per loss, the index of its moment, its name, and a copy of its value."""
+    """For each loss, the index of its microbatch, its name, and a copy of its value."""
     scales: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     weights: dict[str, Any] | None = None
     """A copy of the weights, if a copy was needed."""
     over: bool = False
-    """Whether an optimizer has stepped on its batches, so that the next batch starts another step."""
+    """Whether an optimizer has stepped on the step's batches, so that the next batch starts another step."""
     begun: bool = False
     """Whether an optimizer has started to step, so that the weights may have changed."""
     moved: bool = False
-    """Whether the weights have changed since its batches were used."""
+    """Whether the weights have changed since the step's batches were used."""
     done: bool = False
     """Whether the step was written, or can no longer be written."""
     why: tuple[str, str] | None = None
-    """Kind of trouble and its description."""
+    """Why the step is to be recorded: a kind of ``KINDS`` and a description."""
 
 
 class Recorder(OfThisProcess):
@@ -75,33 +75,33 @@ class Recorder(OfThisProcess):
                 optimizer.zero_grad()
 
     It writes steps that were skipped or raised an error, steps with a non-finite loss, and steps requested by :meth:`write`,
-    for instance from an alarm. Of each kind only the first few are written, since later ones seldom add information. If a record
-    cannot be written, a warning is given and training continues.
+    for instance from an alarm. Of each kind only the first few are written, since later steps seldom add information. If a
+    record cannot be written, a warning is given and training continues.
 
-    With several ranks, each makes the same recorder, also under DistributedDataParallel and FSDP2: a step that
-    goes wrong on one rank is written by all, as one record. A step that raises an error is written by that rank alone, since
-    other ranks may not know of it; if the model is sharded, a warning says that it was not written.
+    With several ranks, each rank makes the same recorder, also under DistributedDataParallel and FSDP2. A step that goes wrong
+    on one rank is written by all ranks, as one record. A step that raises an error is written by that rank alone, since other
+    ranks may not know of it. If the model is sharded, such a step is not written, and a warning says so.
 
     On an accelerator the host waits at each step for the loss and for the skip decision.
 
     Args:
         amp: The session.
         model: The prepared model; it may be wrapped in DistributedDataParallel, FSDP2 or ``torch.compile``.
-        folder: Folder of the records, on a file system shared by all ranks; a rank that raises an error writes into its own subfolder,
-            ``rank-1`` and so on. Numbering continues after existing records.
-        workload: A name of the job, as for :func:`castwise.workload.find_workload`. A replay shows this
-            name, but runs the workload only if the name is given again.
-        most: Maximum number of records per kind.
-        copies: Copy the weights before every step, so that a request after a step, as from an alarm, records that step and not
-            the next one.
+        folder: Folder of the records, on a file system shared by all ranks. A rank that raises an error writes into its own
+            subfolder, ``rank-1`` and so on. Numbering continues after existing records.
+        workload: A name of the job, as for :func:`castwise.workload.find_workload`. A replay shows this name, but runs the
+            workload only if the name is given again.
+        most: Largest number of records of each kind.
+        copies: Whether to copy the weights before every step. A request after a step, as from an alarm, then records that step
+            and not the next one.
 
     Raises:
-        PlanError: ``most`` below 1.
-        StateError: A model that this session did not prepare, a pipeline stage, or a model with hand-written shards.
+        PlanError: ``most`` is below 1.
+        StateError: The model was not prepared by this session, is a pipeline stage, or has hand-written shards.
     """
 
     records: tuple[Path, ...]
-    """Paths of the records written by this rank or by all."""
+    """Paths of the records that were written by this rank alone or by all ranks together."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Recorder(OfThisProcess):
         self._workload, self._most, self._copies = workload, most, copies
         self._folder, self._is_cut = Path(folder), any(map(is_dtensor, self._model.parameters()))
         self._counts: dict[str, int] = {}
-        # continue after an earlier process's records
+        # continue the numbering of an earlier process
         self._number = Ranks(self._session.ranks.group, CheckpointError).first(lambda: _last_of(self._folder))
         self._closed = self._heard = False
         self._step: _Step | None = None
@@ -143,7 +143,9 @@ class Recorder(OfThisProcess):
     # --- what a training tells --------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader, each recorded before it is yielded; a step may use several (gradient accumulation).
+        """Yield the batches of a loader, and record each batch before it is yielded.
+
+        A step may use several batches (gradient accumulation).
 
         Raises:
             StateError: This recorder was closed, or its session was.
@@ -166,7 +168,7 @@ class Recorder(OfThisProcess):
         self._step.moments.append(Moment.of(batch, self._amp))
 
     def _copy_buffers(self) -> dict[str, Tensor]:
-        """Copies of all buffers: version counters miss writes through ``.data`` and replaced tensors."""
+        """Copy all buffers, because version counters miss writes through ``.data`` and replaced tensors."""
         return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
 
     def _copy_weights(self) -> dict[str, Any]:
@@ -188,7 +190,7 @@ class Recorder(OfThisProcess):
         bad = not math.isfinite(float(value))
         if bad and step.why is None:
             step.why = "loss", f"the loss is {float(value)}"
-        # one rank copies replicated weights for all; each copies its own shards
+        # one rank copies replicated weights for all ranks; if the weights are sharded, each rank copies its own shards
         bad = self._any(bad)[0] if self._is_cut else bad
         if bad and step.weights is None and self._wants("loss"):
             step.weights, step.moved = self._copy_weights(), step.begun
@@ -224,7 +226,7 @@ class Recorder(OfThisProcess):
         step.over = True
 
     def _any(self, *flags: bool) -> tuple[bool, ...]:
-        """Per flag, whether it is set on any rank."""
+        """Return for each flag whether it is set on any rank."""
         ranks = self._session.ranks
         if ranks.size == 1:
             return flags
@@ -257,10 +259,10 @@ class Recorder(OfThisProcess):
     # --- records ----------------------------------------------------------------------------------------------
 
     def write(self, alarm: object = "asked for") -> None:
-        """Record a step: with ``copies`` the current or latest step, else the next step. All ranks must call it.
+        """Record the current or latest step if ``copies`` is set, else the next step. All ranks must call this.
 
         Args:
-            alarm: The reason, as text or any object; this method can thus be passed as ``on_alarm``.
+            alarm: The reason, as text or any object. This method can thus be passed as ``on_alarm``.
         """
         if not self._wants("alarm"):
             return
@@ -278,7 +280,7 @@ class Recorder(OfThisProcess):
         return self._counts.get(kind, 0) < self._most
 
     def _write(self, step: _Step, skipped: bool | None, norm: Tensor | None, together: bool = True) -> None:
-        """Write a step as a record of all ranks or of this rank alone."""
+        """Write a step as one record, ``together`` with all ranks or by this rank alone."""
         ranks = self._session.ranks if together else Ranks(ALONE)
         whys = ranks.gather(step.why)
         kind, text = _joined([why if why and why[1] else None for why in whys])
@@ -333,7 +335,7 @@ class Recorder(OfThisProcess):
 
 
 def _last_of(folder: Path) -> int:
-    """The largest record number in a folder and its ranks' subfolders; 0 if there is none."""
+    """Return the largest record number in a folder and its ranks' subfolders; 0 if there is none."""
     with contextlib.suppress(OSError):
         return max(
             (step for home in (folder, *folder.glob("rank-*")) for step, _ in candidates(home)), default=0
@@ -342,7 +344,7 @@ def _last_of(folder: Path) -> int:
 
 
 def _joined(whys: Sequence[tuple[str, str] | None]) -> tuple[str, str]:
-    """The most informative reason among all ranks', with the ranks that have it."""
+    """Return the most informative of the reasons of all ranks, with the numbers of the ranks that have it."""
     kind = min((why[0] for why in whys if why), key=KINDS.index, default="alarm")
     ranks_of: dict[str, list[int]] = {}
     for rank, why in enumerate(whys):
@@ -354,11 +356,11 @@ def _joined(whys: Sequence[tuple[str, str] | None]) -> tuple[str, str]:
 
 
 def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
-    """The module inside all wrappers, if this session prepared it.
+    """Return the module inside all wrappers, after checking that this session prepared it.
 
     Raises:
         PlanError: ``amp`` is not a session, or ``model`` is not a module.
-        StateError: This session did not prepare the model; or the model is a pipeline stage or has hand-written shards.
+        StateError: This session did not prepare the model, or the model is a pipeline stage or has hand-written shards.
     """
     if not isinstance(amp, Amp) or not isinstance(model, nn.Module):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Results of a monitor as frozen data: samples, alarms, audits, and the report of a run."""
+"""Hold the results of a monitor as frozen dataclasses: samples, alarms, audits, and the report of a run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from castwise.lab.timing.environment import environment
 
 @dataclass(frozen=True)
 class RegionSample:
-    """Statistics of one module with direct parameters in one sampled step; None for values that were not observed.
+    """Statistics of one module in one sampled step. The module has parameters of its own. None stands for unobserved values.
 
     Attributes:
         path: Path of the module; ``""`` is the root.
-        grad_norm: L2 norm of the gradients of its parameters, unscaled, before the optimizer's step.
-        weight_norm: L2 norm of its parameters before the step; of masters, where there are any.
-        update_ratio: Norm of the update over norm of the weights, from at most ``ELEMENTS`` elements of each parameter.
-        drift: Norm of the change of its weights between the previous sample and this step, over their norm.
+        grad_norm: L2 norm of the unscaled gradients of its parameters, before the optimizer's step.
+        weight_norm: L2 norm of its parameters before the step, or of their masters, if there are any.
+        update_ratio: Norm of the update divided by the norm of the weights, from at most ``ELEMENTS`` elements of each
+            parameter.
+        drift: How far its weights moved between the previous sample and this step: norm of the change divided by their norm.
         output: Largest magnitude of its outputs.
         near_overflow: Share of the elements of its fp16 outputs above an eighth of 65504.
         zero: Share of exact zeros in the gradients of its fp16 outputs.
-        subnormal: Share of nonzero elements of these gradients below fp16's smallest normal number.
-        underflow: Upper bound of the rounding error that subnormal numbers and zeros add to these gradients: squared
-            error over squared gradient.
-        lost_updates: Share of the squared norm of its updates that rounding dropped since the previous sample, if
+        subnormal: Share of the nonzero elements of these gradients that are below fp16's smallest normal number.
+        underflow: Upper bound of the rounding error that subnormal numbers and zeros add to these gradients: squared error
+            divided by squared gradient.
+        lost_updates: Share of the squared norm of its updates that rounding has dropped since the previous sample, if
             parameters are stored low without masters.
     """
 
@@ -52,16 +53,16 @@ class Sample:
     """One sampled step of one optimizer.
 
     Attributes:
-        step: Number of the optimizer's step, skipped ones included; the first is 1.
-        optimizer: Its index among the session's optimizers, from 0.
-        skipped: Whether it was skipped; None if only the device knows.
+        step: Number of the optimizer's step, including skipped steps; the first is 1.
+        optimizer: Index of the optimizer among the session's optimizers, from 0.
+        skipped: Whether the step was skipped; None if only the device knows.
         skipped_steps: Number of skipped steps so far, of all optimizers.
         loss_scale: Loss scale of the gradients; None under a plan without one.
-        grad_norm: L2 norm of all its gradients, unscaled.
-        update_ratio: Norm of the whole update over the norm of the weights.
-        lost_updates: As in :class:`RegionSample`, over all regions.
-        regions: By module.
-        loss: The loss of the last microbatch; the largest over ranks; None if it did not pass through the session.
+        grad_norm: L2 norm of all unscaled gradients of the optimizer's parameters.
+        update_ratio: Norm of the whole update divided by the norm of the weights.
+        lost_updates: As in :class:`RegionSample`, over all modules.
+        regions: The statistics of each module.
+        loss: The loss of the last microbatch, the largest of all ranks; None if it did not pass through the session.
     """
 
     step: int
@@ -76,7 +77,7 @@ class Sample:
     loss: float | None = None
 
     def scalars(self) -> dict[str, float]:
-        """Every number by a slash-separated name, as loggers expect: ``grad_norm``, ``encoder.0/grad_norm``, ..."""
+        """Return every number by a slash-separated name, as loggers expect: ``grad_norm``, ``encoder.0/grad_norm``, ..."""
         prefix = f"optimizer{self.optimizer}/" if self.optimizer else ""
         out: dict[str, float] = {}
         for name in _SCALARS:
@@ -97,17 +98,18 @@ _REGION_SCALARS = tuple(field.name for field in dataclasses.fields(RegionSample)
 
 @dataclass(frozen=True)
 class Alarm:
-    """A value that crossed its line. The alarm is raised once, and again only after it was cleared.
+    """A warning that a value of the training has crossed its line. It is raised once, and again only after it was cleared.
 
     Attributes:
         kind: A key of ``castwise.lab.watch.LINES``.
-        step: The optimizer's step at which it was raised.
-        region: Module path; ``""`` is the whole model.
+        step: The optimizer's step at which the alarm was raised.
+        region: Path of the module; ``""`` is the whole model.
         value: The value that crossed the line.
-        line: The threshold that it crossed.
+        line: The threshold that the value crossed.
         message: The problem and what to do about it, in a sentence or two.
-        cleared: The step at which it was cleared; None while it is open. A cleared alarm is reported again, with this set.
-        optimizer: The optimizer's index among the session's, from 0.
+        cleared: The step at which the alarm was cleared; None while it is open. A cleared alarm is reported once more, with
+            this step.
+        optimizer: Index of the optimizer among the session's optimizers, from 0.
     """
 
     kind: str
@@ -125,17 +127,17 @@ class Audit:
     """A comparison of the plan's gradients with fp32's during training, at the weights of one step.
 
     Attributes:
-        step: The step before the audit.
-        verdict: ``sound``: the first few microbatches are far below the line at which plans fail. Else the verdict of the gradient
-            parity test on more microbatches: ``pass``, ``fail``, or ``undecided``; also ``undecided`` if fp32 itself is no
-            reference, as when its loss is not finite.
-        reason: Why, in a sentence.
-        damage: Relative squared error of an update; None if not computed.
+        step: Number of the step after which the audit was made.
+        verdict: ``sound`` if the damage on the first few microbatches is far below the line at which plans fail. Else the
+            verdict of the gradient parity test on more microbatches: ``pass``, ``fail`` or ``undecided``. It is also
+            ``undecided`` if fp32 itself is no reference, for example because its loss is not finite.
+        reason: The reason for the verdict, in a sentence.
+        damage: Relative squared error that the plan adds to an update; None if it was not computed.
         adam: The damage in units of Adam's steps; None for other optimizers.
-        microbatches: Number compared, on all ranks.
+        microbatches: Number of microbatches that were compared, on all ranks.
         time_s: Wall-clock time of the audit, during which training waits.
-        regions: The modules that contribute most, the worst first: path and share.
-        rank: The rank whose audit was the worst; this is that rank's audit.
+        regions: The modules that contribute most to the damage, the worst first: path and share.
+        rank: The rank whose audit this is: of all ranks' audits, the worst is reported.
     """
 
     step: int
@@ -151,20 +153,20 @@ class Audit:
 
 @dataclass(frozen=True)
 class MonitorReport(Result):
-    """Results of a monitor so far.
+    """The results of a monitor so far.
 
     Attributes:
         plan: The session's plan, as text.
-        device: The type of device that it runs on.
+        device: The type of device on which the training runs.
         steps: Number of steps of the optimizer with the most steps.
-        skipped_steps: How many of them were skipped.
+        skipped_steps: Number of skipped steps of all optimizers.
         every: Steps between two samples.
-        samples: The last 512 at most.
-        alarms: All alarms raised.
-        audits: All audits made.
-        open_alarms: Alarms not yet cleared.
+        samples: The last 512 samples.
+        alarms: The last 512 alarms that were raised.
+        audits: The last 512 audits.
+        open_alarms: Alarms that are not yet cleared.
         unseen: Values that could not be observed and why, in sentences.
-        restored_buffers: Per buffer, how often it was restored after a skipped step had made it non-finite.
+        restored_buffers: For each buffer, how often a skipped step made it non-finite, so that it was restored.
     """
 
     kind: ClassVar[str] = "monitor"
@@ -181,9 +183,9 @@ class MonitorReport(Result):
     restored_buffers: tuple[tuple[str, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON types, from which reports are made.
+        """Return the result as JSON types, from which reports are made.
 
-        Non-finite numbers are None, and are named in ``not_finite`` of the sample or region.
+        Non-finite numbers become None, and ``not_finite`` of their sample or module names them.
         """
         out = super().to_dict()
         for row, sample in zip(out["samples"], self.samples, strict=True):
@@ -195,7 +197,7 @@ class MonitorReport(Result):
         return out
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``monitor.json`` and, if its libraries are installed, the page ``monitor.html``; returns the folder."""
+        """Write ``monitor.json`` and, if its libraries are installed, the page ``monitor.html``; return the folder."""
         home = Path(folder)
         made_on = dataclasses.asdict(environment(torch.device(self.device)))
         self._save(
@@ -209,7 +211,7 @@ class MonitorReport(Result):
 
 
 def _not_finite(seen: Sample | RegionSample) -> list[str]:
-    """Names of the non-finite numbers."""
+    """Return the names of the non-finite numbers."""
     return [
         name for name, value in vars(seen).items() if isinstance(value, float) and not math.isfinite(value)
     ]

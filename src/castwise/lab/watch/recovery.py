@@ -1,9 +1,10 @@
-"""Return a diverged training to its last good state, remove the cause, and continue.
+"""Return a diverged training to its last good state, remove the cause of the divergence, and continue.
 
-Good states are checkpoints (:mod:`castwise.checkpoint`), each complete or absent. The batches since then are kept with their
-random states, so that the training repeats the same steps with one change: the batch is skipped, a region or the whole
-plan gets a safer format, the loss scale is lowered, or nothing changes, if only the weights were damaged. Each return is
-logged with its evidence. If returns do not help and the weights are finite, the recovery stops and the training continues.
+Good states are checkpoints (:mod:`castwise.checkpoint`), each of which is complete or absent. The batches since the last good
+states are kept, with the states of the random generators. The training can thus repeat the same steps with one change. The
+change removes the cause: the batch is skipped, a module or the whole plan gets a safer format, or the loss scale is lowered. If
+only the weights were damaged, nothing is changed. Each return is logged with its evidence. If returns do not help and the
+weights are finite, the recovery stops and the training continues.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from castwise.lab.watch.rollback import Rollback, gave_up, stopped
 from castwise.lab.watch.symptoms import Symptoms, summed
 
 RESTORED = 10
-"""The loss scale is restored after at most this many steps in a row whose batches are not finite."""
+"""Largest number of steps in a row with non-finite batches after which the loss scale is still restored."""
 _NO_MORE = object()
 
 
@@ -64,37 +65,39 @@ class Recovery(OfThisProcess, Result):
             optimizer.zero_grad()
             scheduler.step()
 
-    A step has diverged if its loss is not finite; if three steps in a row are skipped that no loss scale would save; or if
-    the loss is far above earlier losses, at once or five times in a row (the line is in ``castwise.lab.watch.losses``). Then weights, optimizer, loss
-    scale, random generators and ``also`` are restored, ``batches`` yields the same batches again, and before
-    the diverged step is repeated its cause is found on a copy of the model. A skipped step whose batch holds NaN or infinities
-    needs no return: only the loss scale is restored.
+    A step has diverged in three cases: its loss is not finite; or three steps in a row are skipped that no loss scale would
+    save; or the loss is far above earlier losses, at once or five times in a row (``castwise.lab.watch.losses`` defines the
+    limit). Then weights, optimizer, loss scale, random generators and ``also`` are restored to the last good state, and
+    ``batches`` yields the same batches again. Before the diverged step is repeated, the cause is found on a copy of the model
+    and removed. A skipped step whose batch holds NaN or infinities needs no return: only the loss scale is restored.
 
-    If ``attempts`` returns in a row make no progress, or more than 24 steps within 2400 would be skipped, returns do not help.
-    Then the last good state is restored, the steps skipped since then are repeated, and high finite losses no longer count as
-    divergence; if the losses were not finite, this recovery stops and the training continues with ``nonfinite="skip"`` alone.
+    Returns do not help if ``attempts`` returns in a row make no progress, or if more than 24 steps within 2400 would be
+    skipped. Then the last good state is restored, the steps skipped since then are repeated, and high finite losses no longer
+    count as divergence. If the losses were not finite, this recovery stops and the training continues with ``nonfinite="skip"``
+    alone.
 
-    At each step the host waits for the loss. With several ranks every rank makes the same recovery and all return
-    together; a step's loss is the mean over ranks. Under FSDP2 a good state is each rank's own shards; to find the cause,
-    each rank gathers the whole model once and needs the memory for it meanwhile.
+    At each step the host waits for the loss. With several ranks, every rank makes the same recovery and all ranks return
+    together. The loss of a step is then the mean over ranks. Under FSDP2 each rank saves its own shards in a good state. To
+    find a cause, each rank gathers the whole model once and needs the memory for it meanwhile.
 
     Args:
         amp: The session, with ``nonfinite="skip"``, the default.
         model: The prepared model; it may be wrapped in DistributedDataParallel, FSDP2 or ``torch.compile``.
         optimizers: The model's optimizers.
-        loss: The loop's loss of a batch as the loader yields it; as for :func:`castwise.replay`.
-        folder: For the good states of this recovery only, and its log ``recovery.jsonl``.
-        also: Objects by name, with ``state_dict`` and ``load_state_dict``, to restore too: schedulers, averages of weights.
+        loss: The loss of a batch, as the loop computes it from a batch that the loader yields; as for :func:`castwise.replay`.
+        folder: Folder for the good states of this recovery only, and for its log ``recovery.jsonl``.
+        also: Further objects to restore, by name, with ``state_dict`` and ``load_state_dict``: schedulers, averages of weights.
         every: Steps between two good states.
-        attempts: Maximum number of returns in a row without progress. Skipping a batch is progress, and so is a divergence
-            more than five steps later, or a new good state.
-        spikes: Whether high finite losses count as divergence; otherwise only non-finite values do.
-        keep_bytes: Maximum size of the kept batches; beyond it the earliest are discarded, and a return continues with the
-            remaining ones.
+        attempts: Largest number of returns in a row without progress. Skipping a batch is progress, and so is a divergence more
+            than five steps later, or a new good state.
+        spikes: Whether high finite losses count as divergence. If not, only non-finite values do.
+        keep_bytes: Largest total size of the kept batches. If they would be larger, the earliest are discarded, and a return
+            continues with the remaining batches.
 
     Raises:
-        PlanError: A number below 1, no session, no function, or ``also`` without ``state_dict``.
-        StateError: A model that this session did not prepare, a pipeline stage, or a model with hand-written shards.
+        PlanError: A number is below 1, ``amp`` is not a session, ``loss`` is not a function, or an object in ``also`` has no
+            ``state_dict``.
+        StateError: The model was not prepared by this session, is a pipeline stage, or has hand-written shards.
     """
 
     kind: ClassVar[str] = "recovery"
@@ -129,14 +132,14 @@ class Recovery(OfThisProcess, Result):
         self._data = Rewind(keep_bytes)
         self._ranks = SessionView(amp).ranks
         self._accidents: dict[int, int] = {}
-        """By step, how often its divergence was called transient."""
+        """How often the divergence of each step was found to be transient."""
         self._progress = Progress(attempts)
         self._bad_data: list[int] = []
-        """The last steps in a row that were skipped for their data."""
+        """The last steps in a row that were skipped because their data was not finite."""
         self._scale: dict[str, Any] | None = None
-        """The session's state after the last step that did not diverge, if it has a dynamic loss scale."""
+        """The session's state after the last step that did not diverge; None if the plan has no dynamic loss scale."""
         self._tried = -1
-        """The step before which a good state could not be saved."""
+        """The step before which saving a good state last failed."""
         self._suspect: _Suspect | None = None
         self._first_plan = amp.plan
         self.returns, self.step = (), -1
@@ -150,22 +153,22 @@ class Recovery(OfThisProcess, Result):
         self.close()
 
     def close(self) -> None:
-        """Stop watching the session. Good states stay on disk; a loop that is repeating batches repeats the others too."""
+        """Stop watching the session. Good states stay on disk. A loop that is repeating batches repeats the rest of them."""
         self._closed = True
         self._symptoms.end()
         self._symptoms.clear()
         self._data.forget_past()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader. After a return, first repeat those since the good state, then go on with new ones.
+        """Yield the batches of a loader. After a return, the batches since the good state come again before new batches.
 
-        Call it once per epoch. It first saves a good state, and no return goes back beyond that: changes between two epochs,
-        such as a scheduler's step, are kept.
+        Call it once per epoch. It first saves a good state, and no return goes back beyond that state. Changes between two
+        epochs, such as a scheduler's step, are thus kept.
 
         Raises:
             DivergedError: Weights are not finite, and ``attempts`` returns did not help.
             CheckpointError: There is no good state to go back to, or it cannot be read.
-            StateError: This recovery or its session was closed; or steps are made without a loss.
+            StateError: This recovery or its session was closed, or steps are made without a loss.
         """
         if self._closed:
             raise StateError("Recovery.batches: this recovery was closed; make a new one")
@@ -176,7 +179,7 @@ class Recovery(OfThisProcess, Result):
             yield moment.batch
 
     def _next(self, source: Iterator[Any]) -> Moment | None:
-        """The next batch, kept or new; None at the end of the loader."""
+        """Return the next batch, kept or new; None at the end of the loader."""
         data = self._data
         if self._symptoms.stepped:
             self._end_of_step()
@@ -193,7 +196,7 @@ class Recovery(OfThisProcess, Result):
         return self._drawn(source, watched=True)
 
     def _next_unwatched(self, source: Iterator[Any]) -> Moment | None:
-        """The next batch after the recovery stopped: the kept ones that have not been repeated, then the loader's."""
+        """Return the next batch after the recovery has stopped: first the kept batches to repeat, then those of the loader."""
         data = self._data
         if self._begins:
             self._begins = False
@@ -203,7 +206,10 @@ class Recovery(OfThisProcess, Result):
         return self._drawn(source, watched=False)
 
     def _drawn(self, source: Iterator[Any], *, watched: bool) -> Moment | None:
-        """The kept batch at the cursor with its random states, or a new one, which is kept if it is watched."""
+        """Return the kept batch at the cursor and restore its random states, or draw a new batch.
+
+        A new batch is kept if it is ``watched``. At the end of the loader, None is returned.
+        """
         data = self._data
         moment = data.again()
         if moment is not None:
@@ -221,9 +227,9 @@ class Recovery(OfThisProcess, Result):
         return moment
 
     def _begin(self) -> None:
-        """Start a loader; batches and good states of the previous loader are discarded."""
+        """Start a loader. The batches and good states of the previous loader are discarded."""
         self._begins = False
-        if self._suspect is not None:  # diverged in that loader's last steps, or its step was not repeated
+        if self._suspect is not None:  # a step of the previous loader diverged and was not repeated
             found = Diagnosis("unknown", "the loop left the data loader before it repeated that step")
             self._log(self._suspect, found, "the next epoch starts from the last good state of this epoch")
             self._suspect = None
@@ -245,7 +251,10 @@ class Recovery(OfThisProcess, Result):
         self._symptoms.clear()
 
     def _needs_no_return(self, symptom: str) -> bool:
-        """If a step was skipped because its batch is not finite, restore the loss scale; the weights are unchanged."""
+        """Whether a skipped step needs no return because its batch is not finite. If so, restore the loss scale.
+
+        The weights are unchanged in this case.
+        """
         step, data = self.step, self._data
         if not self._symptoms.unmoved:
             return False
@@ -260,7 +269,7 @@ class Recovery(OfThisProcess, Result):
         return True
 
     def _is_finite(self) -> bool:
-        """Whether all weights are finite, on all ranks. A collective."""
+        """Whether all weights are finite on all ranks, which must call this together."""
         sound = all(bool(torch.isfinite(local_of(p)).all()) for p in self._inner.parameters())
         return not any(summed(self._amp, self._ranks, float(not sound)))
 
@@ -311,14 +320,14 @@ class Recovery(OfThisProcess, Result):
         if why := self._progress.stuck(first):
             self._stop(symptom, first, why)
             return
-        self._data.passed -= self._progress.updates  # skipping these did not help
+        self._data.passed -= self._progress.updates  # skipping these steps did not help
         earlier = max(self._accidents.get(first, 0), self._progress.failed)
         good, limit = self._states.before(first, earlier), self._symptoms.limit
         self._return_to(good)
         self._suspect = _Suspect(first, good.step, symptom, limit)
 
     def _stop(self, symptom: str, first: int, why: str) -> None:
-        """Restore the last good state and the skipped batches, and continue as without a recovery.
+        """Restore the last good state, repeat the skipped batches, and continue as if there were no recovery.
 
         Raises:
             DivergedError: Weights are not finite.
@@ -346,10 +355,10 @@ class Recovery(OfThisProcess, Result):
         self._symptoms.back_to(good.step)
 
     def _load(self, good: Good) -> None:
-        """Restore a good state; if that fails or is interrupted, everything is unchanged."""
+        """Restore a good state. If that fails or is interrupted, everything is unchanged."""
         data = self._data
         here = data.cursor
-        # a rank may have discarded more batches, and all must agree
+        # a rank may have discarded more batches than others, and all ranks must continue at the same batch
         kept = self._ranks.gather((data.base, data.changed()))
         try:
             data.cursor = max(good.cursor, *(base for base, _ in kept))
@@ -361,7 +370,7 @@ class Recovery(OfThisProcess, Result):
         data.spoilt = set().union(*(steps for _, steps in kept))
 
     def _decide(self, suspect: _Suspect) -> None:
-        """With the good weights restored, find the cause of a divergence and remove it."""
+        """Find the cause of a divergence after the good weights were restored, and remove the cause."""
         data, spoilt = self._data, self._data.spoilt
         moments = data.moments_of(suspect.step)
         last, before = self._before(suspect.to_step, suspect.step)
@@ -415,7 +424,10 @@ class Recovery(OfThisProcess, Result):
             self._save_state()
 
     def _before(self, since: int, step: int) -> tuple[int | None, list[Moment]]:
-        """The last step since ``since`` that was made with a normal loss, and its batches, if they can be repeated."""
+        """Return the last step from ``since`` to before ``step`` with a normal loss, and its batches.
+
+        The batches are missing if they cannot be repeated.
+        """
         last = self._symptoms.last_normal(since, step)
         return last, [] if last is None or last in self._data.spoilt else self._data.moments_of(last)
 
@@ -451,7 +463,7 @@ class Recovery(OfThisProcess, Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``recovery.json`` into a folder; returns its path."""
+        """Write ``recovery.json`` into a folder, and return the path of the file."""
         path = Path(folder) / "recovery.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, self.to_json() + "\n")

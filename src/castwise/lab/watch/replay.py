@@ -1,4 +1,4 @@
-"""Run a recorded step again: bit for bit under its own plan, or under another one."""
+"""Run a recorded step again: bit for bit under its own plan, or under another plan."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from castwise.lab.workloads.workload import find_workload
 
 @dataclass(frozen=True)
 class Record:
-    """One rank's part of a recorded step; see :class:`castwise.lab.watch.recorder.Recorder`.
+    """The part of a recorded step that one rank wrote; see :class:`castwise.lab.watch.recorder.Recorder`.
 
     Attributes:
-        path: Its folder.
-        rank: The rank of this part.
-        world_size: Number of ranks of the step.
+        path: Folder of the record.
+        rank: The rank that wrote this part.
+        world_size: Number of ranks that made the step.
         step: Number of the step, counted by the recorder.
         kind: ``overflow``, ``loss``, ``alarm`` or ``error``.
-        reason: Why it was recorded, in a clause.
+        reason: Why the step was recorded, in a clause.
         plan: The plan of the recorded run.
         device: Device type of the recorded run.
-        workload: Name of the job, as its writer gave it; None if the recorder had none.
-        moments: Per microbatch, ``batch``, ``random`` states, and whether it was ``changed`` in place.
-        losses: Per loss, its ``moment``, ``name`` and ``value``.
-        nonfinite: Parameters whose gradients were not finite.
+        workload: Name of the job, as the recorder was given it; None if it was given none.
+        moments: For each microbatch, its ``batch``, its ``random`` states, and whether it was ``changed`` in place.
+        losses: For each loss, the index of its microbatch (``moment``), its ``name`` and its ``value``.
+        nonfinite: Names of parameters whose gradients were not finite.
     """
 
     path: Path
@@ -73,7 +73,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> list[Record]:
-        """Read and check a record, or the newest in a folder; returns the part of each rank that wrote it.
+        """Read and check a record, or the newest record in a folder. Return one part for each rank that wrote it.
 
         Raises:
             CheckpointError: There is no record, or it is damaged.
@@ -97,7 +97,7 @@ class Record:
         return parts
 
     def load_into(self, model: nn.Module) -> None:
-        """Load the weights, buffers and modes from before the step into a model, prepared or not.
+        """Load the weights, the buffers and the training modes from before the step into a model, prepared or not.
 
         Raises:
             CheckpointError: The model has other weights.
@@ -153,7 +153,7 @@ def _newest(folder: Path) -> Path:
 
 
 def _check(content: Mapping[str, Any]) -> None:
-    """Check the types of everything read from a record, which may come from anyone.
+    """Check the types of all values that were read from a record: records may come from anyone.
 
     Raises:
         ValueError: A type is wrong.
@@ -191,24 +191,24 @@ class Replay(Result):
     """The result of running a recorded step again.
 
     Attributes:
-        path: The record.
-        step: Its number.
-        reason: Why it was recorded.
+        path: Folder of the record.
+        step: Number of the recorded step.
+        reason: Why the step was recorded.
         recorded_plan: The plan of the recorded run.
         plan: The plan of this run.
-        recorded_losses: Each recorded loss, in order.
-        losses: Each loss of this run.
+        recorded_losses: The recorded losses, in order.
+        losses: The losses of this run.
         recorded_nonfinite: Parameters with non-finite gradients in the recorded run.
         nonfinite: Parameters with non-finite gradients in this run.
-        exact: Whether losses are bit-identical and the same gradients are not finite; None under another plan or on another
-            kind of device, where they need not be.
+        exact: Whether the losses are bit-identical and the same gradients are not finite. It is None under another plan or on
+            another kind of device, where they need not be.
         notes: Obstacles to an exact result.
-        first: The first operator with finite inputs and a non-finite output, from :func:`castwise.first_nonfinite`; None
-            if all is finite, or it was not asked for.
-        world_size: Number of ranks of the step.
+        first: The first operator with finite inputs and a non-finite output, from :func:`castwise.first_nonfinite`. It is None
+            if everything is finite or ``find`` was False.
+        world_size: Number of ranks that made the recorded step.
         ranks: The rank of each recorded loss.
-        gradients: Gradients by parameter name, multiplied by the loss scale, as backward left them. With several
-            ranks, the mean. Not in :meth:`to_dict`.
+        gradients: Gradients by parameter name, multiplied by the loss scale, as backward left them. With several ranks, the
+            mean. Not in :meth:`to_dict`.
     """
 
     kind: ClassVar[str] = "replay"
@@ -265,7 +265,7 @@ class Replay(Result):
 
 
 def _plain(value: float) -> float | str:
-    """A loss for JSON: a non-finite one by name, since NaN and infinities differ."""
+    """Return a loss for JSON. A non-finite loss becomes a string, because NaN and infinities must stay distinct."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -282,34 +282,36 @@ def replay(
 ) -> Replay:
     """Run a recorded step again, on a copy of the model.
 
-    Forward and backward of each microbatch start from the recorded weights, buffers, modes, random states and loss scale. On
-    a CPU, with the torch version and number of threads of the recording, losses and gradients are bit-identical.
+    Forward and backward of each microbatch start from the recorded weights, buffers, training modes, random states and loss
+    scale. On a CPU, with the torch version and number of threads of the recording, losses and gradients are bit-identical.
 
-    A step of several ranks, replicated or sharded by FSDP2, runs in this one process on the whole model: each
-    rank's microbatches from the common initial weights, and then the mean of their gradients. Under tensor parallelism
-    ranks sum in another order: the result is only close, and differs with dropout between sharded layers.
+    A step of several ranks, replicated or sharded by FSDP2, runs in this one process on the whole model. Each rank's
+    microbatches start from the common initial weights, and their gradients are then averaged. Under tensor parallelism ranks
+    sum in another order. The result is then only close, and it differs if there is dropout between sharded layers.
 
     Args:
-        folder: A record of a :class:`~castwise.lab.watch.recorder.Recorder`, or a folder of records, of which the newest is used.
-        model: A model with the structure of the recorded model and any weights, prepared or not; by default the
-            workload's.
-        loss: ``loss(model, batch)``, the training's loss of a batch as the loader yields it. Several losses of one batch
-            are returned as a mapping by name, or as a sequence of losses with one name.
-        workload: Provides model and loss if they are not given. A workload is code that is run, so a name that is only
-            in the record is never imported: the record may come from another user.
-        plan: The plan to run under; by default the recorded one.
+        folder: A record of a :class:`~castwise.lab.watch.recorder.Recorder`, or a folder of records, of which the newest is
+            used.
+        model: A model with the structure of the recorded model and any weights, prepared or not; by default the workload's
+            model.
+        loss: ``loss(model, batch)``, the training's loss of a batch as the loader yields it. Several losses of one batch are
+            returned as a mapping by name, or as a sequence of losses with one name.
+        workload: Name of the workload that provides model and loss if they are not given. A workload is code that is run, and
+            the record may come from another user. A name that stands only in the record is therefore never imported.
+        plan: The plan to run under; by default the recorded plan.
         device: The device to run on; by default a device of the recorded kind.
-        rank: Run only this rank's part; by default the parts of all ranks, one after the other.
-        find: If something is not finite, find the first operator: :func:`castwise.first_nonfinite`.
+        rank: The rank whose part is run; by default the parts of all ranks are run, one after the other.
+        find: Whether to find the first operator with a non-finite output (:func:`castwise.first_nonfinite`), if a loss or
+            gradient is not finite.
 
     Returns:
         Losses and gradients, recorded and new.
 
     Raises:
-        CheckpointError: There is no complete record, or it is of another model.
-        StateError: Neither model and loss nor a workload is given; the message names the recorded workload.
-        WorkloadError: An invalid loss.
-        PlanError: A rank that did not write the record.
+        CheckpointError: There is no complete record, or it was made with another model.
+        StateError: Neither model and loss nor a workload is given. The message names the recorded workload.
+        WorkloadError: The loss is invalid.
+        PlanError: The given rank did not write the record.
     """
     records = Record.read(folder)
     record = records[0]
@@ -367,7 +369,7 @@ def replay(
 
 
 def _without_code(record: Record, folder: str | os.PathLike[str], **options: object) -> str:
-    """The error message if no code was given: the workload that the record names, and the command to type."""
+    """Return the error message if no code was given. It names the recorded workload and the command to type."""
     call = f"replay({str(record.path)!r})"
     if record.workload is None:
         return f"{call}: the record names no workload; give model= and loss=, or workload= (--workload)"
@@ -389,7 +391,7 @@ def _without_code(record: Record, folder: str | os.PathLike[str], **options: obj
 
 
 def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor], ranks: int) -> None:
-    """Add one rank's share to the mean gradients; as in FSDP2, low formats are summed in fp32."""
+    """Add one rank's gradients to the mean over ranks. As in FSDP2, gradients in low formats are summed in fp32."""
     for name, gradient in gradients.items():
         wide = gradient.float() if gradient.dtype in LOW_DTYPES else gradient
         share = wide / ranks if ranks > 1 else gradient
@@ -418,7 +420,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
 
 
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether losses are bit-identical; NaNs count as equal."""
+    """Whether losses are bit-identical. NaNs count as equal."""
     return len(one) == len(other) and all(
         a.dtype is b.dtype and torch.equal(torch.nan_to_num(a, nan=-1.0), torch.nan_to_num(b, nan=-1.0))
         and torch.equal(a.isnan(), b.isnan())
@@ -427,7 +429,7 @@ def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def _run(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> Ran:
-    """Forward and backward of the recorded step."""
+    """Run forward and backward of the recorded step."""
     record.set_modes(model)
     count = len(record.moments)
     names = [[item["name"] for item in record.losses if item["moment"] == at] for at in range(count)]
@@ -445,7 +447,10 @@ def _run(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch
 def _first(
     record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device
 ) -> FirstNonfinite | None:
-    """The first non-finite operator, from the first microbatch with one; None if each microbatch is finite alone."""
+    """Find the first operator with a non-finite output. The microbatches are searched one by one.
+
+    Return None if every microbatch is finite when it runs alone.
+    """
     model.to(device)
     record.load_into(model)
     record.set_modes(model)

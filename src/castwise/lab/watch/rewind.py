@@ -1,4 +1,4 @@
-"""The batches since the last good states, kept so that they can be repeated."""
+"""Keep the batches since the last good states, so that they can be repeated."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ class _Kept(NamedTuple):
 
 
 class Rewind:
-    """Batches in data order, each with the step that it belongs to, and a cursor that can move back.
+    """The kept batches in data order, each with its step, and a cursor that can be moved back.
 
     Args:
-        keep_bytes: Maximum size of the kept batches; beyond it the earliest steps are discarded, except the current step.
+        keep_bytes: Largest total size of the kept batches. If they would be larger, the earliest steps are discarded, but never
+            the current step.
 
     Attributes:
-        cursor: Number of batches before the next one.
-        base: Number of batches yielded before the first kept one.
+        cursor: Number of batches before the next batch, counted from the first batch of the training.
+        base: Number of batches before the first kept batch.
         passed: Steps to skip.
-        spoilt: Steps with batches that were changed in place, which are skipped too.
+        spoilt: Steps with batches that were changed in place. They are skipped too.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -36,26 +37,26 @@ class Rewind:
 
     @property
     def step(self) -> int:
-        """The step that the next batch belongs to."""
+        """The step to which the next batch belongs."""
         at = self.cursor - self.base
         return self._kept[at].step if at < len(self._kept) else self._next_step
 
     def again(self) -> Moment | None:
-        """The next batch if it was kept; None if a new batch is needed."""
+        """Return the next batch if it was kept; None if a new batch is needed."""
         at = self.cursor - self.base
         return self._kept[at].moment if at < len(self._kept) else None
 
     def pass_over(self) -> None:
-        """Advance the cursor past batches of skipped steps."""
+        """Advance the cursor past the batches of skipped steps."""
         while self.again() is not None and self.step in self.passed | self.spoilt:
             self.cursor += 1
 
     def changed(self) -> set[int]:
-        """Steps with batches that were changed in place after they were yielded."""
+        """Return the steps with batches that were changed in place after they were yielded."""
         return {one.step for one in self._kept if one.moment.changed}
 
     def keep(self, moment: Moment, oldest: int) -> None:
-        """Append a new batch; batches before ``oldest``, the oldest good state, are discarded."""
+        """Append a new batch, and discard batches before ``oldest``, the position of the oldest good state."""
         self._kept.append(_Kept(moment, self._next_step))
         self._bytes += moment.nbytes
         count = 0
@@ -70,11 +71,11 @@ class Rewind:
         self.base += count
 
     def end_step(self, step: int) -> None:
-        """End a step: the next new batch belongs to a later one."""
+        """End a step, so that the next new batch belongs to a later step."""
         self._next_step = max(self._next_step, step + 1)
 
     def moments_of(self, step: int) -> list[Moment]:
-        """The kept batches of a step."""
+        """Return the kept batches of a step."""
         return [one.moment for one in self._kept if one.step == step]
 
     def forget_past(self) -> None:

@@ -1,4 +1,4 @@
-"""Records of a recovery's returns, for display and log."""
+"""Describe what a recovery has done, for display and log."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 
 LOG = "recovery.jsonl"
 WARNED = 3
-"""Number of skipped steps with non-finite data that give a warning."""
+"""Number of steps skipped because of non-finite data that give a warning each."""
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """One return to a good state, or one step that was skipped and needed no return.
+    """One return of a training to a good state, or one step that was skipped and needed no return.
 
     Attributes:
-        step: The diverged step, in data order.
-        to_step: The step from which training continued; after a step that needed no return, the next one.
+        step: The step that diverged, in data order.
+        to_step: The step from which the training continued. If no return was needed, it is the next step.
         symptom: How the divergence was detected.
-        cause: ``batch``, ``update`` (the step before damaged the weights), ``format``, ``loss scale``, ``transient``, or
-            ``unknown`` if the step was not repeated.
+        cause: ``batch``, ``update`` (the update of the step before damaged the weights), ``format``, ``loss scale``,
+            ``transient``, or ``unknown`` if the step was not repeated.
         evidence: The runs that were made and their results.
         action: The change that was made.
-        plan: The plan of the continued training, as a line.
+        plan: The line of the plan under which the training continued.
     """
 
     step: int
@@ -39,20 +39,20 @@ class Rollback:
     plan: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the fields as plain values for JSON."""
         return dataclasses.asdict(self)
 
     @property
     def needed_no_return(self) -> bool:
-        """Whether the step was skipped for its data, so that the weights were unchanged."""
+        """Whether the step was skipped because of its data, so that the weights were unchanged."""
         return self.to_step > self.step
 
     def tell(self, folder: Path, quiet: int) -> None:
-        """Give a warning, and append a line to the log in a folder.
+        """Give a warning, and append a line to the log.
 
         Args:
             folder: Folder of the log.
-            quiet: Number of steps so far that needed no return. Only the first of them give warnings.
+            quiet: Number of steps so far that needed no return. Only the first of these steps give warnings.
         """
         if not self.needed_no_return or quiet <= WARNED:
             how = "weights are unchanged" if self.needed_no_return else f"back to step {self.to_step}"
@@ -77,7 +77,7 @@ class Rollback:
 
 
 def gave_up(step: int, symptom: str, returns: tuple[Rollback, ...], folder: Path) -> str:
-    """The error message when training diverged again after each return to a good state; it lists the returns."""
+    """Return the error message for a training that diverged again after each return. It lists the returns."""
     told = "; ".join(f"step {one.step}: {one.symptom}: {one.action}" for one in returns)
     return (
         f"Recovery: step {step} diverged ({symptom}), and going back {len(returns)} time{'s' * (len(returns) != 1)} did not "
@@ -86,11 +86,11 @@ def gave_up(step: int, symptom: str, returns: tuple[Rollback, ...], folder: Path
 
 
 def stopped(again: int, high: bool) -> str:
-    """The warning of a recovery that stops: the effect, and the next step.
+    """Say what happens when a recovery stops, and what the user can do.
 
     Args:
         again: Number of skipped steps that are repeated.
-        high: Whether it stopped because of high finite losses.
+        high: Whether the recovery stopped because of high finite losses.
     """
     repeats = f"{again} skipped step{'s are' if again != 1 else ' is'} repeated, and " if again else ""
     if high:

@@ -1,4 +1,4 @@
-"""Observe a step for a monitor and make the sample of it."""
+"""Observe a training step for a monitor, and make a sample of its statistics."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _T = TypeVar("_T")
 
 
 class Sampler:
-    """Observes gradients, weights, updates and outputs of a session's trainings.
+    """Observes the gradients, weights, updates and outputs of a session's models.
 
     Args:
         amp: The session.
 
     Attributes:
         outputs: Observes the outputs of modules.
-        unseen: What could not be observed, and why.
-        watch: Compares losses.
-        reads: Whether it reads each loss immediately; otherwise it reads only the losses of samples, for which the
-            host waits anyway.
-        skipped_before: Number of steps skipped before the session was made.
+        unseen: Values that could not be observed, with the reason for each.
+        watch: Compares each loss with earlier losses.
+        reads: Whether each loss is read immediately. If not, only the losses of samples are read, for which the host waits
+            anyway.
+        skipped_before: Number of steps that were skipped before the session was made.
     """
 
     def __init__(self, amp: Amp) -> None:
@@ -61,10 +61,13 @@ class Sampler:
         """Name of the first loss."""
         self.watch, self.reads = LossWatch(), False
         self._last: dict[int, Update] = {}
-        """By optimizer, its last observed step."""
+        """The last observed step of each optimizer."""
 
     def hear(self, loss: Tensor, name: str) -> None:
-        """Keep the last loss of a name for the sample; on a CPU, compare it with earlier ones."""
+        """Keep the latest loss of each name for the next sample.
+
+        If losses are read immediately, compare it with earlier losses.
+        """
         if self._first is None:
             self._first = name
             self.reads = loss.device.type == "cpu" and self._session.ranks.size == 1
@@ -75,7 +78,7 @@ class Sampler:
             self.watch.add(self._read)
 
     def trained(self) -> list[str]:
-        """Paths of modules with parameters of their own that require a gradient."""
+        """Return the paths of modules with parameters of their own that require a gradient."""
         return [
             path
             for path, module in owners(self._session.members.models)
@@ -83,7 +86,7 @@ class Sampler:
         ]
 
     def look(self, optimizer: Optimizer, turn: Turn) -> None:
-        """Observe gradients and weights before a step; the results are in ``turn.update``."""
+        """Observe gradients and weights before a step, and store the results in ``turn.update``."""
         pieces, world = self._session.agreement.pieces, self._session.ranks.size
         update = Update(
             optimizer,
@@ -101,16 +104,17 @@ class Sampler:
         turn.update = update
 
     def look_again(self, turn: Turn, update: Update) -> None:
-        """Observe the weights after the step."""
+        """Observe the weights after a step."""
         if turn.closure:
             aside(self._amp.device_type, update.see_gradients)
         aside(self._amp.device_type, update.see_update)
         self._last[turn.number] = update
 
     def arm(self, every: Iterable[Turn]) -> None:
-        """Observe outputs in the next step if it is a sample.
+        """Begin to observe the outputs of modules if the next step is a sample; else stop.
 
-        Not in the first step: code compiled with hooks on its modules is recompiled when they are removed.
+        The first step is left out, because code that was compiled with hooks on its modules is recompiled when the hooks are
+        removed.
         """
         session = self._session
         held = len(session.members.optimizers)
@@ -131,12 +135,12 @@ class Sampler:
         self.outputs.arm(models, self._compiled)
 
     def _put_down(self) -> None:
-        """When the session is closed, remove all hooks from its models."""
+        """Remove all hooks from the models when the session is closed."""
         self._logged, self._compiled, self._blind = False, None, 0
         self.outputs.disarm()
 
     def sample(self, turn: Turn, update: Update | None, skipped: bool | None) -> Sample:
-        """The sample, combined over ranks; every rank calls it. Waits for the device."""
+        """Make the sample of a step, combined over ranks. All ranks must call this; it waits for the device."""
         outputs = self.outputs.take()
         found = [*outputs, *([] if update is None else update.numbers)]
         if self._losses:
@@ -182,7 +186,7 @@ class Sampler:
         )  # fmt: skip
 
     def _add_lost(self, numbers: dict[tuple[str, str], float]) -> None:
-        """Add the updates dropped by rounding since the last sample."""
+        """Add the updates that rounding has dropped since the last sample."""
         counts = list(self._session.dropped.by_parameter.items())
         regions = region_of(self._session.members.models) if counts else {}
         for parameter, (moved, lost) in counts:
@@ -194,7 +198,7 @@ class Sampler:
             self._dropped[parameter] = moved, lost
 
     def attempt(self, what: str, call: Callable[..., _T], *args: Any) -> _T | None:
-        """Call an observation; a failure is noted, and training continues."""
+        """Make an observation. If it fails, that is noted and training continues."""
         try:
             return call(*args)
         except Exception as error:
@@ -202,7 +206,7 @@ class Sampler:
             return None
 
     def note_unseen(self, what: str) -> None:
-        """Note once that something could not be observed."""
+        """Note that something could not be observed. Each text is noted once."""
         self.unseen.setdefault(what)
 
 

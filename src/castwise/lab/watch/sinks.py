@@ -1,6 +1,6 @@
-"""Outputs for samples, alarms and audits: JSON lines, TensorBoard, any logger, the terminal.
+"""Write samples, alarms and audits to outputs: a file of JSON lines, TensorBoard, any logger, the terminal.
 
-A failing output gives one warning and never stops the training.
+An output that fails gives one warning and never stops the training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = {Sample: "sample", Alarm: "alarm", Audit: "audit"}
 
 
 class JsonLines:
-    """A file of complete JSON lines: a line that does not fit on the disk is removed again.
+    """A file of JSON lines, which are all complete: a line that does not fit on the disk is removed again.
 
     Raises:
         PlanError: The file cannot be opened.
@@ -49,14 +49,14 @@ class JsonLines:
         self._close_half_a_line()
 
     def _close_half_a_line(self) -> None:
-        """End a partial line that a killed process may have left."""
+        """End the partial line that a killed process may have left."""
         assert self._file is not None
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
 
     def write(self, event: Event, report: Callable[[], MonitorReport]) -> None:
-        """Append a line."""
+        """Append an event as a line."""
         if self._file is None:
             return
         kind = _KINDS[type(event)]
@@ -78,7 +78,7 @@ class JsonLines:
 
 
 class Board:
-    """TensorBoard: a given writer, or a new one in a folder."""
+    """TensorBoard as an output: a writer that the user gave, or a new writer in a folder."""
 
     def __init__(self, where: Any) -> None:
         self._own = not hasattr(where, "add_scalar")
@@ -96,7 +96,7 @@ class Board:
 
     @interrupts_wait()
     def write(self, event: Event, report: Callable[[], MonitorReport]) -> None:
-        """Add an event's numbers: global ones in one group of charts, those of modules in another."""
+        """Add an event's numbers to the charts: numbers of modules in one group, all others in another."""
         for name, value in scalars(event).items():
             path, _, number = name.rpartition("/")
             grouped = isinstance(event, Sample) and path
@@ -108,12 +108,12 @@ class Board:
 
     @interrupts_wait()
     def close(self) -> None:
-        """Flush a given writer; close a writer that was made here."""
+        """Flush a writer that the user gave; close a writer that was made here."""
         self._writer.close() if self._own else self._writer.flush()
 
 
 class Log:
-    """A function ``log(values, step)``."""
+    """A function ``log(values, step)`` as an output."""
 
     def __init__(self, log: Callable[[dict[str, float], int], object]) -> None:
         if not callable(log):
@@ -127,11 +127,11 @@ class Log:
             self._log(values, event.step)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class Screen:
-    """The terminal, if standard output is one."""
+    """The terminal as an output, if standard error is a terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -140,7 +140,7 @@ class Screen:
         self._console = Console(stderr=True)
 
     def write(self, event: Event, report: Callable[[], MonitorReport]) -> None:
-        """Redraw the report."""
+        """Draw the report again."""
         if not self._console.is_terminal:
             return
         if self._live is None:
@@ -154,7 +154,7 @@ class Screen:
         self._live.update(report().table(), refresh=True)
 
     def close(self) -> None:
-        """Leave the last report on the screen."""
+        """Stop drawing. The last report stays on the screen."""
         live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.close)
@@ -165,7 +165,7 @@ Sink = JsonLines | Board | Log | Screen
 
 
 class Sinks:
-    """All outputs of a monitor. Ranks other than the first have none."""
+    """All outputs of a monitor. On ranks other than the first there are none."""
 
     def __init__(self, sinks: list[Sink]) -> None:
         self._sinks = sinks
@@ -209,7 +209,7 @@ _WHAT = {
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event by name; unknown numbers of an audit are left out."""
+    """Return the numbers of an event by name. Numbers that an audit did not compute are left out."""
     if isinstance(event, Sample):
         return event.scalars()
     if isinstance(event, Audit):

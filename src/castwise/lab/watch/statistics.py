@@ -1,6 +1,7 @@
-"""Statistics of a sampled step: sums over gradients, weights, updates and outputs, kept on the device and read all at once.
+"""Compute the statistics of a sampled step: sums over gradients, weights, updates and outputs.
 
-Nothing here is recorded by autograd, draws random numbers or writes to tensors that training uses.
+The sums stay on the device and are read all at once. No function here is recorded by autograd, draws random numbers, or writes
+to tensors that the training uses.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from castwise.core.ranks.pieces import summed
 from castwise.core.scaler import gradients
 
 ELEMENTS = 2**14
-"""Number of elements that are sampled from the update of a parameter, or from a tensor for shares, if it has more."""
+"""Largest number of elements that are read from the update of a parameter, or from a tensor of which a share is counted."""
 CALLS = 4
-"""Maximum number of a module's calls observed per step, among calls with a gradient."""
+"""Largest number of a module's calls that are observed per step, among calls with gradients enabled."""
 _FP16 = FORMATS["fp16"]
 _T = TypeVar("_T")
 NEAR = _FP16.max / 8
@@ -32,13 +33,13 @@ _ROUNDING = _FP16.smallest_subnormal**2 / 12
 
 
 class Number(NamedTuple):
-    """A statistic of a region, still on the device.
+    """A statistic of a module that is still on the device.
 
     Attributes:
-        region: Module path.
-        name: Name of the statistic; numbers with the same name are added, or the largest is taken if the name starts
-            with ``max_``.
-        value: 0-dim.
+        region: Path of the module.
+        name: Name of the statistic. Numbers with the same name are added, or the largest is taken if the name starts with
+            ``max_``.
+        value: The statistic as a 0-dim tensor.
         weight: Factor by which a sum over ranks counts each element once.
     """
 
@@ -49,13 +50,13 @@ class Number(NamedTuple):
 
 
 _NORMS = ("gradient", "weight", "sampled", "update", "held", "drift")
-"""Norms, which are combined as sums of squares."""
+"""Names of statistics that are norms. They are combined as sums of squares."""
 Numbers = dict[tuple[str, str], float]
-"""Values by region and name."""
+"""Values by module path and name of the statistic."""
 
 
 def read(numbers: Iterable[Number]) -> Numbers:
-    """Read and combine numbers on the host; waits for the device once."""
+    """Read numbers from the device and combine those of the same module and name. The host waits once for each device."""
     by_device: dict[torch.device, list[Number]] = defaultdict(list)
     for number in numbers:
         by_device[number.value.device].append(number)
@@ -69,7 +70,7 @@ def read(numbers: Iterable[Number]) -> Numbers:
 
 
 def join(parts: Iterable[Numbers]) -> Numbers:
-    """Combine the numbers of all ranks."""
+    """Combine the numbers of all ranks into one mapping."""
     out: Numbers = {}
     for part in parts:
         for key, value in part.items():
@@ -87,7 +88,7 @@ def _put(out: Numbers, key: tuple[str, str], value: float) -> None:
 
 
 def aside(device_type: str, call: Callable[..., _T], *args: Any) -> _T:
-    """Call a function without autograd and without a plan's casts."""
+    """Call a function without autograd and without autocast."""
     casts = torch.is_autocast_enabled(device_type)
     if casts:
         torch.set_autocast_enabled(device_type, False)
@@ -102,7 +103,7 @@ def aside(device_type: str, call: Callable[..., _T], *args: Any) -> _T:
 
 
 def owners(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own, by path; paths in a second model start with ``1:``."""
+    """Yield the modules with parameters of their own and their paths. Paths in a second model start with ``1:``."""
     for number, model in enumerate(models):
         for path, module in model.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
@@ -110,7 +111,7 @@ def owners(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def region_of(models: Iterable[nn.Module]) -> dict[int, str]:
-    """Module paths, by ``id`` of parameters and of their masters."""
+    """Map the ``id`` of each parameter, and of its master, to the path of its module."""
     out: dict[int, str] = {}
     for path, module in owners(models):
         for parameter in module.parameters(recurse=False):
@@ -121,7 +122,7 @@ def region_of(models: Iterable[nn.Module]) -> dict[int, str]:
 
 
 class Outputs:
-    """Observes outputs of modules, and the gradients of fp16 outputs, from :meth:`arm` to :meth:`disarm`."""
+    """Observes outputs of modules, and the gradients of fp16 outputs, between :meth:`arm` and :meth:`disarm`."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -132,16 +133,16 @@ class Outputs:
 
     @property
     def armed(self) -> bool:
-        """Whether modules have hooks."""
+        """Whether hooks are registered on modules."""
         return bool(self._handles)
 
     def arm(self, models: Iterable[nn.Module], compiled: Container[nn.Module]) -> None:
-        """Register hooks on all modules except compiled ones."""
+        """Register hooks on all modules that have parameters of their own, except compiled modules."""
         self.disarm()
         for path, module in owners(models):
             if module in compiled:
                 continue
-            # before all other hooks of the module, so before its border casts the output
+            # the hook runs before all other hooks of the module, so before the output is cast at the border of a region
             self._handles.append(module.register_forward_hook(_Ear(self, path), prepend=True))
 
     def disarm(self) -> None:
@@ -151,12 +152,12 @@ class Outputs:
             self._handles.pop()
 
     def take(self) -> list[Number]:
-        """The numbers since the last call."""
+        """Return the numbers that were collected since the last call."""
         numbers, self.numbers, self._calls = self.numbers, [], {}
         return numbers
 
     def see(self, path: str, output: Any) -> None:
-        """Observe a module's output; failures are noted and not raised."""
+        """Observe a module's output. A failure is noted and not raised."""
         try:
             self._see(path, output)
         except Exception as error:
@@ -186,7 +187,7 @@ class Outputs:
                     tensor.register_hook(_GradientEar(self, path))
 
     def see_gradient(self, path: str, gradient: Tensor) -> None:
-        """Observe the gradient of an output; as :meth:`see`."""
+        """Observe the gradient of an output. A failure is noted and not raised."""
         try:
             self._see_gradient(path, gradient)
         except Exception as error:
@@ -211,7 +212,7 @@ class Outputs:
 
 
 class _Ear:
-    """A forward hook that does nothing in copies and pickles of a module."""
+    """A forward hook that observes outputs. In copies and pickles of the module it is replaced by a hook that does nothing."""
 
     def __init__(self, outputs: Outputs, path: str) -> None:
         self._outputs, self._path = outputs, path
@@ -225,14 +226,14 @@ class _Ear:
 
 
 class Deaf:
-    """Replaces the hook in a copy of a module: a callable that does nothing."""
+    """The hook in a copy of a module: a callable that does nothing."""
 
     def __call__(self, *_: Any) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class _GradientEar:
-    """A tensor hook."""
+    """A tensor hook that observes the gradient of an output."""
 
     def __init__(self, outputs: Outputs, path: str) -> None:
         self._outputs, self._path = outputs, path
@@ -252,7 +253,7 @@ def _count(number: int, like: Tensor) -> Tensor:
 
 
 def _some(values: Tensor) -> Tensor:
-    """Elements evenly spaced over a tensor, in memory order if it is dense."""
+    """Return at most ``ELEMENTS`` elements, evenly spaced over a tensor; in memory order if the tensor is dense."""
     flat = _flat(values)
     return flat[:: -(-flat.numel() // ELEMENTS)] if flat.numel() > ELEMENTS else flat
 
@@ -274,16 +275,16 @@ def _flat(values: Tensor) -> Tensor:
 
 
 class Update:
-    """Statistics of one optimizer step: gradients and weights before it, and the update.
+    """The statistics of one optimizer step: gradients and weights before the step, and the update.
 
     Args:
         optimizer: The optimizer of the step.
-        regions: Module paths, as from :func:`region_of`.
-        weight: Factor per parameter by which a sum over ranks counts each element once.
+        regions: Module paths, as :func:`region_of` returns them.
+        weight: Returns for a parameter the factor by which a sum over ranks counts each element once.
 
     Attributes:
         scaled: Whether the gradients are still multiplied by the loss scale.
-        after: The parameters, and copies of the observed elements after the step.
+        after: For each parameter, the parameter and a copy of its observed elements after the step.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class Update:
         self.numbers: list[Number] = []
 
     def see_gradients(self) -> None:
-        """Observe gradients, before the step or after one that computes them itself."""
+        """Observe the gradients, before the step or, if the step computes them itself by a closure, after it."""
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         pairs = list(zip(params, gradients.on_each(self._optimizer), strict=True))
         found = [
@@ -305,7 +306,7 @@ class Update:
         self._norms("gradient", [p for p, _ in found], [grad for _, grad in found])
 
     def see_weights(self) -> None:
-        """Observe weights before the step."""
+        """Observe the weights before the step."""
         params = [
             p for group in self._optimizer.param_groups for p in group["params"] if masters.local(p).numel()
         ]
@@ -313,7 +314,7 @@ class Update:
         self._before = [(p, _some(masters.local(p)).clone()) for p in params]
 
     def see_drift(self, last: Update) -> None:
-        """Observe how far weights have moved since the last observed step."""
+        """Observe how far the weights have moved since the last observed step."""
         ends = {id(p): then for p, then in last.after}
         kept = [(p, ends[id(p)], now) for p, now in self._before if id(p) in ends]
         kept = [
@@ -327,7 +328,7 @@ class Update:
             self._norms("drift", [p for p, _, _ in kept], moved)
 
     def see_update(self) -> None:
-        """Observe weights after the step."""
+        """Observe the weights after the step, and the update."""
         before, self._before = self._before, []
         kept = [(p, then, _some(masters.local(p)).clone()) for p, then in before]
         self.after = [(p, now) for p, _, now in kept]
@@ -356,7 +357,7 @@ class Update:
 
 
 def shares(numbers: Mapping[tuple[str, str], float], region: str) -> dict[str, float | None]:
-    """The fields of a :class:`~castwise.lab.watch.records.RegionSample`."""
+    """Return the statistics of one module, as the fields of a :class:`~castwise.lab.watch.records.RegionSample`."""
 
     def of(name: str) -> float | None:
         return numbers.get((region, name))

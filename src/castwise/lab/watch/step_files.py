@@ -1,8 +1,8 @@
-"""Records of single steps on disk, each in a folder that is complete or absent.
+"""Write and read records of single training steps on disk, each in a folder that is complete or absent.
 
-A record is written like a checkpoint (:mod:`castwise.checkpoint.folder`): into a hidden folder that is renamed at the
-end, tensors as plain bytes, everything else as JSON, each file with its crc32, no pickle. It holds the weights; each rank
-writes its own shards.
+A record is written like a checkpoint (:mod:`castwise.checkpoint.folder`), into a hidden folder that is renamed at the end.
+Tensors are stored as plain bytes and everything else as JSON, without pickle, and each file has its crc32. The record includes
+the weights. Each rank writes its own shards.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ def write(
     about: Mapping[str, Any],
     group: Any = ALONE,
 ) -> Path:
-    """Write a record as ``folder/step-00000123``; an existing record of that step is replaced. A collective of the group.
+    """Write a record as ``folder/step-00000123``. All ranks must call this together.
+
+    An existing record of the same step is replaced.
 
     Args:
-        folder: Created if needed; equal on all ranks.
+        folder: The folder of records, which is created if needed; equal on all ranks.
         step: Number of the record.
-        content: This rank's nested values, of types that :func:`castwise.checkpoint.tree.encode` accepts.
-        weights: Weights by name, as in a checkpoint; for a DTensor, this rank's piece is written. Replicated values
-            are taken from the lowest rank that provides any.
-        about: For the manifest: ``castwise``, ``torch``, ``plan``, ``digest``.
+        content: Nested values of this rank, of types that :func:`castwise.checkpoint.tree.encode` accepts.
+        weights: Weights by name, as in a checkpoint. Of a DTensor, this rank's shard is written. Replicated values are taken
+            from the lowest rank that provides any.
+        about: Entries for the manifest: ``castwise``, ``torch``, ``plan``, ``digest``.
         group: The ranks that write the record, as for :class:`~castwise.ranks.Ranks`.
 
     Raises:
-        CheckpointError: A value cannot be written, or the disk is full; then nothing of the record remains.
+        CheckpointError: A value cannot be written, or the disk is full. Nothing of the record remains then.
     """
     draft = Draft(folder.absolute(), step)
     ranks = Ranks(group, CheckpointError)
@@ -85,7 +87,10 @@ def write(
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
-    """Read a record from any source: manifest, content by rank, and weights. All of it is checked, and nothing is executed.
+    """Read a record from any source, check all of it, and execute nothing.
+
+    Returns:
+        The manifest, the content of each rank, and the weights.
 
     Raises:
         CheckpointError: The record is damaged or incomplete, or it is not a record.

@@ -1,4 +1,4 @@
-"""Detect divergence of a training from its losses and skipped steps, per step, with the same result on all ranks."""
+"""Detect at each step whether a training has diverged, from its losses and skipped steps, with one result for all ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from castwise.lab.watch.losses import LossLine
 from castwise.lab.watch.passes import mean_loss
 
 STREAK = 3
-"""This many skipped steps in a row that no loss scale would have saved mean divergence."""
+"""Number of skipped steps in a row that mean divergence, if no loss scale would have saved them."""
 
 
 def summed(amp: Amp, ranks: Ranks, *numbers: float) -> list[float]:
-    """Each number summed over ranks. The host waits for the device."""
+    """Return each number summed over all ranks. The host waits for the device."""
     if ranks.size == 1:
         return list(numbers)
     kind = amp.device_type
@@ -32,17 +32,17 @@ def summed(amp: Amp, ranks: Ranks, *numbers: float) -> list[float]:
 
 
 class Symptoms:
-    """Listens to a session and checks each step for divergence.
+    """Listens to a session, and checks after each step whether the training has diverged.
 
     Args:
         amp: The session.
         ranks: The ranks that train together.
-        spikes: Whether high finite losses count.
+        spikes: Whether high finite losses count as divergence.
 
     Attributes:
-        spikes: Whether high finite losses count; may be changed.
-        high: Whether the last symptom was a high finite loss.
-        unmoved: Whether the last symptom was a non-finite loss, and no optimizer stepped on any rank.
+        spikes: Whether high finite losses count as divergence; may be changed.
+        high: Whether the last divergence was found by a high finite loss.
+        unmoved: Whether the last step had a non-finite loss, and no optimizer stepped on any rank.
     """
 
     def __init__(self, amp: Amp, ranks: Ranks, spikes: bool) -> None:
@@ -51,10 +51,10 @@ class Symptoms:
         self._losses: list[tuple[str, Tensor]] = []
         self._results: list[StepResult] = []
         self._skips: list[int] = []
-        """Number of steps skipped in a row so far."""
+        """The last steps in a row that were skipped although no smaller loss scale would help."""
         self.high = self.unmoved = False
         self._made = True
-        """Whether the last step was not skipped: skipped steps do not confirm the weights as good."""
+        """Whether the last step was not skipped. Only such a step shows that the weights are good."""
         self._heard = False
         """Whether any step had a loss."""
         self.end = follow(amp, self._on_loss, self._on_step)
@@ -68,28 +68,28 @@ class Symptoms:
 
     @property
     def between_steps(self) -> bool:
-        """Whether no loss of an unfinished step exists."""
+        """Whether a step has just ended: no loss was computed since."""
         return not self._losses
 
     @property
     def stepped(self) -> bool:
-        """Whether a step was made since the last check."""
+        """Whether an optimizer step was made or skipped since the last check."""
         return bool(self._results)
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is suspect at present."""
+        """Whether the last steps show no sign of divergence."""
         return self._made and not self._line.suspects and not self._skips
 
     @property
     def limit(self) -> float:
-        """The largest normal loss of a step."""
+        """The largest normal loss of a step; infinity while there are too few losses."""
         return self._line.limit
 
     def check(self, step: int) -> tuple[str, int]:
-        """Why the last step has diverged, in a clause, and the step at which that started; an empty clause if it has not.
+        """Say in a clause why the training has diverged; empty if it has not. Also return the step at which that began.
 
-        A collective. The host waits for the device.
+        All ranks must call this together. The host waits for the device.
 
         Raises:
             StateError: Steps are made without a loss.
@@ -124,20 +124,20 @@ class Symptoms:
         return said, self._line.suspects[0][0] if said else step
 
     def _is_final(self) -> bool:
-        """Whether a skipped step is more than the loss scale's search."""
+        """Whether no smaller loss scale can prevent that the present step is skipped."""
         scale = self._amp.plan.loss_scale
         return scale is None or not scale.dynamic or self._amp.get_scale() <= 1.0
 
     def last_normal(self, since: int, step: int) -> int | None:
-        """The last step from ``since`` to before ``step`` that was made with a normal loss."""
+        """Return the last step from ``since`` to before ``step`` that was made with a normal loss; None if there is none."""
         return self._line.last(since, step)
 
     def back_to(self, step: int) -> None:
-        """Discard observations from a step on."""
+        """Discard the observations of this step and all later steps."""
         self._line.back_to(step)
         self._skips, self._made = [], True
         self.clear()
 
     def clear(self) -> None:
-        """Discard the current step's observations."""
+        """Discard the observations of the current step."""
         self._losses, self._results = [], []

@@ -1,4 +1,4 @@
-"""Counts steps and recent skips per optimizer, and decides which steps are sampled."""
+"""Count the steps and recent skips of each optimizer, and decide which steps are sampled."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from castwise.lab.watch.history import History
 from castwise.lab.watch.statistics import Update
 
 RECENT = 64
-"""Number of steps over which the share of skipped ones is computed."""
+"""Number of steps over which the share of skipped steps is computed."""
 MEDIAN_OF = 32
 """Number of samples over which the median gradient norm is computed."""
 JUMP = 8.0
-"""A learning rate that grows by more than this factor in one step is a reason for a sample."""
+"""A step is sampled if the learning rate grows by more than this factor before it."""
 DECAYED = 20.0
-"""A learning rate below the peak divided by this is low: from there it may fall to 0."""
+"""A learning rate is low if it is below the largest so far divided by this. A low learning rate may fall to 0 in one step."""
 LEAST = 8
-"""Minimum number of samples for that median."""
+"""Number of samples from which on the median gradient norm is used."""
 
 
 @dataclass(eq=False)
 class Turn:
-    """The steps of one optimizer.
+    """Counts the steps of one optimizer, and decides which of them are sampled.
 
     Attributes:
-        number: Its index among the session's optimizers.
-        every: Steps between two samples; the first samples are closer together, at 1, 2, 4, 8, ..., and so are those after a
-            suspicious one.
-        steps: Number of steps so far, skipped ones included.
+        number: Index of the optimizer among the session's optimizers.
+        every: Steps between two samples. The first samples are closer together, at steps 1, 2, 4, 8, ..., and so are the
+            samples after a suspicious sample.
+        steps: Number of steps so far, including skipped steps.
         streak: Number of steps skipped in a row.
         made: Whether any step was not skipped.
-        due: Whether the next step is a sample.
+        due: Whether the next step is sampled.
         update: Statistics of the current step.
-        closure: Whether the current step computes its gradients itself.
+        closure: Whether the current step computes its gradients itself, by a closure.
         skips: The session's number of skipped steps when the current step started.
-        gap: Steps between the last two samples, if the last one was suspicious; else 0.
+        gap: Steps until the next sample, if the last sample was suspicious; else 0.
         sampled: The last sampled step.
-        rate: The largest learning rate of its groups at the last step.
+        rate: The largest learning rate of the optimizer's parameter groups at the last step.
         peak: The largest learning rate so far.
-        decayed: Whether the learning rate has fallen gradually to a small share of the peak, or to 0 from there.
+        decayed: Whether the learning rate has fallen gradually to a small share of the largest so far, or to 0 from there.
         extra: A step that is sampled in addition to the regular samples.
-        ratios: By module, the update of the last sampled step over the weights.
-        history: The earlier samples.
+        ratios: By module, the update of the last sampled step divided by the weights.
+        history: The gradient norms of earlier samples.
     """
 
     number: int
@@ -78,13 +78,13 @@ class Turn:
         )
 
     def suspect(self, suspicious: bool) -> None:
-        """After a sample: if it is suspicious, the next samples follow after 1, 2, 4, ... steps."""
+        """Decide after a sample when the next follows: after suspicious samples in a row, after 1, 2, 4, ... steps."""
         self.gap = (2 * self.gap or 1) if suspicious else 0
         self.extra = self.steps + self.gap if suspicious else -1
         self._plan()
 
     def note_rate(self, rates: Sequence[float]) -> bool:
-        """Note the learning rates of the next step; return whether the largest has jumped up, or down to 0."""
+        """Record the learning rates of the next step, and return whether the largest has jumped up, or down to 0."""
         before, self.rate = self.rate, max(rates)
         if self.rate == before:
             return False
@@ -94,7 +94,7 @@ class Turn:
         return 0.0 < before < self.rate / JUMP or (self.rate == 0.0 and not self.decayed)
 
     def count(self, skipped: bool | None) -> None:
-        """Count a step; None if only the device knows whether it was skipped."""
+        """Count a step. ``skipped`` is None if only the device knows whether the step was skipped."""
         self.steps += 1
         self._plan()
         if skipped is None:
@@ -104,7 +104,7 @@ class Turn:
         self.made = self.made or not skipped
 
     def over_median(self, norm: float | None) -> float | None:
-        """A gradient norm divided by the median of earlier ones; None while there are too few."""
+        """Return a gradient norm divided by the median of earlier gradient norms; None while there are too few."""
         if norm is None:
             return None
         before = sorted(self.norms)

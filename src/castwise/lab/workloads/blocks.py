@@ -1,4 +1,4 @@
-"""Transformers of pre-norm blocks, shared by the workloads, and how to split them for tensor and pipeline parallelism."""
+"""Define transformers of pre-norm blocks for the workloads, and how to split them for tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """Multi-head self-attention on ``functional.scaled_dot_product_attention``.
 
-    The rows of ``qkv`` are grouped by head, each with its query, key and value, so that a slice of them is a set of heads.
+    The rows of ``qkv`` are grouped by head, each with its query, key and value. A slice of whole groups is therefore a set of
+    heads.
 
     Args:
         width: Features, a multiple of ``heads``.
         heads: Attention heads.
-        causal: Whether a position attends only to itself and earlier ones.
+        causal: Whether a position attends only to itself and earlier positions.
     """
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
@@ -56,7 +57,7 @@ class Block(nn.Module):
     Args:
         width: Features.
         heads: Attention heads.
-        causal: Whether a position attends only to itself and earlier ones.
+        causal: Whether a position attends only to itself and earlier positions.
     """
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
@@ -67,7 +68,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer; ``[batch, length, width]`` in and out."""
+        """Apply the block; ``[batch, length, width]`` in and out."""
         x = x + self.attention(self.attention_norm(x))
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
@@ -86,15 +87,15 @@ class Transformer(nn.Module):
     blocks: nn.Sequential
 
     def embed(self, x: Tensor) -> Tensor:
-        """Features ``[batch, length, width]`` of an input."""
+        """Return the features of an input, ``[batch, length, width]``."""
         raise NotImplementedError
 
     def predict(self, x: Tensor) -> Tensor:
-        """Logits from the features of the last block."""
+        """Return the logits for the features of the last block."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of an input."""
+        """Return the logits of an input."""
         return self.predict(self.blocks(self.embed(x)))
 
 
@@ -113,15 +114,18 @@ class _Stage(nn.Module):
         self._predict: Callable[..., Tensor] | None = kind.predict if last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes the model's input at the first stage, else features; returns logits at the last stage, else features."""
+        """Run the stage, from the features of the stage before it to features.
+
+        The first stage takes the model's input instead, and the last stage returns logits.
+        """
         if self._embed is not None:
-            x = self._embed(self, x)  # it looks up the model's modules by name on this stage
+            x = self._embed(self, x)  # embed finds the modules by name, because this stage has them too
         x = self.blocks(x)
         return x if self._predict is None else self._predict(self, x)
 
 
 def shards(_model: nn.Module) -> dict[str, ParallelStyle]:
-    """The tensor-parallel split of a model's ``blocks``: by heads and by hidden features."""
+    """Return how to split a model's ``blocks`` for tensor parallelism: attention by heads, the MLP by hidden features."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     return {
@@ -152,10 +156,10 @@ def cut(model: nn.Module, stages: int) -> list[nn.Module]:
 
 
 def inputs(batch: tuple[Tensor, Tensor]) -> tuple[Tensor]:
-    """The first stage's arguments: the first element of the batch."""
+    """Return the arguments of the first pipeline stage: the first element of the batch."""
     return (batch[0],)
 
 
 def target(batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss's target: the second element of the batch."""
+    """Return the target of the loss: the second element of the batch."""
     return batch[1]

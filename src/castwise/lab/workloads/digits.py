@@ -22,9 +22,10 @@ HELD_OUT = 360
 
 @functools.cache
 def split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images fp32 ``[1437, 1, 8, 8]`` with mean 0 and variance 1, their labels int64 ``[1437]``, and 360 held out.
+    """Return the training images and their labels, then the held-out images and their labels.
 
-    The images are shuffled with a fixed seed.
+    The images are fp32 ``[1437, 1, 8, 8]``, scaled so that the training images have mean 0 and variance 1, and labels are int64
+    ``[1437]``. 360 images are held out. The images are shuffled with a fixed seed.
 
     Raises:
         MissingLibraryError: scikit-learn, which contains the images, is not installed.
@@ -57,7 +58,7 @@ class DigitsNet(nn.Module):
         self.head = nn.Linear(2 * width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[batch, 10]`` of images ``[batch, 1, 8, 8]``."""
+        """Return the logits ``[batch, 10]`` of images ``[batch, 1, 8, 8]``."""
         logits: Tensor = self.head(self.features(images).mean((2, 3)))
         return logits
 
@@ -82,12 +83,12 @@ class DigitsViT(Transformer):
         self.head = nn.Linear(width, 10)
 
     def embed(self, x: Tensor) -> Tensor:
-        """Features of images ``[batch, 1, 8, 8]``."""
+        """Return the features of images ``[batch, 1, 8, 8]``."""
         features: Tensor = self.patches(x).flatten(2).transpose(1, 2) + self.position
         return features
 
     def predict(self, x: Tensor) -> Tensor:
-        """Logits ``[batch, 10]``."""
+        """Return the logits ``[batch, 10]``."""
         logits: Tensor = self.head(self.norm(x).mean(1))
         return logits
 

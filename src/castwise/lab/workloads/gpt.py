@@ -1,4 +1,7 @@
-"""``gpt``: a character-level model of technical English, the text of ``pydoc_data.topics`` in every CPython."""
+"""``gpt``: a character-level language model of technical English, trained on Python's own documentation.
+
+The text is that of the module ``pydoc_data.topics``, which every CPython contains.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from castwise.lab.workloads.blocks import Block, Transformer, cut, inputs, shard
 from castwise.lab.workloads.workload import Pipeline, Workload
 
 HELD_OUT = 0.1
-"""Share of the text, at its end, held out from training."""
+"""Share of the text, at its end, that is held out from training."""
 _VOCABULARY_MULTIPLE = 64
-"""The embedding is padded with unused rows to a multiple of this, so that its products fit the matrix units."""
+"""The embedding is padded with unused rows to a multiple of this number, so that its matrix products fit the matrix units."""
 
 
 @functools.cache
 def corpus() -> tuple[Tensor, str]:
-    """The text's characters as int64 indices ``[characters]``, and the sorted alphabet.
+    """Return the text's characters as int64 indices ``[characters]``, and the sorted alphabet.
 
     Raises:
         WorkloadError: This Python was built without its documentation.
@@ -41,7 +44,7 @@ def corpus() -> tuple[Tensor, str]:
 
 
 def decode(tokens: Tensor) -> str:
-    """Indices of characters, int64 and one-dimensional, as text."""
+    """Return the text of a one-dimensional int64 tensor of character indices."""
     alphabet = corpus()[1]
     return "".join(alphabet[int(token)] for token in tokens)
 
@@ -56,11 +59,11 @@ class CharGPT(Transformer):
     """Decoder-only transformer with pre-norm blocks and tied input and output embeddings.
 
     Args:
-        vocabulary: Number of characters, padding included.
-        layers: Blocks.
-        width: Features.
-        heads: Attention heads.
-        context: Longest input.
+        vocabulary: Number of characters, including padding.
+        layers: Number of blocks.
+        width: Number of features.
+        heads: Number of attention heads.
+        context: Length of the longest input.
     """
 
     BEFORE = ("embedding", "position")
@@ -82,12 +85,12 @@ class CharGPT(Transformer):
                 nn.init.zeros_(parameter)
 
     def embed(self, x: Tensor) -> Tensor:
-        """Features of characters, int64 ``[batch, length]`` with ``length <= context``."""
+        """Return the features of characters, int64 ``[batch, length]`` with ``length <= context``."""
         features: Tensor = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
         return features
 
     def predict(self, x: Tensor) -> Tensor:
-        """Logits ``[batch, length, vocabulary]`` of the next character at every position."""
+        """Return the logits ``[batch, length, vocabulary]`` of the next character at every position."""
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -103,7 +106,7 @@ def _adamw(lr: float, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _batches(batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows of the training text, each paired with the window shifted by one character."""
+    """Yield windows of the training text, each paired with the window that is shifted by one character."""
     train, _ = _texts()
     draw = torch.Generator().manual_seed(seed)
     span = torch.arange(context + 1, device="cpu")
@@ -114,7 +117,7 @@ def _batches(batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tens
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per character."""
+    """Return the mean cross-entropy in nats per character."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -129,7 +132,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _evaluate(batch: int, context: int, model: nn.Module) -> dict[str, float]:
-    """Mean loss on windows evenly spaced over the held-out text."""
+    """Return the mean loss on windows that are evenly spaced over the held-out text."""
     _, text = _texts()
     device = next(model.parameters()).device
     windows = 64

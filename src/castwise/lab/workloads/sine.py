@@ -1,8 +1,8 @@
 """``sine``: a network of 1x1 convolutions learns a quantised wave from pixel coordinates.
 
-Nearly all of its memory is activations of ``size x size`` pixels, which a low format halves, and its work is
-matrix products between them: the ideal case for mixed precision. Batch normalization and the steps of the
-target make it harder than it looks.
+Most of its memory is activations of ``size x size`` pixels, which a low format halves. Its work is matrix products between
+these activations. This is the ideal case for mixed precision. Batch normalization and the steps of the target make it harder
+than it looks.
 
 Source: the example of AMD's article "Automatic mixed precision in PyTorch using AMD GPUs" (ROCm blogs, 2024), where
     a 512x512 grid trains 1.86 times as fast under torch.autocast and in 49.8 % less memory.
@@ -23,18 +23,21 @@ from castwise.errors import WorkloadError
 from castwise.lab.workloads.workload import Workload
 
 FREQUENCY = (4.0, 2.0)
-"""Periods of the wave over the width and over the height."""
+"""Number of periods of the wave over the width and over the height."""
 
 
 def grid(size: int) -> Tensor:
-    """Coordinates of pixels, at least 2 per side: fp32 ``[2, size, size]``, x (along the last axis) and y, from 0 to 1."""
+    """Return the coordinates of pixels as fp32 ``[2, size, size]``: x, along the last axis, and y, both from 0 to 1.
+
+    ``size`` is at least 2.
+    """
     line = torch.linspace(0.0, 1.0, size, dtype=torch.float64, device="cpu")
     y, x = torch.meshgrid(line, line, indexing="ij")
     return torch.stack((x, y)).float()
 
 
 def quantised_wave(size: int, bins: int = 4, frequency: tuple[float, float] = FREQUENCY) -> Tensor:
-    """The sum of a cosine along x and one along y, quantised to ``bins`` equally wide levels from 0 to 1.
+    """Return the sum of a cosine along x and a cosine along y, quantised to ``bins`` equally wide levels from 0 to 1.
 
     The result is fp32 ``[size, size]``; ``frequency`` has the periods along x and along y.
     """
@@ -47,7 +50,7 @@ def quantised_wave(size: int, bins: int = 4, frequency: tuple[float, float] = FR
 
 
 class WaveNet(nn.Module):
-    """Pixelwise network: 1x1 convolutions, each hidden one with batch normalization and ReLU.
+    """A network that treats each pixel alone: 1x1 convolutions, with batch normalization and ReLU after each hidden layer.
 
     Args:
         hidden: Channels of the hidden layers.
@@ -69,7 +72,7 @@ class WaveNet(nn.Module):
 
 
 def _batches(size: int, bins: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The whole grid, repeated endlessly for any seed, since it is the whole data set."""
+    """Yield the whole grid again and again. It is the same for every seed, because it is the whole data set."""
     batch = (grid(size)[None], quantised_wave(size, bins)[None, None])
     while True:
         yield batch

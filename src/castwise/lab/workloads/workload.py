@@ -1,4 +1,4 @@
-"""Workloads: a model, its loss, its optimizer and its batches under one name, so that a command can run them.
+"""Define workloads: a model, its loss, its optimizer and its batches under one name, so that a command can run them.
 
 A workload is named as a built-in with options (``sine?size=128``), as ``path/to/file.py:attribute`` or as
 ``package.module:attribute``.
@@ -41,21 +41,22 @@ BUILT_IN: Mapping[str, str] = {
     "gpt": "castwise.lab.workloads.gpt",
     "digits": "castwise.lab.workloads.digits",
 }
-"""Name -> module; the module's function of that name makes the workload, and its parameters are the options."""
+"""The module of each built-in workload. The function of the same name in it makes the workload; its parameters are the
+options."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How to split a model into pipeline stages, and the input and target of the pipeline.
+    """How to split a model into pipeline stages, with the input, the target and the loss of the pipeline.
 
     Attributes:
-        split: ``split(model, stages)`` -> that many modules, each of which takes the previous one's output
-            (the first: the inputs). They hold all of the model's modules under the model's own state-dict keys.
-            A parameter may be in several, such as tied embeddings.
-        inputs: ``inputs(batch)`` -> the first stage's arguments.
-        target: ``target(batch)`` -> the loss's target.
-        loss: ``loss(output, target)`` -> floating tensor with one element, the mean over the batch, from the last stage's output.
-            It is computed per microbatch, so BatchNorm normalises per microbatch.
+        split: ``split(model, stages)`` -> as many modules as there are stages. The first takes the inputs, and each other
+            module takes the output of the module before it. Together they hold all of the model's modules under the model's own
+            state-dict keys. A parameter may be in several of them, such as tied embeddings.
+        inputs: ``inputs(batch)`` -> the arguments of the first stage.
+        target: ``target(batch)`` -> the target of the loss.
+        loss: ``loss(output, target)`` -> floating tensor with one element: the mean over the batch, from the output of the last
+            stage. It is computed per microbatch, so BatchNorm normalises per microbatch.
     """
 
     split: Callable[[nn.Module, int], Sequence[nn.Module]]
@@ -83,11 +84,11 @@ class Workload:
             seed gives the same batches.
         loss: ``loss(model, batch)`` -> floating tensor with one element; the batch is on the model's device.
         evaluate: Returns metrics by name from the trained model, which is in evaluation mode and without gradients.
-        description: One sentence.
+        description: One sentence about the job.
         picture: Returns images by name from the trained model, ``target`` and ``prediction``, each ``[height, width]``.
         shards: Returns the model's tensor-parallel split: module path to style, as for ``parallelize_module``.
-        blocks: Returns the modules that FSDP2 shards individually; by default the members of each ``ModuleList``
-            and ``Sequential``. The remaining parameters are sharded with the model itself.
+        blocks: Returns the modules that FSDP2 shards individually; by default the members of each ``ModuleList`` and
+            ``Sequential``. The remaining parameters are sharded with the model itself.
         pipeline: The model's pipeline-parallel split.
     """
 
@@ -187,7 +188,7 @@ def _not_found(spec: str, name: str) -> str:
 
 def _workload_lines(path: Path) -> list[str]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [  # only module level: indented lines belong to functions
+    return [  # lines of the module level only: indented lines belong to functions
         line
         for line in lines
         if not line[:1].isspace() and "Workload(" in line and "=" in line.split("Workload(")[0]
@@ -218,7 +219,7 @@ def _options(make: Callable[..., Workload], allowed: Mapping[str, Any]) -> str:
 
 
 def _value(name: str, key: str, text: str, kind: Any) -> Any:
-    """Convert an option's text to its parameter's type: int, float, or one of a ``Literal``'s strings."""
+    """Convert an option's text to the type of its parameter: int, float, or a string that its ``Literal`` allows."""
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
     if choices:
         if text not in choices:
@@ -289,7 +290,10 @@ def _import_module(spec: str, name: str) -> types.ModuleType:
 
 
 def _does_not_import(spec: str, error: BaseException, path: Path | None) -> WorkloadError:
-    """The error with the location: the last line outside the import machinery, preferably in the file itself."""
+    """Return the error of a failed import, with its location.
+
+    The location is the last line outside the import machinery, if possible in the imported file.
+    """
     if isinstance(error, SyntaxError):
         place = f"{Path(error.filename or '?').name}, line {error.lineno}"
     else:
@@ -346,13 +350,13 @@ def _workload_in(spec: str, module: types.ModuleType, attribute: str) -> Workloa
 
 
 def check_loss(loss: object, workload: Workload | str, batch: Any = None, step: int | None = None) -> Tensor:
-    """Check the value returned by a loss function and return it. Synchronises with the device if ``step`` is given.
+    """Check the value that a loss function returned, and return it. If ``step`` is given, the host waits for the device.
 
     Args:
         loss: The returned value.
-        workload: The workload, or the name of the caller; for the message.
+        workload: The workload, or the name of the caller, for the message.
         batch: The batch, so that the message can name a tensor with NaN.
-        step: Number of the step; None skips the check that the value is finite.
+        step: Number of the step; with None, the loss is not checked for non-finite values.
 
     Raises:
         WorkloadError: The loss is not a tensor, not a scalar, not floating, or has no graph.
@@ -378,7 +382,7 @@ def check_loss(loss: object, workload: Workload | str, batch: Any = None, step: 
 
 @contextlib.contextmanager
 def users_code(call: str) -> Iterator[None]:
-    """Convert errors raised by a user's functions to one sentence with the location; castwise's own errors are unchanged.
+    """Convert errors of a user's functions to one sentence with the location. castwise's own errors are raised unchanged.
 
     Raises:
         WorkloadError: The message starts with ``call``.
@@ -397,7 +401,7 @@ def make_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> Op
     """Make a workload's optimizer for steps after a separate backward.
 
     Raises:
-        WorkloadError: There is nothing to train, no optimizer, or one whose step needs a closure.
+        WorkloadError: The model has nothing to train, or the workload makes no optimizer or one whose step needs a closure.
     """
     who, trained = f"workload {workload.name!r}", list(parameters)
     if not any(parameter.requires_grad for parameter in trained):
@@ -422,7 +426,7 @@ def make_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> Op
 
 
 def check_no_backward(model: nn.Module, who: str) -> None:
-    """Raise if a loss has called ``backward`` itself, on a model that had no gradients before.
+    """Raise if a loss function has called ``backward`` itself. The model must have had no gradients before.
 
     Raises:
         WorkloadError: A parameter has a gradient.
@@ -435,7 +439,7 @@ def check_no_backward(model: nn.Module, who: str) -> None:
 
 
 def next_batch(workload: Workload, batches: Iterator[Any], taken: int) -> Any:
-    """The workload's next batch; ``taken`` batches came before it.
+    """Return the workload's next batch; ``taken`` batches came before it.
 
     Raises:
         WorkloadError: The batches have ended.
@@ -450,14 +454,14 @@ def next_batch(workload: Workload, batches: Iterator[Any], taken: int) -> Any:
 
 
 def about_data(batch: Any) -> str:
-    """A clause that says whether a non-finite loss comes from the data. Synchronises with the device."""
+    """Say in a clause whether a non-finite loss comes from the data. The host waits for the device."""
     if holders := non_finite_parts(batch):
         return f"its data contains NaN or infinite values, in {'; '.join(holders[:3])}; clean the data first"
     return "its data is finite, so look at the model's weights and its loss"
 
 
 def non_finite_parts(batch: Any, path: str = "batch") -> list[str]:
-    """The tensors of a batch with non-finite values, such as ``batch[0] (3 of 256 values)``."""
+    """Return the names of a batch's tensors with non-finite values, such as ``batch[0] (3 of 256 values)``."""
     if isinstance(batch, Tensor):
         if not (batch.is_floating_point() or batch.is_complex()):
             return []
