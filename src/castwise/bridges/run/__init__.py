@@ -1,10 +1,11 @@
-"""Run unmodified scripts under a plan: ``castwise run --plan bf16-mixed train.py ...``.
+"""Runs unmodified training scripts under a castwise plan: ``castwise run --plan bf16-mixed train.py ...``.
 
-:mod:`~castwise.bridges.run.execute` runs a script as Python would; :mod:`~castwise.bridges.run.follow` detects from the
-outside what the script trains: models when they are called, optimizers when they are made, backward passes when they
-reach torch's engine.
-``castwise try`` races plans on a script's first steps: :mod:`~castwise.bridges.run.race` starts the script under each
-plan, :mod:`~castwise.bridges.run.gate` pauses it between its turns.
+:mod:`~castwise.bridges.run.execute` runs a script as Python would. :mod:`~castwise.bridges.run.follow` detects what the script
+trains, without changing the script: models when they are called, optimizers when they are made, and backward passes when they
+reach torch's autograd engine.
+
+``castwise try`` compares the speed of several plans on a script's first steps. :mod:`~castwise.bridges.run.race` starts the
+script once under each plan, and :mod:`~castwise.bridges.run.gate` pauses each of these processes while another is timed.
 """
 
 from __future__ import annotations

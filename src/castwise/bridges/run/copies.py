@@ -1,4 +1,4 @@
-"""Copies of the working folder, so that a script's output overwrites no file there."""
+"""Copies the working folder, so that scripts which run in the copy overwrite no file of the original."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from castwise.errors import CastwiseError
 
 LARGEST_BYTES = 1 << 30
-"""Size limit: a larger folder is not copied."""
+"""The largest working folder that is copied, in bytes."""
 _LINKED = {".git", ".venv", "venv", "node_modules"}
 _LEFT_OUT = {"__pycache__"}
 
@@ -19,12 +19,13 @@ _LEFT_OUT = {"__pycache__"}
 def copied(folder: Path, scratch: Path) -> Path:
     """Copy the working folder.
 
-    Links within the folder point into the copy; links out of it keep their targets. Version control and environments
-    are linked, not copied. Unreadable files and special files are left out.
+    Symbolic links to something inside the folder point into the copy. Other links keep their targets. ``.git``, virtual
+    environments and ``node_modules`` are linked instead of copied. Unreadable files, special files and ``__pycache__`` are
+    left out.
 
     Args:
         folder: Path of the copy.
-        scratch: Folder that contains the copies. It may lie in the working folder.
+        scratch: Folder that contains the copies, and is not copied itself if it lies in the working folder.
 
     Raises:
         CastwiseError: The folder is too large, or the disk is full.
@@ -46,13 +47,13 @@ def copied(folder: Path, scratch: Path) -> Path:
 
 
 def into_copy(words: Sequence[str], folder: Path) -> list[str]:
-    """Rewrite a script's arguments so that paths in the working folder point into the copy."""
+    """Return a script's arguments, in which absolute paths into the working folder are replaced by paths into the copy."""
     here = os.path.join(os.getcwd(), "")
     return [word if here == os.sep else word.replace(here, os.path.join(folder, "")) for word in words]
 
 
 def script_in_copy(script: str) -> str:
-    """The path of a script relative to the working folder, or its absolute path if it lies outside."""
+    """Return the path of a script relative to the working folder, or its absolute path if the script lies outside."""
     path, here = os.path.abspath(script), os.path.join(os.getcwd(), "")
     return path.removeprefix(here)
 

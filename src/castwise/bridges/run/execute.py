@@ -1,4 +1,4 @@
-"""Run a script or a module as the interpreter does: same arguments, folder, errors, exit code and signals."""
+"""Runs a script or a module as the Python interpreter does: with the same arguments, errors, exit code and signals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from castwise.errors import CastwiseError
 
 
 def check(target: str, is_module: bool, command: str = "run") -> None:
-    """Check that the script exists; a module is looked up when it is run.
+    """Check that the script exists. A module is not checked here, but looked up when it is run.
 
     Raises:
         CastwiseError: The script does not exist.
@@ -35,20 +35,22 @@ def check(target: str, is_module: bool, command: str = "run") -> None:
 
 
 def execute(target: str, arguments: Sequence[str] = (), *, is_module: bool = False) -> None:
-    """Run a script in this process as ``__main__``; the script's exit or uncaught error ends the process.
+    """Run a script in this process as ``__main__``.
+
+    If the script exits or raises an uncaught error, SystemExit is raised here.
 
     Args:
         target: Path of the script, or name of the module.
-        arguments: The script's arguments, ``sys.argv[1:]``.
+        arguments: The script's arguments, which become ``sys.argv[1:]``.
         is_module: Run ``target`` as a module, like ``python -m``.
 
     Raises:
-        SystemExit: Raised by the script; or exit code 1 after an uncaught error, whose traceback was printed.
-        EnoughError: The script runs under ``castwise try`` and has taken all its steps.
+        SystemExit: The script raised it. After an uncaught error, the traceback is printed and the exit code is 1.
+        EnoughError: The script runs under ``castwise try`` and has made all steps that are needed.
     """
     try:
         folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
-        # replaces the entry that the interpreter made for castwise
+        # the script's folder replaces the sys.path entry that the interpreter made for castwise
         own = sys.path[:1] if sys.path[:1] in ([""], [os.getcwd()], [os.path.dirname(sys.argv[0])]) else []
         sys.path[: len(own)] = [folder]
         sys.argv = [target, *arguments]
@@ -79,7 +81,7 @@ def _run_file(target: str) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback, starting at the script's first frame."""
+    """Print the traceback of an error, starting at the first frame of the script."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (
         __file__,
@@ -91,7 +93,7 @@ def _show(error: BaseException) -> None:
 
 
 def _end_by_signal() -> None:
-    """Exit as the interpreter does after an interrupt, so that the parent process sees the signal."""
+    """End this process by SIGINT, as the interpreter does after an interrupt, so that the parent process sees the signal."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -100,13 +102,16 @@ def _end_by_signal() -> None:
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Wait for a process that leads its own session, then end it and its leftover children."""
+    """Wait ``grace_s`` seconds for a process to end, then end the process and its children by signals.
+
+    The process must lead a session of its own.
+    """
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(grace_s)
     for number in (
         signal.SIGTERM,
         signal.SIGKILL,
-    ):  # multiprocessing's resource tracker outlives the leader, and cleans up
+    ):  # SIGTERM first: multiprocessing's resource tracker outlives the process, and cleans up
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
             time.sleep(0.1)
@@ -114,5 +119,5 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def last_words(said: Sequence[str]) -> str:
-    """Return the last non-empty line."""
+    """Return the last line that is not empty, or ``none``."""
     return next((line for line in reversed(said) if line.strip()), "none")

@@ -1,13 +1,15 @@
-"""Detect the models and optimizers that a script trains, and train them under a plan.
+"""Detects the models and optimizers that a script trains, and makes them train under a castwise plan.
 
-A model is prepared together with the optimizers that update it, when the script first calls it or
-DistributedDataParallel wraps it. The model is the outermost called module that has parameters of an optimizer or, with
-gradients enabled, any trainable parameters. An optimizer that is made later joins when it is made. If the plan has a
-loss scale, the tensor on which ``backward`` is called is scaled, and gradients are unscaled when ``backward`` returns:
-the script clips, accumulates and reads the same gradients as without a scale. A step on non-finite gradients updates
-nothing.
+A model is prepared, together with the optimizers that update it, when the script first calls the model or wraps it in
+DistributedDataParallel. The model is the outermost module that the script calls and whose parameters belong to an optimizer.
+With gradients enabled, trainable parameters suffice. An optimizer that the script makes later is added at the next backward
+pass.
 
-Whatever cannot be followed is reported once, and runs as without castwise.
+If the plan has a loss scale, the tensor on which the script calls ``backward`` is scaled. Gradients are unscaled when
+``backward`` returns, so that the script clips, accumulates and reads the same gradients as without a loss scale. A step whose
+gradients are not finite updates nothing.
+
+A model or optimizer that cannot be trained under the plan is reported once, and runs as it would without castwise.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ from castwise.core.session.amp import SessionView
 from castwise.errors import CastwiseError, sentence
 
 _PATIENCE = 1 << 31
-"""Limit of consecutive skipped steps, too large to reach: the script continues, as without castwise."""
+"""The number of consecutive skipped steps after which castwise would raise an error: so large that it never does."""
 _SMALLER, _SEEKS = 16.0, 8
-"""If ``torch.autograd.grad`` overflows, it is called again with the scale divided by ``_SMALLER``. After ``_SEEKS``
-consecutive searches without a finite result, the search is abandoned."""
+"""If ``torch.autograd.grad`` returns non-finite gradients, it is called again with the loss scale divided by ``_SMALLER``.
+After ``_SEEKS`` consecutive searches for a scale with finite gradients have failed, castwise no longer searches."""
 
 
 def _say(text: str) -> None:
@@ -54,16 +56,17 @@ def _say(text: str) -> None:
 
 
 class Follower:
-    """Follows a script's training from :meth:`begin` to :meth:`end`.
+    """Makes the models and optimizers of a script train under a plan, from :meth:`begin` to :meth:`end`.
 
     Args:
         plan: The plan that the script trains under.
-        widen: If the model arrives in bf16 or fp16, store in fp32 every parameter that the plan does not store low.
-        say: Called with each message for the user.
+        widen: If the script stores a model in bf16 or fp16, store it in fp32, except the parameters that the plan stores in a
+            low-precision format.
+        say: A function that is called with each message for the user.
 
     Attributes:
         sessions: The sessions that prepared the script's models, by device type.
-        say: The ``say`` argument.
+        say: The function that is called with each message for the user.
     """
 
     def __init__(self, plan: Plan, *, widen: bool = False, say: Callable[[str], None] = _say) -> None:
@@ -80,30 +83,33 @@ class Follower:
         """The models that train under the plan; ``_joined`` holds their optimizers."""
         self._is_late = False
         self._stepping: Optimizer | None = None
-        """The optimizer whose step is running, or raised."""
+        """The optimizer whose step is running, or whose last step raised an error."""
         self._scaling: Amp | None = None
-        """The session of the scaled backward that is running."""
+        """The castwise session whose loss scale the running backward pass uses."""
         self._scale: torch.Tensor | None = None
-        """The loss scale that gradients contain while a backward runs."""
+        """The loss scale by which gradients are multiplied while a backward pass runs."""
         self._shown: torch.Tensor | None = None
         """The tensor whose gradient is temporarily unscaled while a hook runs."""
         self._retained: list[weakref.ref[torch.Tensor]] = []
-        """Non-leaf tensors whose gradients the script retains."""
+        """Non-leaf tensors on which the script has called ``retain_grad``."""
         self._parts: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
-        """Submodules of models stored low that were not yet called from outside, with the border of their model."""
+        """Submodules that the script has not called directly yet, of models that the plan stores in a low-precision format.
+
+        The value is the :class:`~castwise.core.model.borders.Border` of the model.
+        """
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Modules of models that were prepared or left alone."""
+        """The modules of all models that were prepared, or that run as they would without castwise."""
         self._undo: list[Callable[[], None]] = []
         self._grad_scale: float | None = None
-        """The scale at which ``torch.autograd.grad`` gives finite gradients."""
+        """The loss scale at which ``torch.autograd.grad`` gave finite gradients, or None if such a scale must be searched."""
         self._seeks = 0
-        """Number of consecutive searches that found no such scale."""
+        """The number of consecutive searches that found no loss scale with finite gradients."""
         self._overflowed: torch.Tensor | None = None
-        """Whether the last result of ``torch.autograd.grad`` was non-finite."""
+        """Whether the last gradients of ``torch.autograd.grad`` were not finite, as a 0-dim tensor."""
         self._begun = False
 
     def begin(self) -> None:
-        """Start following the script."""
+        """Start to detect models, optimizers and backward passes of the script."""
         self._begun = True
         wrappers.on_ddp(self._meet_ddp)
         self._undo = [
@@ -125,7 +131,7 @@ class Follower:
                 self._undo += [_torch.hooks.around_function(home, name, around) for name in names]
 
     def end(self) -> None:
-        """Stop following; prepared models stay prepared. Say how many steps were skipped."""
+        """Stop to detect models and optimizers, and report how many steps were skipped. Prepared models stay prepared."""
         self._begun = False
         while self._undo:
             self._undo.pop()()
@@ -146,7 +152,7 @@ class Follower:
 
     @property
     def skipped_steps(self) -> int:
-        """Number of skipped steps so far."""
+        """The number of steps skipped so far because gradients were not finite."""
         return sum(amp.skipped_steps for amp in self.sessions.values())
 
     def _once(self, text: str) -> None:
@@ -165,7 +171,7 @@ class Follower:
     def _meet_optimizer(self, optimizer: Optimizer) -> None:
         if self._begun and optimizer not in self._optimizers.values():
             self._optimizers[next(self._numbers)] = (
-                optimizer  # its __init__ may still be running: it joins later
+                optimizer  # the optimizer's __init__ may still be running, so _join prepares it later
             )
             self._is_late = bool(self._models)
 
@@ -174,14 +180,14 @@ class Follower:
         amp = self._scaling
         if amp is not None and _torch.autograd.graph_task_id() != -1 and optimizer in self._joined.values():
             self._hide()
-            amp.unscale_(optimizer)  # a hook steps while backward runs
+            amp.unscale_(optimizer)  # a hook of the script steps the optimizer during the backward pass
         return watch_closure(optimizer, args, kwargs)
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping = None
 
     def _join(self) -> None:
-        """Add optimizers that were made after their model was prepared."""
+        """Prepare the optimizers that the script made after their model was prepared."""
         if not self._is_late:
             return
         self._is_late = False
@@ -202,7 +208,7 @@ class Follower:
             if self._parts and module in self._parts and not frames.depth():
                 Door(self._parts.pop(module)).put(module)
             return
-        if frames.depth():  # inside a model that trains under the plan and got a new submodule
+        if frames.depth():  # a new submodule of a model that already trains under the plan
             self._known.update(module.modules())
             return
         model = wrappers.unwrap(module)
@@ -221,11 +227,14 @@ class Follower:
 
     @property
     def _needs_optimizers(self) -> bool:
-        """Whether the plan needs an optimizer but the script updates the model by hand."""
+        """Whether a model can train under the plan only if a torch optimizer updates it."""
         return self.plan.loss_scale is not None or self.plan.stores_low
 
     def _numbers_of(self, model: nn.Module) -> list[int]:
-        """Numbers of the optimizers that update a model, excluding optimizers wrapped in other optimizers."""
+        """Return the numbers of the optimizers that update a model.
+
+        An optimizer that is wrapped in another optimizer of the model is left out.
+        """
         holding = {
             number: optimizer for number, optimizer in self._optimizers.items() if holds(optimizer, model)
         }
@@ -274,13 +283,17 @@ class Follower:
                     model, sentence(error).replace("prepare(..., widen=True)", "castwise run --widen")
                 )
                 return
-            if widened and self.plan.formats.isdisjoint(LOW):  # other plans cast the operators' inputs
+            if widened and self.plan.formats.isdisjoint(
+                LOW
+            ):  # plans that have a low-precision format cast the operators' inputs anyway
                 model.register_forward_pre_hook(_with_fp32, with_kwargs=True)
             self._models.add(model)
             self._joined.update(optimizers)
             self._known.update(model.modules())
             root = root_of(model) if self.plan.stores_low else None
-            if root is not None:  # called directly, a part would fail on its low parameters
+            if (
+                root is not None
+            ):  # a submodule that is called directly would fail on its low-precision parameters
                 self._parts.update((part, root) for part in model.modules() if part is not model)
             bypass.forget(model) if direct else bypass.only_tell(model, self._once)
             later = ", from the second call of its forward on: the first was model.forward(...), which runs no hooks"
@@ -294,7 +307,7 @@ class Follower:
     # --- backward -------------------------------------------------------------------------------------------
 
     def _backward(self, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._begun or _torch.autograd.graph_task_id() != -1:  # inside another backward
+        if not self._begun or _torch.autograd.graph_task_id() != -1:  # called inside another backward pass
             return call(outputs, grads, *args, **kwargs)
         self._join()
         amp = None if self.plan.loss_scale is None else self._session_of(outputs)
@@ -303,7 +316,9 @@ class Follower:
         leaves, hides = _torch.autograd.leaves_below(outputs)
         own = self._held()
         others = [leaf for leaf in leaves if id(leaf) not in own]
-        if len(others) == len(leaves) and not hides:  # no leaf trains under the plan
+        if (
+            len(others) == len(leaves) and not hides
+        ):  # no gradient of this backward belongs to the plan's optimizers
             return call(outputs, grads, *args, **kwargs)
         outputs = tuple(out.float() if out.dtype in LOW_DTYPES else out for out in outputs)
         if not kwargs.get("accumulate_grad", True):
@@ -315,7 +330,7 @@ class Follower:
         self._scaling, self._scale = amp, scale
         try:
             return call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
-        finally:  # an error leaves gradients behind, too
+        finally:  # also after an error, which may have left scaled gradients
             self._scaling = self._scale = None
             for grad in [leaf.grad for leaf in others if leaf.grad is not None]:
                 grad.div_(scale)
@@ -325,7 +340,7 @@ class Follower:
                     amp.unscale_(optimizer)
 
     def _around_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        """Give the script's gradient hooks unscaled gradients."""
+        """Return a replacement of a function that registers gradient hooks. The hooks then get unscaled gradients."""
 
         def registered(place: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             def run(*given: Any) -> Any:
@@ -335,22 +350,25 @@ class Follower:
                 true = map_tensors(lambda grad: grad / scale, given)
                 found = hook(*true)
                 if found is None and isinstance(true[0], torch.Tensor) and _torch.tensors.version(true[0]):
-                    found = true[0]  # written to
+                    found = true[0]  # the hook changed the gradient in place
                 return map_tensors(lambda grad: grad * scale, found)
 
-            run.__wrapped__ = hook  # type: ignore[attr-defined] # part of the module's pickle
+            run.__wrapped__ = hook  # type: ignore[attr-defined] # hooks are part of a module's pickle
             return register(place, run, *args, **kwargs)
 
         return registered
 
     def _hide(self) -> None:
-        """Restore the loss scale in the gradient that was unscaled for a hook."""
+        """Multiply the gradient that was unscaled for a hook by the loss scale again."""
         shown, self._shown = self._shown, None
         if shown is not None and self._scale is not None:
             _rescale(shown, self._scale)
 
     def _around_accumulate_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        """Give the script's post-accumulation hooks unscaled gradients on their parameter."""
+        """Return a replacement of ``register_post_accumulate_grad_hook``.
+
+        While a hook runs, the gradient of its parameter is unscaled.
+        """
 
         def registered(parameter: torch.Tensor, hook: Callable[..., Any]) -> Any:
             def run(parameter: torch.Tensor) -> None:
@@ -375,23 +393,25 @@ class Follower:
         return retained
 
     def _held(self) -> set[int]:
-        """Parameters whose gradients the sessions unscale, by ``id``."""
+        """Return the ``id`` of each model parameter whose gradient is unscaled through its optimizer."""
         groups = (group for optimizer in self._joined.values() for group in optimizer.param_groups)
         return {id(model_param_of(parameter)) for group in groups for parameter in group["params"]}
 
     def _grad(
         self, amp: Amp, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """``torch.autograd.grad`` that returns gradients without the loss scale.
+        """Run ``torch.autograd.grad`` with a loss scale, and return the gradients without the scale.
 
-        A script may differentiate something other than a loss: a sum of outputs overflows at the scale of a mean. So
-        the first pass keeps its graph and is repeated with smaller scales, down to 1, until the gradients are finite;
-        later passes use the scale that was found.
+        A script may differentiate something other than a loss. For example, the gradients of a sum of outputs may overflow at
+        the scale of a mean. The first call therefore keeps the autograd graph and is repeated with smaller scales, down to 1,
+        until the gradients are finite. Later calls use the scale that was found.
         """
         retain, *more = args
         if self._overflowed is not None and bool(self._overflowed):
-            self._grad_scale = None  # it was found for another function: search again
-        scale = amp.scaler.scale_tensor().clone()  # autograd saves it if the result is differentiated again
+            self._grad_scale = None  # the script differentiates another function now: search again
+        scale = (
+            amp.scaler.scale_tensor().clone()
+        )  # cloned: autograd saves this tensor if the result is differentiated again
         sought = self._grad_scale is None and self._seeks < _SEEKS
         if self._grad_scale is not None:
             scale.clamp_(max=self._grad_scale)
@@ -413,7 +433,9 @@ class Follower:
             self._seeks += 1
         true = tuple(None if grad is None else grad / scale for grad in found)
         inputs = args[2]
-        if not self._held().isdisjoint(map(id, inputs)):  # the script may step on these gradients
+        if not self._held().isdisjoint(
+            map(id, inputs)
+        ):  # the script may use these gradients in an optimizer step
             window = SessionView(amp).window
             window.open(amp.scaler._losses.current.name, idle=True)
             window.differentiated = True
@@ -428,7 +450,10 @@ class Follower:
 
 
 def _with_fp32(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Cast bf16 and fp16 inputs to fp32, for a widened model under a plan without low formats."""
+    """Cast bf16 and fp16 inputs of a model to fp32, as a forward pre-hook.
+
+    The script stores the model in bf16 or fp16, but it trains under a plan that computes in fp32 only.
+    """
     return map_tensors(
         lambda tensor: tensor.float() if tensor.dtype in LOW_DTYPES else tensor, (args, kwargs)
     )
@@ -449,7 +474,7 @@ def _scaled(outputs: tuple[torch.Tensor, ...], grads: Any, scale: torch.Tensor) 
 
 @contextlib.contextmanager
 def _without_hooks(what: Any) -> Iterator[None]:
-    """Remove the hooks of a prepared model for TorchScript, which cannot compile them."""
+    """Remove castwise's hooks from a model inside the block, since TorchScript cannot compile them."""
     with contextlib.ExitStack() as put_back:
         if isinstance(what, nn.Module):
             strip(what, put_back.callback)
@@ -457,12 +482,15 @@ def _without_hooks(what: Any) -> Iterator[None]:
 
 
 def _runs_forward(model: nn.Module) -> bool:
-    """Whether the ``forward`` of a model is running."""
+    """Whether the model's own ``forward`` is running on this thread."""
     return any(owner is model for owner in _running_forwards())
 
 
 def _called_past_hooks(module: nn.Module) -> nn.Module | None:
-    """The outermost model around a module, if the script called ``model.forward(...)`` and so bypassed its hooks."""
+    """Return the outermost model that contains a module and whose ``forward`` is running, or None.
+
+    Such a model exists if the script called ``model.forward(...)`` directly, which runs no hooks.
+    """
     around = [
         owner
         for owner in _running_forwards()
@@ -474,7 +502,7 @@ def _called_past_hooks(module: nn.Module) -> nn.Module | None:
 
 
 def _running_forwards() -> Iterator[nn.Module]:
-    """The modules whose ``forward`` is running on this thread, innermost first."""
+    """Yield the modules whose ``forward`` is running on this thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -499,5 +527,5 @@ def holds(optimizer: Optimizer, model: nn.Module) -> bool:
 
 
 def _is_scaler(thing: Any) -> bool:
-    # isinstance would trigger warnings in proxy objects
+    # isinstance would read __class__, at which some proxy objects warn
     return issubclass(type(thing), torch.amp.GradScaler) and bool(thing.is_enabled())

@@ -1,4 +1,4 @@
-"""The part of ``castwise try`` that runs inside the script's process: it pauses the script before each block of steps."""
+"""The part of ``castwise try`` that runs inside the script's process, and pauses the script before each block of steps."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from castwise.core import _torch
 from castwise.lab.timing.timing import synchronize
 
 ADDRESS = "CASTWISE_TRY"
-"""Environment variable with the file descriptor on which a tried script gets the command to continue."""
+"""The environment variable that tells a script's process the file descriptor of its pipe to ``castwise try``."""
 
 
 class EnoughError(BaseException):
-    """The script has taken all requested steps. Not an ``Exception``, since scripts catch those."""
+    """Raised when the script has made all requested steps. It is no ``Exception``, since scripts may catch exceptions."""
 
 
 class Block(NamedTuple):
-    """Times of a block of steps.
+    """What a script reports after a block of steps.
 
     Attributes:
-        seconds: Time per step, measured in the script's process, including everything between two steps.
-        losses: The tensor that backward started from, per step; None if it was not a scalar.
-        peak_bytes: Peak memory so far: of the process, or allocated by torch on an accelerator.
-        skipped: Number of skipped steps so far.
+        seconds: The time per step, measured in the script's process, including everything between two steps.
+        losses: The loss of each step, which is the scalar that backward started from. None if backward started from
+            something else.
+        peak_bytes: The peak memory so far: the process's or, on a CUDA device, the memory that torch allocated.
+        skipped: Number of steps skipped so far because gradients were not finite.
     """
 
     seconds: float
@@ -45,24 +46,24 @@ class Block(NamedTuple):
 
 
 class Note(NamedTuple):
-    """A remark about the script for its user."""
+    """A message about the script for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Missing:
-    """The script ended because a file was missing."""
+    """A message that the script ended because a file was missing."""
 
 
 class Gate:
-    """Runs a script block by block, and reports the times of each.
+    """Pauses a script after each block of optimizer steps, and reports the time of the block to ``castwise try``.
 
-    Only steps of the optimizer that steps first are counted.
+    If the script has several optimizers, only the steps of the optimizer that steps first are counted.
 
     Args:
-        pipe: Connection to the parent process, which sends the commands.
-        follower: The follower that trains the script under a plan; its notes go through the pipe.
+        pipe: The connection to the parent process, which sends the number of steps of the next block.
+        follower: The :class:`Follower` that makes the script train under a plan. Its messages are sent through the pipe.
     """
 
     def __init__(self, pipe: Connection, follower: Follower) -> None:
@@ -78,23 +79,26 @@ class Gate:
 
     @classmethod
     def of_this_process(cls, follower: Follower) -> Gate | None:
-        """The gate of this process, or None if ``castwise try`` did not start it."""
+        """Return a gate for this process, or None if ``castwise try`` did not start the process."""
         handle = os.environ.pop(ADDRESS, None)
         return None if handle is None else cls(Connection(int(handle)), follower)
 
     def end(self, error: BaseException | None) -> None:
-        """Report whether a missing file ended the script, whatever error it raised."""
+        """Report to ``castwise try`` if the script ended because a file was missing.
+
+        The causes of ``error`` are searched for a FileNotFoundError.
+        """
         while error is not None and not isinstance(error, FileNotFoundError):
             error = error.__cause__ or error.__context__
         if error is not None:
             self._tell(Missing())
 
     def _tell(self, what: Note | Missing) -> None:
-        with contextlib.suppress(OSError):  # the other end is closed
+        with contextlib.suppress(OSError):  # the parent process has closed the pipe
             self._pipe.send(what)
 
     def begin(self) -> None:
-        """Pause the script between blocks, starting at the end of the first step."""
+        """Start to pause the script, for the first time at the end of its first step."""
         _torch.autograd.around_backward(self._note)
         _torch.steps.subscribe(after=self._stepped)
 
@@ -134,9 +138,9 @@ class Gate:
 
 
 def peak_of_process() -> int:
-    """Peak memory of this process in bytes.
+    """Return the peak memory of this process in bytes.
 
-    Read from ``/proc`` if it exists: the peak from ``getrusage`` includes the parent's memory at the fork.
+    The peak is read from ``/proc`` if that exists, since ``getrusage`` includes the parent's memory at the fork.
     """
     status = Path("/proc/self/status")
     if status.exists() and "VmHWM:" in (text := status.read_text()):

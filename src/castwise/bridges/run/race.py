@@ -1,7 +1,7 @@
-"""``castwise try``: run a script's first steps under several plans, each in its own process, one at a time.
+"""Implements ``castwise try``: runs a script's first steps under several plans, each in its own process, one at a time.
 
-It shows ratios with their intervals but chooses no plan: :mod:`castwise.lab.search.decision` needs at least two starts,
-and here each script is started once per plan.
+``castwise try`` shows speedups with their confidence intervals but chooses no plan. To choose,
+:mod:`castwise.lab.search.decision` needs at least two processes per plan, and here each plan has only one process.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ GRACE_S = 10
 
 @dataclass(frozen=True)
 class Tried:
-    """Result of a script under one plan.
+    """What ``castwise try`` measured when the script ran under one of the plans.
 
     Attributes:
-        plan: The plan's name or line.
-        words: Readable description of the plan.
-        status: ``ok``, or ``failed``.
-        step: Seconds per step, over the rounds.
-        speedup: Speedup over the first plan, from paired rounds; None for the first plan.
-        final_loss: Loss after the number of steps that all plans took.
-        peak_bytes: Peak memory.
-        skipped: Number of skipped steps.
+        plan: The plan, as a preset's name or as the line that describes the plan.
+        words: A readable description of the plan.
+        status: ``ok`` or ``failed``.
+        step: The seconds per step, summarised over the timing rounds.
+        speedup: The speedup over the first plan, from the times of the same rounds. None for the first plan.
+        final_loss: The loss at the last step that all plans reached.
+        peak_bytes: The peak memory, in bytes.
+        skipped: Number of steps skipped because gradients were not finite.
         reason: Why the script failed.
         notes: castwise's messages about the script.
     """
@@ -74,16 +74,16 @@ class Tried:
 
 @dataclass(frozen=True)
 class TryResult(Result):
-    """Results of a script under several plans.
+    """The result of ``castwise try``: what was measured when a script ran under several plans.
 
     Attributes:
         script: The script's path or module name, as given.
         steps: Number of steps that each plan took.
         rounds: Number of timed rounds.
         plans: One row per plan, in the order given.
-        tuned: The plan that the tuner found for the script, as a line; None without tuning.
-        answer: The tuner's answer in words.
-        files: Files that the tuner wrote.
+        tuned: The plan that :func:`castwise.tune` found for the script, as a line. None without tuning.
+        answer: The answer of :func:`castwise.tune`, in words.
+        files: The files that :func:`castwise.tune` wrote.
     """
 
     kind: ClassVar[str] = "try"
@@ -113,12 +113,16 @@ class _Child:
     is_over: bool = False
 
     def wait(self) -> None:
-        """Wait for the end of the first step; raises EOFError or ConnectionError if the script ends before it."""
+        """Wait for the end of the first step.
+
+        Raises:
+            EOFError: The script ended before the end of its first step. ConnectionError may be raised instead.
+        """
         if self.last is None:
             self._take_in()
 
     def steps(self, count: int) -> float:
-        """Run a block of steps and return the seconds per step; raises like :meth:`wait`."""
+        """Let the script make ``count`` steps, and return the seconds per step. Errors are those of :meth:`wait`."""
         with contextlib.suppress(OSError):
             self.pipe.send(count)
         return self._take_in().seconds
@@ -127,7 +131,7 @@ class _Child:
         told: Block | Note | Missing | None = None
         try:
             while not isinstance(told, Block):
-                while not self.pipe.poll(1):  # a leftover child process may hold the other end
+                while not self.pipe.poll(1):  # a leftover child of the script may keep the pipe open
                     if self.process.poll() is not None and not self.pipe.poll():
                         raise EOFError
                 told = self.pipe.recv()
@@ -148,11 +152,11 @@ class _Child:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the process has times that can be compared."""
+        """Whether the process was timed and has not failed."""
         return bool(self.lap.seconds) and not self.has_failed
 
     def close(self, *interrupted: object) -> None:
-        """End the script and its children, immediately after an interrupt."""
+        """End the script and its child processes. After an exception, they get no time to end by themselves."""
         with contextlib.suppress(OSError):
             self.pipe.send(0)
         self.pipe.close()
@@ -177,25 +181,25 @@ def try_script(
     out: str | os.PathLike[str] | None = None,
     progress: Progress | bool | None = None,
 ) -> TryResult:
-    """Run a script's first steps under several plans, alternating between them.
+    """Run a script's first steps under several plans, and compare their speed, memory and loss.
 
-    Each plan runs the whole script in its own process and its own copy of the working folder; only one process runs at
-    a time. The processes end after the last round.
+    Under each plan, the script runs in a process and a copy of the working folder of its own. The processes take turns, so
+    that only one runs at a time. All end after the last timing round.
 
     Args:
         script: Path of the script, or name of the module.
         arguments: The script's arguments.
         is_module: Run ``script`` as a module, like ``python -m``.
-        plans: Plans to run the script under; the others are compared with the first.
-        rounds: Interleaved timing rounds.
+        plans: The plans to run the script under. The first plan is the one that the others are compared with.
+        rounds: Number of timing rounds. In each round, every process runs some steps.
         in_place: Run in the working folder itself, where all processes write the script's files.
-        tune: First tune the model on the loss and the batches of the script's first steps, and try that plan too.
-        budget_s: Time limit of tuning in seconds, approximate.
-        out: Folder for the tuned plan, its evidence and its page; ``runs/try-SCRIPT`` by default.
-        progress: As for :func:`castwise.bench`.
+        tune: First run :func:`castwise.tune` on the script's model, loss and first batches, and try the plan that it finds too.
+        budget_s: Approximate time limit of tuning, in seconds.
+        out: Folder for the files that tuning writes: the plan, its evidence and its page. ``runs/try-SCRIPT`` by default.
+        progress: As in :func:`castwise.bench`.
 
     Returns:
-        The result: ``.table()``, ``.to_json()``.
+        The result, which has the methods ``table()`` and ``to_json()``.
 
     Raises:
         CastwiseError: The script does not exist, the folder is too large to copy, the first plan took no step, or there
@@ -273,10 +277,12 @@ def _race(children: Sequence[_Child], rounds: int, tell: Progress) -> None:
                 tell(Event("timing", child.name, done, rounds))
         return any(
             child.is_over and not child.has_failed for child in children
-        )  # the script has so few steps
+        )  # the script has no more steps than that
 
     for child in children:
-        with contextlib.suppress(EOFError, ConnectionError):  # the race will report it
+        with contextlib.suppress(
+            EOFError, ConnectionError
+        ):  # _check_first and _tried report that this script ended
             child.wait()
         tell(Event("starting", child.name, 1, 1))
     laps = race(

@@ -1,9 +1,9 @@
-"""``castwise try --tune``: record a script's model, optimizer and first batches during fp32 training, and tune them.
+"""Implements ``castwise try --tune``: records a script's model, optimizer and first batches in fp32, and tunes a plan for them.
 
-The tuner needs a model, ``loss(model, batch)``, batches and an optimizer. The model is copied when the script first
-calls it. :mod:`~castwise.bridges.run.tape` records loss and batch in each pass through the loop. An optimizer like the
-script's is made from its class and the options of its parameter groups. The first loss is recomputed at once: a
-recording that does not reproduce the script's loss is not tuned.
+:func:`castwise.tune` needs a model, a function ``loss(model, batch)``, batches and an optimizer. The model is copied when the
+script first calls it. :mod:`~castwise.bridges.run.tape` records the batch and the computation of the loss in each iteration of
+the script's training loop. A new optimizer is made from the class and the parameter groups of the script's optimizer. The first
+loss is recomputed at once from the recording. If the result differs from the script's loss, nothing is tuned.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from castwise.core.parallel import wrappers
 from castwise.errors import CastwiseError, sentence
 
 BATCHES, LARGEST_BYTES = 32, 256 << 20
-"""Limits of the recording: number of batches, and bytes of their tensors."""
+"""Limits of the recording: the number of batches, and the size of their tensors in bytes."""
 _IN_ITS_PROCESS = "import sys; from castwise.bridges.run.record import main; main(sys.argv[1:])"
 
 
 @dataclass(frozen=True)
 class SameOptimizer:
-    """``optimizer(params)``: makes an optimizer like the script's.
+    """A callable ``optimizer(params)`` that makes an optimizer like the script's for other parameters.
 
     Attributes:
-        kind: Class of the optimizer.
-        groups: Options of each parameter group; ``params`` holds indices into the model's parameters.
-        options: Other arguments of the class.
+        kind: The class of the optimizer.
+        groups: The options of each parameter group. ``params`` holds indices into the list of the model's parameters.
+        options: The defaults with which the class is called.
     """
 
     kind: type[Optimizer]
@@ -57,7 +57,7 @@ class SameOptimizer:
 
     @classmethod
     def of(cls, optimizer: Optimizer, model: nn.Module) -> SameOptimizer:
-        """Read the settings of an optimizer that updates a model's parameters."""
+        """Return a callable that makes optimizers with the settings of ``optimizer``, which updates the model's parameters."""
         places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
         groups = tuple(
             {**group, "params": [places[id(p)] for p in group["params"] if id(p) in places]}
@@ -68,19 +68,19 @@ class SameOptimizer:
         return cls(type(optimizer), groups, options)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Make the optimizer for another model's parameters."""
+        """Return an optimizer for the parameters of another model of the same structure."""
         own = list(parameters)
         groups = [{**group, "params": [own[place] for place in group["params"]]} for group in self.groups]
         return self.kind([group for group in groups if group["params"]], **self.options)
 
 
 class ScriptCapture:
-    """Records a script until there is enough data to tune; call :meth:`begin` before the script runs.
+    """Records a running script until there is enough data to tune. Call :meth:`begin` before the script runs.
 
     Attributes:
-        model: A copy of the model from before its first step; None before the copy is made.
-        trouble: Why passes through the loop were not recorded.
-        refusal: Why the script cannot be tuned.
+        model: A copy of the script's model, made before its first step. None until then.
+        trouble: The reasons why iterations of the training loop could not be recorded.
+        refusal: The reason why the script cannot be tuned, or None.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class ScriptCapture:
         self._undo: list[Callable[[], None]] = []
 
     def begin(self) -> None:
-        """Start recording."""
+        """Start recording the script's optimizers, model calls and backward passes."""
         self._undo = [
             _torch.optimizers.after_optimizers(self._optimizers.append), _torch.hooks.around_calls(self._call), _torch.autograd.around_backward(self._backward)
         ]  # fmt: skip
@@ -153,7 +153,7 @@ class ScriptCapture:
         return found
 
     def _check(self, loss: Tensor) -> None:
-        """Compute the first loss again, with the same random numbers."""
+        """Compute the first loss again from the recording, with the same random numbers, and refuse to tune if it differs."""
         assert self._recording is not None
         assert self._random is not None
         assert self.model is not None
@@ -180,7 +180,7 @@ class ScriptCapture:
                 self._recording.stop()
 
     def job(self) -> dict[str, Any]:
-        """The recording as arguments of :func:`castwise.tune`.
+        """Return the recording as arguments of :func:`castwise.tune`.
 
         Raises:
             CastwiseError: Nothing can be tuned.
@@ -208,14 +208,14 @@ class ScriptCapture:
 def tune_script(
     script: str, arguments: Sequence[str], folder: Path, *, is_module: bool, **settings: Any
 ) -> TuneResult:
-    """Record a script in a separate process, and tune the recording there.
+    """Record a script in a separate process, tune a plan for the recording there, and return the result.
 
     Args:
         script: Path of the script, or name of the module.
         arguments: The script's arguments.
         folder: Working folder of the script.
         is_module: Run ``script`` as a module, like ``python -m``.
-        settings: Arguments of :func:`castwise.tune` as JSON values.
+        settings: Further arguments of :func:`castwise.tune`, as JSON values.
 
     Raises:
         CastwiseError: The script failed, or cannot be tuned.
@@ -247,7 +247,7 @@ def tune_script(
 
 
 def main(words: Sequence[str]) -> None:
-    """Entry point of the recording process."""
+    """Record and tune a script: the entry point of the process that :func:`tune_script` starts."""
     pipe, terminal, settings, module, script, *arguments = words
     told, capture = Connection(int(pipe)), ScriptCapture()
     capture.begin()

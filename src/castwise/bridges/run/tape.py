@@ -1,8 +1,8 @@
-"""Records the computation from a model's outputs to the loss, so that it can be repeated.
+"""Records how a script computes its loss from the model's outputs, so that the computation can be repeated.
 
-A script has no function ``loss(model, batch)``. Each pass through its loop becomes a :class:`Tape`: the calls of the
-model and of torch functions that the loss depends on, in order. The tensors that came from outside are stored
-separately, as the batch. :class:`TapeLoss` is ``loss(model, batch)``, built from the tapes of all batches.
+A script has no function ``loss(model, batch)``. Here, each iteration of its training loop becomes a :class:`Tape`: the calls of
+the model and of torch functions that the loss depends on, in order. The tensors that neither the model nor a recorded call
+produced are stored separately, as the batch. :class:`TapeLoss` is ``loss(model, batch)``, built from the tapes of all batches.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from torch.overrides import TorchFunctionMode
 from castwise.core.casting.trees import map_tensors, tensors_in
 
 Batch = tuple[int, list[Tensor]]
-"""The number of a tape, and its input tensors."""
+"""A recorded batch: the number of its :class:`Tape`, and the input tensors."""
 _TENSOR: Any = Tensor
 _READS_GRADIENT = _TENSOR.grad.__get__
 Taken = tuple[tuple[tuple[Any, ...], dict[str, Any]], tuple["Source", ...]]
-"""The arguments of a call with empty tensors in place of its tensors, and the source of each tensor."""
+"""The arguments of a call, in which empty tensors replace all tensors, and the :class:`Source` of each replaced tensor."""
 
 
 class Source(NamedTuple):
-    """The source of a tensor in a step.
+    """Where a tensor argument of a recorded call came from.
 
     Attributes:
-        kind: ``value``: an earlier step; ``given``: the batch; ``parameter``: the model.
-        key: Number of the value or of the batch's tensor, or the parameter's name.
-        is_leaf: Whether the batch's tensor requires a gradient.
+        kind: ``value`` if an earlier recorded call returned the tensor, ``given`` if it belongs to the batch, and
+            ``parameter`` if it is a parameter of the model.
+        key: The number of the value, the index of the tensor in the batch, or the name of the parameter.
+        is_leaf: Whether the tensor belongs to the batch and is a leaf that requires a gradient.
     """
 
     kind: str
@@ -43,14 +44,15 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A recorded call.
+    """A recorded call of the model or of a torch function.
 
     Attributes:
-        function: The torch function; None for the model.
-        arguments: Positional and keyword arguments, with an empty tensor in place of each tensor.
-        sources: Sources of these tensors, in the order of :func:`~castwise.core.casting.trees.map_tensors`.
-        first: Number of the first tensor that the call returns, or of the tensor that it writes to.
-        count: Number of these tensors.
+        function: The torch function, or None for the model.
+        arguments: The positional and keyword arguments, in which empty tensors replace all tensors.
+        sources: The source of each replaced tensor, in the order of :func:`~castwise.core.casting.trees.map_tensors`.
+        first: The number given to the first tensor that the call returns, or to the tensor that the call changes in
+            place. Further tensors have the numbers that follow.
+        count: How many tensors the call returns or changes.
         writes: Whether the call changes its first argument.
     """
 
@@ -68,7 +70,7 @@ class Tape:
 
     Attributes:
         steps: The recorded calls, in order.
-        loss: Number of the value that backward started from.
+        loss: The number of the value from which backward started.
     """
 
     steps: tuple[Step, ...]
@@ -77,18 +79,18 @@ class Tape:
 
 @dataclass(frozen=True)
 class TapeLoss:
-    """``loss(model, batch)`` of recorded batches.
+    """A callable ``loss(model, batch)`` that repeats the recorded computation of a batch's loss.
 
     Attributes:
-        tapes: The tapes by number.
+        tapes: The tapes. A batch holds the index of its tape.
     """
 
     tapes: Sequence[Tape]
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Compute the loss of a batch with the model or with another of the same structure."""
+        """Compute the loss of a recorded batch with a model, which may be another model of the same structure."""
         tape, given = self.tapes[batch[0]], batch[1]
-        # a leaf is the same tensor in all calls
+        # a leaf that requires a gradient must be the same tensor in all calls
         leaves: dict[int, Tensor] = {
             s.key: given[s.key].detach().clone().requires_grad_()
             for step in tape.steps
@@ -107,24 +109,24 @@ class TapeLoss:
             tensors = iter([find(source) for source in step.sources])
             args, kwargs = map_tensors(lambda _, tensors=tensors: next(tensors), step.arguments)  # type: ignore[misc]
             if step.writes and step.sources[0].kind == "given":
-                args = (args[0].clone(), *args[1:])  # leaves the batch unchanged
+                args = (args[0].clone(), *args[1:])  # so that the batch itself is not changed
             out: Any = (model if step.function is None else step.function)(*args, **kwargs)
             values.update(enumerate([args[0]] if step.writes else tensors_in(out), step.first))
         return values[tape.loss]
 
 
 class Recording(TorchFunctionMode):
-    """Records tapes while the script runs.
+    """A torch function mode that records tapes while the script runs.
 
-    This is a separate mode, not an observer of a pass, since the script decides where its passes begin and end.
+    castwise's usual observers cannot be used here: they observe a pass that castwise itself begins and ends.
 
     Args:
-        model: The model whose outputs and parameters are followed.
+        model: The model. Calls that depend on its outputs or parameters are recorded.
 
     Attributes:
         tapes: The complete tapes.
         batches: The batch of each tape.
-        size: Size of the batches in bytes.
+        size: The size of all batches in bytes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -137,7 +139,7 @@ class Recording(TorchFunctionMode):
         self.clear()
 
     def start(self) -> None:
-        """Start recording the calls of this thread."""
+        """Start recording the calls of torch functions on this thread."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -145,19 +147,19 @@ class Recording(TorchFunctionMode):
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
-        """Start a new tape."""
+        """Discard the unfinished tape and start a new tape."""
         self._steps: list[Step] = []
         self._count = 0
         self._values: dict[int, int] = {}
         self._given: dict[int, int] = {}
         self._tensors: list[Tensor] = []
-        self._alive: list[Any] = []  # ids stay unique while this keeps the tensors alive
+        self._alive: list[Any] = []  # keeps the tensors alive, so that their ids stay unique
         self._unknown: set[int] = set()
 
     def __torch_function__(
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function, and record the call if it takes a recorded result or a parameter."""
+        """Call a torch function, and record the call if an argument is a parameter or the result of a recorded call."""
         kwargs = kwargs or {}
         if not torch.is_grad_enabled() or func == _READS_GRADIENT:
             return func(*args, **kwargs)
@@ -169,7 +171,7 @@ class Recording(TorchFunctionMode):
         return out
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
-        """Read the arguments of a call before the call can change them."""
+        """Return the arguments of a call as they are recorded, before the call can change them in place."""
         sources: list[Source] = []
 
         def mark(tensor: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ class Recording(TorchFunctionMode):
     def write(
         self, function: Callable[..., Any] | None, taken: Taken, args: tuple[Any, ...], out: Any
     ) -> None:
-        """Record a finished call; without ``function``, a call of the model."""
+        """Record a finished call of ``function`` or, if that is None, of the model."""
         arguments, sources = taken
         writes = _writes(function) and bool(args) and isinstance(args[0], Tensor)
         found = [args[0]] if writes else tensors_in(out)
@@ -205,7 +207,7 @@ class Recording(TorchFunctionMode):
         return Source("given", self._given[id(tensor)], tensor.is_leaf and tensor.requires_grad)
 
     def finish(self, loss: Tensor) -> str | None:
-        """Complete the tape with the tensor that backward started from.
+        """Complete the tape of an iteration, given the loss from which backward started, and start a new tape.
 
         Returns:
             Why the loss cannot be recomputed, or None.
@@ -225,7 +227,7 @@ class Recording(TorchFunctionMode):
 
 
 def _needed(steps: Sequence[Step], loss: int) -> tuple[Step, ...]:
-    """The steps that a value depends on, including in-place writes into their results."""
+    """Return the recorded calls that a value depends on, including calls that change their results in place."""
     kept, wanted = [], {loss}
     for step in reversed(steps):
         makes = range(step.first, step.first + step.count)
@@ -250,7 +252,7 @@ def _writes(function: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Attribute:
-    """``tensor.T`` and the like, as a function that can be pickled."""
+    """A function that reads an attribute of a tensor, such as ``T``, and that can be pickled."""
 
     name: str
 

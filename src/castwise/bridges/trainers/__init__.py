@@ -1,1 +1,4 @@
-"""Plans in other trainers: one module per library, which needs that library and is imported by name."""
+"""Integrations of castwise plans into other training libraries, one module for each library.
+
+Each module needs its library, and is imported by its own name.
+"""

@@ -1,8 +1,8 @@
-"""Test that a precision plan still fits its model: ``assert_precision_safe``, a function and a fixture.
+"""A pytest plug-in with ``assert_precision_safe``, a function and a fixture that tests whether a plan still fits a model.
 
-A plan is chosen once, but the model keeps changing. A test with the fixture fails in CI when the plan no longer fits.
-pytest loads this module whenever castwise is installed, so it imports neither torch nor other castwise modules before
-the first call.
+A plan is chosen once, but the model keeps changing. A test that uses the fixture fails when the plan no longer fits the model.
+pytest loads this module whenever castwise is installed. The module therefore imports neither torch nor other castwise modules
+before the first call.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAX_TRIED = 12
 
 
 class PrecisionNotShown(AssertionError):
-    """Base of the two errors: a plan did not pass.
+    """The base class of both errors of :func:`assert_precision_safe`: a plan did not pass its parity test.
 
     Attributes:
-        result: Result of the parity test.
+        result: The result of the parity test.
     """
 
     def __init__(self, message: str, result: castwise.ParityResult) -> None:
@@ -38,11 +38,11 @@ class PrecisionNotShown(AssertionError):
 
 
 class PrecisionUnsafe(PrecisionNotShown):
-    """The plan's gradients are distinguishable from fp32's."""
+    """Raised if the plan's gradients can be told apart from fp32's, so that the plan fails."""
 
 
 class PrecisionUndecided(PrecisionNotShown):
-    """The parity test is undecided: the plan is not known to be safe or unsafe."""
+    """Raised if the parity test cannot decide whether the plan is safe."""
 
 
 def assert_precision_safe(
@@ -57,32 +57,35 @@ def assert_precision_safe(
     record: Callable[[str, object], None] | None = None,
     **options: Any,
 ) -> castwise.ParityResult:
-    """Assert that a plan's gradients are indistinguishable from fp32's, with :func:`castwise.parity`.
+    """Assert, by :func:`castwise.parity`, that a plan's gradients cannot be told apart from fp32's.
 
-    The model and all random generators are restored when it returns or raises. All random draws start from ``seed``,
-    including those of a shuffling DataLoader, so the same model, data and machine give the same result each time.
+    The model and all random generators are restored afterwards, also after an error. All random draws start from ``seed``,
+    including those of a shuffling DataLoader. The same model, data and machine thus give the same result each time.
 
     Args:
         model: A torch.nn.Module in fp32, in any state of training.
         loss: ``loss(model, batch)`` -> scalar tensor.
-        batches: A sequence of batches, a DataLoader, or ``batches(seed)`` -> iterator. A pass needs 29 batches, or all
-            that exist.
+        batches: A sequence of batches, a DataLoader, or ``batches(seed)`` -> iterator. The plan can
+            pass only after 29 batches, or after all that exist.
         plan: A :class:`castwise.Plan`, the name of a preset, or the path of a ``plan.json``.
-        undecided: Outcome of an undecided test: ``fail`` with :class:`PrecisionUndecided`, or ``skip``.
-        max_tried: Largest number of module kinds that are tried in fp32 after a failure, to find the faulty kind.
+        undecided: What happens if the test cannot decide: ``fail`` raises :class:`PrecisionUndecided`, and ``skip`` skips
+            the test.
+        max_tried: After a failure, the largest number of module classes that are tried in fp32, to find the class that makes
+            the plan fail.
         seed: Seed of all random draws.
-        record: pytest's ``record_property``, which adds the result to its reports; the fixture passes it.
+        record: pytest's ``record_property``, which adds the result to pytest's reports. The fixture passes a function like
+            this.
         **options: Options of :func:`castwise.parity`: ``optimizer``, ``accumulate``, ``world_size``, ``microbatches``,
             ``device``.
 
     Returns:
-        The result, which passed.
+        The result of the parity test, which has passed.
 
     Raises:
-        PrecisionUnsafe: The plan fails; the message says which modules are damaged, how far above the limit, and what
-            to try.
-        PrecisionUndecided: The test is undecided; the message says what would help.
-        CastwiseError: The model, batches or plan cannot be tested, as for :func:`castwise.parity`.
+        PrecisionUnsafe: The plan fails. The message says which modules have inaccurate gradients, how far above the limit
+            they are, and what to try.
+        PrecisionUndecided: The test cannot decide. The message says what would help.
+        CastwiseError: :func:`castwise.parity` cannot test the model, the batches or the plan.
         ValueError: ``undecided`` is neither ``fail`` nor ``skip``.
     """
     __tracebackhide__ = True
@@ -109,10 +112,10 @@ def assert_precision_safe(
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed all random generators for a block, and restore their states afterwards."""
+    """Seed all random generators inside a ``with`` block, and restore their states afterwards."""
     import torch
 
-    numpy = sys.modules.get("numpy")  # if it is not imported, nothing draws from it
+    numpy = sys.modules.get("numpy")  # if NumPy is not imported, nothing draws random numbers from it
     python, arrays = random.getstate(), numpy and numpy.random.get_state()
     device = torch.accelerator.current_accelerator() or torch.device("cuda")
     with torch.random.fork_rng(range(torch.accelerator.device_count()), device_type=device.type):
@@ -129,7 +132,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _said(result: castwise.ParityResult, advice: list[str]) -> str:
-    """The result as text, with suggestions."""
+    """Return the table of a result as text, followed by the limits and the lines of ``advice``."""
     import io
 
     from rich.console import Console
@@ -146,7 +149,7 @@ def _said(result: castwise.ParityResult, advice: list[str]) -> str:
 
 
 def _more(result: castwise.ParityResult) -> list[str]:
-    """Suggestions that may decide an undecided result."""
+    """Return lines that suggest how an undecided test may become decided."""
     more = "; a larger number of batches with more varied data" if result.more else ""
     return [
         f"Undecided after {result.microbatches} microbatches. {result.next_step.rstrip('.')}{more}; or undecided='skip'."
@@ -156,7 +159,10 @@ def _more(result: castwise.ParityResult) -> list[str]:
 def _cures(
     result: castwise.ParityResult, model: Any, test: Callable[[Any], castwise.ParityResult], max_tried: int
 ) -> list[str]:
-    """Suggestions for a failed result: the first kind of module that makes the plan pass if kept in fp32."""
+    """Return lines that suggest what to do about a plan that failed.
+
+    Classes of modules are tried in fp32 one after the other, until the plan passes. The first that helps is suggested.
+    """
     import castwise
 
     plan, search = result.plan, "`castwise tune` finds the fastest plan that passes."
@@ -168,7 +174,7 @@ def _cures(
     kinds = _kinds(model)
     for pattern, name in kinds[:max_tried]:
         cured = dataclasses.replace(plan, regions=(*plan.regions, castwise.Region(pattern, compute="fp32")))
-        with contextlib.suppress(castwise.CastwiseError):  # a kind whose forward never runs
+        with contextlib.suppress(castwise.CastwiseError):  # raised for modules whose forward never runs
             if found := test(cured):
                 return [
                     f"With {name} in fp32 the plan passes: damage is {found.damage.value:.2g}.",
@@ -180,7 +186,10 @@ def _cures(
 
 
 def _kinds(model: Any) -> list[tuple[str, str]]:
-    """Kinds of modules as region patterns with descriptions: user classes before torch's, small before large."""
+    """Return the classes of a model's modules, as pairs of a region pattern and a description.
+
+    Modules without submodules come first, then the user's classes before torch's, then small modules before large ones.
+    """
     containers = ("Sequential", "ModuleList", "ModuleDict")
     kinds: dict[type, list[tuple[str, int]]] = {}
     for path, module in model.named_modules():
@@ -201,10 +210,10 @@ def _kinds(model: Any) -> list[tuple[str, str]]:
 
 @pytest.fixture(name="assert_precision_safe")
 def _assert_precision_safe(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Fixture for :func:`assert_precision_safe` with seeded random generators; results go into the test report."""
+    """Provide :func:`assert_precision_safe` as a fixture. Random generators are seeded, and results go into the test report."""
 
     def record(name: str, value: object) -> None:
-        # does what record_property does; that warns under --junitxml, before the test, for all report families but old ones
+        # Does what record_property does. Under --junitxml, that fixture warns for the newer report families.
         request.node.user_properties.append((name, value))
 
     with _seeded(0):
@@ -212,7 +221,7 @@ def _assert_precision_safe(request: pytest.FixtureRequest) -> Iterator[Callable[
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print how far each plan is from its limit, also for tests that passed."""
+    """Print, for each tested plan, how far its gradients are from the limit, also for tests that passed."""
     lines = [
         f"{report.nodeid}: {line}"
         for reports in terminalreporter.stats.values()

@@ -1,8 +1,8 @@
-"""Plans for Hugging Face's Accelerate and the Trainer of transformers.
+"""Integrates castwise plans into Hugging Face's Accelerate and into the Trainer of transformers.
 
-:class:`CastwiseAccelerator` is an ``accelerate.Accelerator`` that takes a plan instead of ``mixed_precision``;
-:class:`CastwiseTrainer` is a ``transformers.Trainer`` with a ``plan=`` argument, and :class:`CastwiseMixin` adds it to
-any subclass of the Trainer. transformers is imported together with the trainer.
+:class:`CastwiseAccelerator` is an ``accelerate.Accelerator`` that takes a plan instead of ``mixed_precision``.
+:class:`CastwiseTrainer` is a ``transformers.Trainer`` with an argument ``plan``, and :class:`CastwiseMixin` adds this argument
+to any subclass of the Trainer. transformers is not imported before one of these two is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An ``accelerate.Accelerator`` with a plan."""
+"""An ``accelerate.Accelerator`` that trains under a castwise plan."""
 
 from __future__ import annotations
 
@@ -25,35 +25,36 @@ from castwise.bridges.trainers.huggingface.versions import check_version
 from castwise.errors import PlanError, StateError
 
 _WITHOUT = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"}
-"""Distribution types that set their own precision."""
+"""Accelerate's distribution types that set their own precision."""
 
 _made: weakref.WeakSet[Amp] = weakref.WeakSet()
-"""Sessions that an accelerator created, and may close when another accelerator prepares the model."""
+"""The sessions that an accelerator created. When another accelerator prepares the same model, it may close them."""
 
 
 class CastwiseAccelerator(Accelerator):
-    """An ``accelerate.Accelerator`` that prepares models and optimizers with a plan.
+    """An ``accelerate.Accelerator`` that prepares models and optimizers to train under a castwise plan.
 
     A script that uses Accelerate changes only the line that creates the accelerator. fp16 plans scale the loss on every
-    device, including the CPU. ``optimizer.step_was_skipped`` is correct for every optimizer, and so schedulers are too.
-    ``save_state`` saves the loss scales, and fp32 weights if the plan keeps masters.
+    device, including the CPU. ``optimizer.step_was_skipped`` is correct for every optimizer, and so schedulers pause at
+    every skipped step. ``save_state`` saves the loss scales. If the plan keeps fp32 master weights, it saves the weights in
+    fp32.
 
     Args:
-        plan: A :class:`~castwise.Plan`, a preset name, the path of a plan file, or an :class:`~castwise.Amp` made for
-            the accelerator's device, whose models may be prepared already.
+        plan: A :class:`~castwise.Plan`, the name of a preset, the path of a plan file, or a session. A session is an
+            :class:`~castwise.Amp` for the accelerator's device, which may have prepared models already.
         prepare_options: Options of :meth:`castwise.Amp.prepare` for every model, such as ``{"methods": ("encode",)}``.
-        kwargs: As for ``accelerate.Accelerator``, without ``mixed_precision``.
+        kwargs: The arguments of ``accelerate.Accelerator``, without ``mixed_precision``.
 
     Raises:
-        PlanError: Both a plan and ``mixed_precision`` or another precision setting are given.
-        StateError: The sharding method sets its own precision.
+        PlanError: ``mixed_precision`` or another precision setting is given in addition to the plan.
+        StateError: Accelerate is configured for a sharding method that sets its own precision.
     """
 
     amp: Amp
-    """The session."""
+    """The castwise session."""
     _plain: type[Accelerator] = Accelerator
-    """The class that an instance of exactly this class pickles as; an instance of a subclass pickles as the
-    subclass."""
+    """The class as which an instance of this very class is pickled. An instance of a subclass is pickled as the subclass,
+    unless the subclass defines ``_plain`` itself."""
 
     def __init__(
         self,
@@ -74,20 +75,20 @@ class CastwiseAccelerator(Accelerator):
         plan: Amp | Plan | str | os.PathLike[str],
         prepare_options: Mapping[str, Any] | None = None,
     ) -> CastwiseAccelerator:
-        """Give a plan to an accelerator that has prepared nothing yet, by changing its class in place.
+        """Make an existing accelerator train under a plan, by changing its class in place.
 
         Args:
-            accelerator: An accelerator without ``mixed_precision``; an instance of a subclass keeps that subclass's
-                behaviour.
-            plan: As for the class.
-            prepare_options: As for the class.
+            accelerator: An accelerator without ``mixed_precision`` that has prepared nothing yet. An instance of a subclass
+                keeps the behaviour of the subclass.
+            plan: As in the constructor.
+            prepare_options: As in the constructor.
 
         Returns:
             The same object.
 
         Raises:
-            PlanError: As for the class.
-            StateError: The accelerator has already prepared something, or as for the class.
+            PlanError: As in the constructor.
+            StateError: The accelerator has already prepared a model or an optimizer. Or as in the constructor.
         """
         if accelerator._models or accelerator._optimizers:
             raise StateError(
@@ -141,7 +142,7 @@ class CastwiseAccelerator(Accelerator):
         self._taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle as Accelerate's own class, without the session."""
+        """Pickle the accelerator as an instance of Accelerate's own class, without the castwise session."""
         _, _, state, *_ = super().__reduce_ex__(protocol)
         kept = {name: value for name, value in state.items() if name not in ("amp", "_options", "_taken")}
         return as_plain(vars(type(self)).get("_plain", type(self)), kept | {"scaler": None})
@@ -149,18 +150,18 @@ class CastwiseAccelerator(Accelerator):
     # --- preparing --------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepare models and their optimizers with the plan, then everything else as Accelerate does.
+        """Prepare models and their optimizers for the plan, and everything else as Accelerate does.
 
         Args:
-            args: As in Accelerate. If the plan has fp32 masters, pass a model and its optimizers in the same call.
+            args: As in Accelerate. If the plan keeps fp32 master weights, pass a model and its optimizers in the same call.
             device_placement: As in Accelerate.
 
         Returns:
             What Accelerate returns, in the same order.
 
         Raises:
-            StateError: :meth:`castwise.Amp.prepare` refuses the model; an optimizer comes without its model; a session
-                that no accelerator created has already prepared the model.
+            StateError: :meth:`castwise.Amp.prepare` refuses the model, or an optimizer is given without its model. Or a
+                session that no accelerator created has already prepared the model.
         """
         optimizers = [inner(each) for each in args if isinstance(each, Optimizer)]
         places: Sequence[bool | None] = device_placement or [None] * len(args)
@@ -172,10 +173,10 @@ class CastwiseAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model with the plan, then as Accelerate does.
+        """Prepare a model for the plan, then as Accelerate does, and return the prepared model.
 
         Args:
-            model: As for :meth:`castwise.Amp.prepare`.
+            model: As in :meth:`castwise.Amp.prepare`.
             device_placement: As in Accelerate.
             evaluation_mode: As in Accelerate.
         """
@@ -186,14 +187,14 @@ class CastwiseAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> CastwiseOptimizer:
-        """Prepare an optimizer of models that are already prepared.
+        """Prepare an optimizer whose models this accelerator has prepared already.
 
         Args:
-            optimizer: Any optimizer of torch's kind.
+            optimizer: A torch optimizer.
             device_placement: As in Accelerate.
 
         Returns:
-            The optimizer in a wrapper that steps through the session.
+            The optimizer in a :class:`CastwiseOptimizer`, which steps through the castwise session.
 
         Raises:
             StateError: The optimizer updates no model that this accelerator prepared.
@@ -217,14 +218,14 @@ class CastwiseAccelerator(Accelerator):
         return wrapped
 
     def take_in(self, model: nn.Module, *optimizers: Optimizer) -> None:
-        """Prepare a model and its optimizers with the plan, without Accelerate's wrappers.
+        """Prepare a model and its optimizers for the plan, without wrapping them as Accelerate does.
 
         Args:
-            model: The model, with or without a wrapper; moved to the accelerator's device.
-            optimizers: The optimizers that update it.
+            model: The model, with or without a wrapper. It is moved to the accelerator's device.
+            optimizers: The optimizers that update the model.
 
         Raises:
-            StateError: As for :meth:`prepare`.
+            StateError: As in :meth:`prepare`.
         """
         self._take_in(model, [inner(each) for each in optimizers], None)
 
@@ -251,7 +252,11 @@ class CastwiseAccelerator(Accelerator):
                 amp.prepare(model, *late)
 
     def _begin_again(self, late: Optimizer, optimizers: Sequence[Optimizer]) -> None:
-        """Close the session of models that were prepared for evaluation, and prepare them again with their optimizers."""
+        """Prepare the models again, together with their optimizers.
+
+        This is needed if models were first prepared without their optimizers, as for evaluation, under a plan that stores
+        parameters in low precision or keeps master weights.
+        """
         if self._optimizers or self.amp not in _made:
             raise StateError(
                 f"prepare({type(late).__name__}): the plan {self.amp.plan} has already stored parameters of its model low, "
@@ -266,12 +271,14 @@ class CastwiseAccelerator(Accelerator):
     # --- losses and gradients ---------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute scaled gradients of a loss, divided by the number of accumulated batches as Accelerate does.
+        """Compute the gradients of a loss, scaled by the loss scale.
+
+        As in Accelerate, the loss is divided by the number of accumulated batches.
 
         Args:
-            loss: Scalar of any floating dtype.
-            kwargs: As for :meth:`castwise.Amp.backward`; ``name`` gives a loss a scale of its own. ``learning_rate`` is for LOMO,
-                which updates weights inside the backward.
+            loss: A scalar of any floating dtype.
+            kwargs: As in :meth:`castwise.Amp.backward`, where ``name`` gives a loss a loss scale of its own.
+                ``learning_rate`` is for LOMO optimizers, which update weights inside the backward pass.
 
         Raises:
             StateError: ``learning_rate`` is given without a LOMO optimizer.
@@ -293,10 +300,10 @@ class CastwiseAccelerator(Accelerator):
             )
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by their loss scale in place; does nothing if they are unscaled already or have no scale.
+        """Divide gradients by the loss scale, in place. Gradients that are not scaled, or no longer, are left unchanged.
 
         Args:
-            optimizer: The optimizers to unscale; by default all prepared optimizers.
+            optimizer: The optimizers whose gradients are unscaled. By default these are all prepared optimizers.
         """
         given = self._optimizers if optimizer is None else optimizer
         for each in [given] if isinstance(given, Optimizer) else given:
@@ -305,15 +312,15 @@ class CastwiseAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip by the global norm of the unscaled gradients.
+        """Unscale gradients and clip them to a global norm.
 
         Args:
             parameters: Parameters of prepared models.
-            max_norm: Largest norm; ``inf`` for the norm alone.
+            max_norm: The largest norm. With ``inf``, the norm is computed and nothing is clipped.
             norm_type: As in ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
-            The norm before clipping, a 0-dim tensor on the gradients' device; non-finite if the step will be skipped.
+            The norm before clipping, as a 0-dim tensor on the gradients' device. It is not finite if the step will be skipped.
 
         Raises:
             PlanError: ``max_norm`` is not a valid norm.
@@ -321,20 +328,20 @@ class CastwiseAccelerator(Accelerator):
         return self.amp.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clip every element of the unscaled gradients to ``[-clip_value, clip_value]``.
+        """Unscale gradients and clip each of their elements to ``[-clip_value, clip_value]``.
 
         Args:
             parameters: Parameters of prepared models.
-            clip_value: Largest magnitude.
+            clip_value: The largest magnitude.
         """
         self.amp.clip_grad_value_(parameters, clip_value)
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Context manager that applies the plan's casts to code outside prepared models.
+        """Cast operators as the plan says inside a ``with`` block, for code outside prepared models.
 
         Args:
-            autocast_handler: An ``AutocastKwargs``: ``enabled=False`` runs the block in fp32; ``cache_enabled`` is as
+            autocast_handler: An ``AutocastKwargs``. With ``enabled=False``, the block runs in fp32. ``cache_enabled`` is as
                 in torch.
         """
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
@@ -343,13 +350,13 @@ class CastwiseAccelerator(Accelerator):
             yield
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Release all prepared objects, as Accelerate does, and close the sessions of the models.
+        """Release all prepared objects, as Accelerate does, and close the castwise session if the accelerator created it.
 
         Args:
             objects: As in Accelerate.
 
         Returns:
-            One None per object.
+            A list with a None for each object.
         """
         if self.amp in _made:
             self.amp.close()
@@ -361,15 +368,17 @@ class CastwiseAccelerator(Accelerator):
 
     @property
     def skipped_steps(self) -> int:
-        """Number of skipped steps, including those before a loaded checkpoint."""
+        """The number of skipped steps, including those that a loaded checkpoint has counted."""
         return self.scaler.skipped_steps
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """A model's state dict as ``save_state`` and ``save_model`` save it: in fp32 if the plan keeps masters.
+        """Return a model's state dict, as ``save_state`` and ``save_model`` save it.
+
+        If the plan keeps fp32 master weights, the weights in the state dict are in fp32.
 
         Args:
             model: The prepared model.
-            unwrap: Whether the keys omit the prefix of a wrapper.
+            unwrap: Whether to leave out the prefix that a wrapper such as DistributedDataParallel adds to the keys.
         """
         module = self.unwrap_model(model, keep_torch_compile=False)
         if self.amp.plan.keeps_masters and Amp.of(module) is self.amp:
@@ -384,7 +393,7 @@ def _updates(optimizer: Optimizer, model: nn.Module) -> bool:
 
 
 def _is_placed(model: nn.Module) -> bool:
-    """Whether the loading code placed the model: on several devices, sharded or quantised."""
+    """Whether the model was placed when it was loaded: spread over devices, sharded or quantised. It must not be moved then."""
     chosen = ("hf_device_map", "is_loaded_in_8bit", "is_loaded_in_4bit")
     return any(getattr(model, name, None) for name in chosen) or any(
         hasattr(parameter, "device_mesh") for parameter in model.parameters()
@@ -396,10 +405,10 @@ def _shown(plan: Amp | Plan | str | os.PathLike[str]) -> str:
 
 
 def _refuse_two(plan: Amp | Plan | str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
-    """Raise if anything besides the plan sets a precision for training.
+    """Raise if ``settings`` holds a precision setting of Accelerate, which would contradict the plan.
 
     Raises:
-        PlanError: Another setting exists.
+        PlanError: ``settings`` is not empty.
     """
     if settings:
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())

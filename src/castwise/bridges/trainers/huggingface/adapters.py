@@ -1,4 +1,7 @@
-"""Adapters that give a session's steps and loss scale the interfaces that Accelerate expects."""
+"""Adapters that give the steps and the loss scale of a castwise session the interfaces that Accelerate expects.
+
+A session is a :class:`castwise.Amp`.
+"""
 
 from __future__ import annotations
 
@@ -14,49 +17,51 @@ from castwise import Amp, StepResult
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside Accelerate's wrappers."""
+    """Return the torch optimizer inside Accelerate's wrappers. Other optimizers are returned unchanged."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def updates_in_backward(optimizer: Optimizer) -> bool:
-    """Whether an optimizer updates weights inside the backward, as LOMO and AdaLomo do."""
+    """Whether an optimizer updates weights inside the backward pass, as LOMO and AdaLomo do."""
     return hasattr(optimizer, "fused_backward")
 
 
 def as_plain(kind: type, state: dict[str, Any]) -> tuple[Any, ...]:
-    """Return value for ``__reduce_ex__`` that unpickles as another class with these attributes."""
+    """Return a value for ``__reduce_ex__`` that unpickles as an object of class ``kind`` with the attributes ``state``."""
     return copyreg._reconstructor, (kind, object, None), state  # type: ignore[attr-defined]
 
 
 class CastwiseOptimizer(AcceleratedOptimizer):
-    """An optimizer that steps through the session.
+    """Wraps an optimizer whose steps a castwise session makes.
 
     Args:
-        optimizer: The optimizer that the session prepared.
+        optimizer: The optimizer, which the session has prepared.
         amp: The session.
         device_placement: As in Accelerate.
     """
 
     result: StepResult | None = None
-    """Result of the last step; None before the first."""
+    """The result of the last step; None before the first step."""
 
     def __init__(self, optimizer: Optimizer, amp: Amp, device_placement: bool = True) -> None:
         super().__init__(optimizer, device_placement=device_placement)
         self.amp = amp
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copy and pickle as Accelerate's own class, which steps without a session."""
+        """Copy and pickle the wrapper as an instance of Accelerate's own class, which steps without a session."""
         _, _, state, *_ = super().__reduce_ex__(protocol)
         kept = {name: value for name, value in state.items() if name not in ("amp", "result")}
         return as_plain(AcceleratedOptimizer, kept)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Unscale if needed, then step, or skip if a gradient is not finite.
+        """Unscale the gradients if they are still scaled, and step. The step is skipped if a gradient is not finite.
+
+        While Accelerate accumulates gradients, this method does nothing.
 
         Args:
-            closure: As for :meth:`castwise.Amp.step`, with ``accelerator.backward`` inside.
+            closure: As in :meth:`castwise.Amp.step`. The closure calls ``accelerator.backward``.
 
         Raises:
             StateError: The plan has a loss scale, and the gradients do not come from ``accelerator.backward``.
@@ -66,12 +71,12 @@ class CastwiseOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, also for fused optimizers; reading it synchronises with the device."""
+        """Whether the last step was skipped, also for fused optimizers. Reading this synchronises with the device."""
         return self.result is not None and self.result.skipped
 
 
 class SessionScaler:
-    """A session's loss scale with the interface that Accelerate and the Trainer use to save, load and log a scaler.
+    """Gives a castwise session's loss scale the interface of a GradScaler, which Accelerate and the Trainer save, load and log.
 
     Args:
         amp: The session.
@@ -82,17 +87,20 @@ class SessionScaler:
         self._before = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as None, Accelerate's value for an unscaled loss."""
+        """Replace this object by None in copies and pickles. For Accelerate, None means that losses are not scaled."""
         return type(None), ()
 
     @property
     def skipped_steps(self) -> int:
-        """Number of skipped steps, including those before a loaded checkpoint."""
+        """The number of skipped steps, including those that a loaded checkpoint has counted."""
         return self._before + self._amp.skipped_steps
 
     @property
     def restored_buffers(self) -> dict[str, int]:
-        """How often each buffer was restored after a skipped step; see :attr:`castwise.Amp.restored_buffers`."""
+        """The number of times that each buffer was restored after a skipped step, by name.
+
+        See :attr:`castwise.Amp.restored_buffers`.
+        """
         return self._amp.restored_buffers
 
     def is_enabled(self) -> bool:
@@ -100,28 +108,28 @@ class SessionScaler:
         return self._amp.scaler.is_enabled()
 
     def get_scale(self) -> float:
-        """The scale of the next loss, 1.0 if the plan has no loss scale; synchronises with the device."""
+        """Return the loss scale of the next loss, or 1.0 if the plan has none. Synchronises with the device."""
         return self._amp.get_scale()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply a loss by its scale, as :meth:`castwise.Amp.scale` does."""
+        """Multiply a loss by the loss scale, as :meth:`castwise.Amp.scale` does."""
         return self._amp.scale(loss)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by their scale, as :meth:`castwise.Amp.unscale_` does."""
+        """Divide an optimizer's gradients by the loss scale, as :meth:`castwise.Amp.unscale_` does."""
         self._amp.unscale_(inner(optimizer))
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state, the number of skipped steps, and the fields that a torch ``GradScaler`` reads."""
+        """Return the session's state, the number of skipped steps, and the fields that a torch ``GradScaler`` reads."""
         return {
             **self._amp.scaler.state_dict(), **self._amp.state_dict(), "skipped_steps": self.skipped_steps
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the state of a session, or of the torch ``GradScaler`` of a run without castwise.
+        """Load a state that this class, or a torch ``GradScaler`` in a training without castwise, has saved.
 
         Raises:
-            CheckpointError: The state is neither.
+            CheckpointError: The state is of another kind.
         """
         if "_growth_tracker" in state and "version" not in state:
             state = {"version": 1, "plan": None, "scaler": dict(state)}

@@ -1,4 +1,4 @@
-"""A ``transformers.Trainer`` with a plan."""
+"""A ``transformers.Trainer`` that trains under a castwise plan."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from castwise.bridges.trainers.huggingface.versions import check_version
 from castwise.errors import PlanError
 
 STATE = "castwise.json"
-"""Checkpoint file that holds the plan, the loss scale and the number of skipped steps."""
+"""The file in a checkpoint that holds the plan, the loss scale and the number of skipped steps."""
 
 
 class CastwiseMixin:
-    """Adds a plan to any subclass of ``transformers.Trainer``: ``class Mine(CastwiseMixin, SFTTrainer)``.
+    """Makes any subclass of ``transformers.Trainer`` train under a castwise plan: ``class Mine(CastwiseMixin, SFTTrainer)``.
 
     The trainer keeps its own accumulation, clipping, schedulers, evaluation, callbacks and overridden ``compute_loss``.
-    The plan controls how the model runs, and how losses are scaled and gradients unscaled, clipped and stepped.
-    Checkpoints hold the loss scales, and fp32 weights if the plan keeps masters, so that a resumed run continues bit
-    for bit. A skipped step does not advance schedulers. ``state.global_step`` still counts it, since the Trainer uses
-    that count to find its place in the data; ``skipped_steps`` in the log is the number of skipped steps.
+    The plan controls how the model runs, how losses are scaled, and how gradients are unscaled, clipped and used in steps.
+    Checkpoints hold the loss scales and, if the plan keeps fp32 master weights, the weights in fp32. A resumed training thus
+    continues bit for bit.
+
+    A skipped step does not advance schedulers. ``state.global_step`` still counts a skipped step, since the Trainer uses
+    that count to find its place in the data. ``skipped_steps`` in the log is the number of skipped steps.
 
     Args:
-        args: As for the trainer.
-        plan: A :class:`~castwise.Plan`, a preset name, the path of a plan file, or an :class:`~castwise.Amp`.
+        args: The positional arguments of the trainer.
+        plan: A :class:`~castwise.Plan`, the name of a preset, the path of a plan file, or an :class:`~castwise.Amp`.
         prepare_options: Options of :meth:`castwise.Amp.prepare`, such as ``{"methods": ("encode",)}``.
-        kwargs: As for the trainer.
+        kwargs: The keyword arguments of the trainer.
 
     Raises:
-        PlanError: Both a plan and another precision setting are given, such as ``TrainingArguments(bf16=True)``.
-        StateError: The sharding method sets its own precision.
+        PlanError: Another precision setting is given in addition to the plan, such as ``TrainingArguments(bf16=True)``.
+        StateError: The trainer is configured for a sharding method that sets its own precision.
     """
 
     accelerator: CastwiseAccelerator
@@ -59,11 +61,11 @@ class CastwiseMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator as the trainer does, and give it the plan.
+        """Create the accelerator as the trainer does, and make the accelerator train under the plan.
 
         Raises:
-            PlanError: As for the class.
-            StateError: As for the class.
+            PlanError: As in the constructor.
+            StateError: As in the constructor.
         """
         check_version("transformers")
         names = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
@@ -87,7 +89,9 @@ class CastwiseMixin:
             )
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        if self.args.n_gpu > 1:  # it is wrapped in DataParallel here and no longer passed to Accelerate
+        if (
+            self.args.n_gpu > 1
+        ):  # the Trainer wraps the model in DataParallel, and does not pass it to Accelerate
             optimizers = [] if self.optimizer is None else [self.optimizer]
             self.accelerator.take_in(model, *optimizers)
         return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
@@ -105,7 +109,7 @@ class CastwiseMixin:
         model = self.accelerator.unwrap_model(self.model)
         super()._save(output_dir, state_dict or self.accelerator.amp.model_state_dict(model))  # type: ignore[misc]
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        # The configuration names the storage format of the model; adapters have no configuration. One process writes.
+        # config.json names the dtype of the saved weights, which is fp32 here. Adapters have none. One process writes.
         if self.args.should_save and (folder / "config.json").is_file():
             stored, model.config.dtype = model.config.dtype, torch.float32
             model.config.save_pretrained(folder)
@@ -113,7 +117,7 @@ class CastwiseMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._keeps_masters() and not _has_adapters(self.model):
-            # The trainer loaded weights before masters existed, in the dtype that the model was created in.
+            # The trainer loaded the weights in the model's dtype, before the fp32 master weights existed.
             self._load_from_checkpoint(checkpoint, self.model)
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
@@ -127,7 +131,10 @@ class CastwiseMixin:
 
     @contextlib.contextmanager
     def _adapters_widened(self) -> Iterator[None]:
-        """Close the session while PEFT loads adapters, since PEFT casts their parameters to fp32 behind their masters."""
+        """Close the castwise session inside the block, in which PEFT loads adapters, and prepare the model again afterwards.
+
+        PEFT casts the adapters' parameters to fp32, which would separate them from their master weights.
+        """
         if not (self._keeps_masters() and _has_adapters(self.model)):
             yield
             return
@@ -151,14 +158,14 @@ class CastwiseMixin:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the trainer does; adds ``skipped_steps`` to a training loss, and ``loss_scale`` if there is one.
+        """Log as the trainer does, and add ``skipped_steps`` and the ``loss_scale``, if there is one, to a training loss.
 
-        ``restored_buffers`` is the number of buffers that skipped steps made non-finite and that were restored, if any.
+        If skipped steps made buffers non-finite, ``restored_buffers`` is added too. This is how often buffers were restored.
 
         Args:
             logs: Values by name.
-            args: As for the trainer.
-            kwargs: As for the trainer.
+            args: As in the trainer.
+            kwargs: As in the trainer.
         """
         if self.is_in_train and "loss" in logs:
             scaler = self.accelerator.scaler
@@ -176,4 +183,4 @@ def _has_adapters(model: Any) -> bool:
 
 
 class CastwiseTrainer(CastwiseMixin, Trainer):
-    """A ``transformers.Trainer`` with a plan; see :class:`CastwiseMixin`."""
+    """A ``transformers.Trainer`` that trains under a castwise plan. See :class:`CastwiseMixin`."""

@@ -1,4 +1,4 @@
-"""The releases of Hugging Face's libraries that this integration is tested with."""
+"""Checks that the installed releases of Hugging Face's libraries are those with which castwise is tested."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import importlib.metadata
 import warnings
 
 TESTED = {"accelerate": "1.15", "transformers": "5.23"}
-"""Tested minor release of each library."""
+"""The minor release of each library with which castwise is tested."""
 
 
 @functools.cache
 def check_version(library: str) -> None:
-    """Warn once per process if the installed release is untested.
+    """Warn, once per process, if castwise is not tested with the installed release of a library.
 
     Args:
         library: ``accelerate`` or ``transformers``.

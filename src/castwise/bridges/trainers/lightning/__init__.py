@@ -1,9 +1,11 @@
-"""Lightning: a plan as the precision plug-in of a ``Trainer`` or a ``Fabric``.
+"""Integrates castwise into Lightning: a precision plug-in makes a ``Trainer`` or a ``Fabric`` train under a castwise plan.
 
-A Trainer's model is prepared when its strategy sets it up, with the optimizers from ``configure_optimizers``, and
-restored when the Trainer tears down. Fabric passes only modules to a plug-in, but masters live in optimizers. So this
-package extends ``Fabric.setup``, ``setup_module`` and ``setup_optimizers`` to pass both to a
-:class:`CastwisePrecision`. Other plug-ins are unaffected.
+A Trainer's model is prepared when its strategy sets up the model, together with the optimizers from ``configure_optimizers``.
+The model is restored when the Trainer tears down.
+
+Fabric passes only modules to a precision plug-in, but fp32 master weights belong to the optimizers. This package therefore
+patches ``Fabric.setup``, ``setup_module`` and ``setup_optimizers`` to pass both to a :class:`CastwisePrecision`. Other plug-ins
+are unaffected.
 """
 
 from __future__ import annotations

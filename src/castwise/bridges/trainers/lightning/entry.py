@@ -1,4 +1,4 @@
-"""Patches of Lightning: for Fabric's optimizers, and for strategies that accept only their own plug-ins."""
+"""Patches Lightning, so that Fabric's optimizers reach the plug-in and FSDP strategies say why they refuse the plug-in."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from castwise.errors import CastwiseError
 
 
 class StrategyError(CastwiseError, TypeError):
-    """The strategy accepts only its own precision plug-in."""
+    """Raised if a Lightning strategy accepts only Lightning's own precision plug-in."""
 
 
 def install() -> None:
-    """Extend Fabric's methods and the precision setters of both ``FSDPStrategy`` classes; runs once, on import."""
+    """Patch the set-up methods of Fabric, and the precision setters of both ``FSDPStrategy`` classes.
+
+    This runs once, when the package is imported.
+    """
     for name in ("setup", "setup_module", "setup_optimizers"):
         _tell_of_setup(name)
     _say_what_to_use(fsdp.FSDPStrategy, "precision")

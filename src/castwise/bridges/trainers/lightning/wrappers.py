@@ -1,4 +1,4 @@
-"""Wrappers that the plug-in puts around Lightning's schedulers, optimizers and modules."""
+"""Helpers of the precision plug-in for Lightning's schedulers, optimizers and modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from castwise.errors import StateError
 
 
 class Resting(LRSchedulerConfig):
-    """Configuration of a scheduler that pauses at skipped steps."""
+    """The configuration of a learning-rate scheduler, which then pauses at skipped optimizer steps."""
 
     def __init__(self, config: LRSchedulerConfig, precision: Any) -> None:
         vars(self).update(vars(config))
@@ -27,7 +27,10 @@ class Resting(LRSchedulerConfig):
 
     @property
     def frequency(self) -> int:
-        """Steps or epochs between scheduler steps; too large to reach if the last step was skipped."""
+        """The number of steps or epochs between scheduler steps.
+
+        If the last optimizer step was skipped, the number is too large to reach.
+        """
         last = self._precision.last_step
         rests = self.interval == "step" and last is not None and last.skipped
         return sys.maxsize if rests else vars(self)["frequency"]
@@ -38,24 +41,24 @@ class Resting(LRSchedulerConfig):
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a ``LightningOptimizer`` or a Fabric optimizer; other optimizers are returned unchanged."""
+    """Return the torch optimizer inside a ``LightningOptimizer`` or a Fabric optimizer. Others are returned unchanged."""
     wrapped = is_wrapped(optimizer) or isinstance(optimizer, LightningOptimizer)
     return optimizer.optimizer if wrapped else optimizer
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters that an optimizer updates."""
+    """Return all parameters that an optimizer updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def evaluates(optimizer: Optimizer) -> bool:
-    """Whether an optimizer evaluates the loss itself, as LBFGS does: its ``step`` needs a closure."""
+    """Whether an optimizer's ``step`` requires a closure, with which it evaluates the loss itself, as LBFGS does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def noting(closure: Callable[[], Any], values: list[Any]) -> Callable[[], Any]:
-    """Wrap a closure to record each return value."""
+    """Return a closure that also appends each return value of ``closure`` to ``values``."""
 
     def note() -> Any:
         values.append(closure())
@@ -68,7 +71,10 @@ _saving: set[int] = set()
 
 
 def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """``state_dict`` hook that saves fp32 masters instead of their parameters; stateless, so modules still pickle."""
+    """Replace parameters in a state dict by their fp32 master weights, as a state-dict hook of a module.
+
+    This is a plain function without state, so that modules with the hook can still be pickled.
+    """
     amp = Amp.of(module)
     if amp is None or id(module) in _saving:
         return
@@ -83,10 +89,10 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 
 def check_alone(module: nn.Module, amp: Amp) -> None:
-    """Raise if anything else sets the precision of a module.
+    """Raise if the script sets the precision of a module in another way too.
 
     Raises:
-        StateError: The module runs in an autocast block, or has its own GradScaler.
+        StateError: ``torch.autocast`` is active, or an attribute of the module is a GradScaler.
     """
     kind = type(module).__name__
     if torch.is_autocast_enabled(amp.device_type):
