@@ -1,1 +1,1 @@
-"""The jobs behind the commands, and the commands' arguments, exit codes and progress."""
+"""The command line of castwise: ``cli`` parses arguments and prints results, and ``jobs`` does the work of the commands."""

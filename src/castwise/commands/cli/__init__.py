@@ -1,11 +1,11 @@
-"""The command line: arguments, exit codes, progress. What the commands do is in :mod:`castwise.commands.jobs`.
+"""The command line: its arguments, output and exit codes. :mod:`castwise.commands.jobs` does the work of the commands.
 
-Results go to standard output, progress and errors to standard error. With ``--json`` standard output is one JSON
-object, which also contains any error. Exit codes: 0 success; 1 the command failed; 2 usage error; 130 interrupted; 143
-terminated.
+Results go to standard output, and progress and errors to standard error. With ``--json``, standard output is one JSON object,
+which also contains any error. The exit codes are 0 for success, 1 for a failed command, 2 for a usage error, 130 for an
+interrupt and 143 for a termination by SIGTERM.
 
-``commands``: the commands for workloads; ``scripts``: the commands for scripts; ``options``: shared options;
-``terminal``: output. The command line needs Typer; the core does not.
+``commands`` holds the commands for workloads, ``scripts`` the commands for scripts, ``options`` the options that commands
+share, and ``terminal`` the output. The command line needs Typer. Other parts of castwise do not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit the process.
 
     Args:
-        arguments: Arguments after ``castwise``; by default those of the process.
+        arguments: The arguments after ``castwise``. By default they are those of this process.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -41,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             said = {"type": type(error).__name__, "message": str(error), "exit_code": 1}
             print(json.dumps({"error": said}))
         raise SystemExit(1) from None
-    if words[:1] != ["run"]:  # standard output and error belong to the script
+    if words[:1] != ["run"]:  # the output of run is the script's own, and is not changed
         show_plainly()
     app(args=words, prog_name="castwise")
 
 
 def __getattr__(name: str) -> Any:
-    """Import the commands on first use."""
+    """Import the command ``app`` when it is first used."""
     if name != "app":
         raise AttributeError(f"module 'castwise.commands.cli' has no attribute {name!r}")
     from castwise.commands.cli.commands import app

@@ -1,4 +1,7 @@
-"""The commands and their options, without logic. Commands for scripts are in :mod:`castwise.commands.cli.scripts`."""
+"""The commands for workloads, with their options. They call :mod:`castwise.commands.jobs` for the work.
+
+The commands for scripts are in :mod:`castwise.commands.cli.scripts`.
+"""
 
 from __future__ import annotations
 

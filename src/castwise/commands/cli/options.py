@@ -12,12 +12,12 @@ from castwise.errors import CastwiseError
 
 
 def listed(given: str) -> list[str]:
-    """The names of a comma-separated list."""
+    """Return the names in a comma-separated list."""
     return [part for part in (word.strip() for word in given.split(",")) if part]
 
 
 def as_path(given: str) -> Path:
-    """Parse a path, which must not be empty."""
+    """Return a command-line value as a path. An empty value is a usage error."""
     if not given.strip():
         raise typer.BadParameter("'' is not a path; give one, or leave the option out")
     try:
@@ -30,7 +30,7 @@ def as_path(given: str) -> Path:
 
 
 def plans_in(given: str) -> list[str]:
-    """Parse a comma-separated list of plans, which must not be empty.
+    """Return the plans in a comma-separated list, which must not be empty.
 
     Raises:
         CastwiseError: The list is empty.
@@ -55,7 +55,7 @@ def _is_device(name: str | None) -> str | None:
 
 
 def path_option(help: str, default: str | bool) -> Any:
-    """An option that takes a path; ``--help`` shows the given text as its default."""
+    """Return a command-line option that takes a path. ``--help`` shows ``default`` as the default value."""
     return typer.Option(help=help, parser=as_path, metavar="PATH", show_default=default)
 
 

@@ -1,4 +1,4 @@
-"""The commands that take scripts: ``run``, ``try`` and ``migrate``, without logic."""
+"""The commands for scripts, ``run``, ``try`` and ``migrate``, with their options. They call other modules for the work."""
 
 from __future__ import annotations
 

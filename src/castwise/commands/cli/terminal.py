@@ -1,4 +1,4 @@
-"""Output of the commands: answers go to standard output as text or one JSON object, everything else to standard error."""
+"""Prints the output of commands: results as text or JSON to standard output, and everything else to standard error."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 FAILED, MISUNDERSTOOD, INTERRUPTED, TERMINATED = 1, 2, 130, 143
-"""Exit codes."""
+"""The exit codes of a command that failed, was used wrongly, was interrupted, or was terminated by SIGTERM."""
 FEW = 3
-"""Largest number of files to name one by one."""
+"""The largest number of written files that are all named."""
 
 
 class Shown(Protocol):
-    """A result that a command prints."""
+    """The interface of a result that a command prints."""
 
     def table(self, *, verbose: bool) -> RenderableType:
-        """Text for a person: complete, or what fits on a screen."""
+        """Return the result for a person, complete if ``verbose``, else what fits on a screen."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Data for a program."""
+        """Return the result as JSON values, for a program."""
 
 
 class Answer:
-    """The output of a command: text for a person or, on request, one JSON object for a program.
+    """Prints the result of a command, as text for a person or as one JSON object for a program.
 
     Args:
-        json: Whether to print JSON: one object when the command ends, including any error.
-        verbose: Whether to print the complete text, or what fits on a screen.
+        json: Whether to print JSON. The object is printed when the command ends, and includes any error.
+        verbose: Whether to print the complete text, instead of what fits on a screen.
     """
 
     def __init__(self, json: bool, verbose: bool = True) -> None:
@@ -56,7 +56,7 @@ class Answer:
         self._record: dict[str, Any] = {}
 
     def __call__(self, result: Shown, save: Callable[[], Sequence[Path]] = lambda: ()) -> None:
-        """Print a result and the names of its files."""
+        """Write the files of a result by ``save``, then print the result and the names of the files."""
         self.give(result.to_dict, lambda console: console.print(result.table(verbose=self._verbose)), save)
 
     def give(
@@ -65,7 +65,13 @@ class Answer:
         show: Callable[[Console], None],
         save: Callable[[], Sequence[Path]] = lambda: (),
     ) -> None:
-        """Write the files, then print; if one fails, the other still runs."""
+        """Write files by ``save``, then print a result, also if writing fails.
+
+        Args:
+            record: Returns the result as JSON values.
+            show: Prints the result as text.
+            save: Writes the files and returns their paths.
+        """
         paths: Sequence[Path] = ()
         try:
             paths = save()
@@ -73,13 +79,13 @@ class Answer:
             if self._json:
                 self._record |= {**record(), **({"wrote": [str(path) for path in paths]} if paths else {})}
             else:
-                with _reader():  # click's echo ignores what an ASCII terminal can show
+                with _reader():  # not click's echo, which ignores what an ASCII terminal can show
                     show(_console())
                     for line in self._wrote(paths):
                         print(line)
 
     def _wrote(self, paths: Sequence[Path]) -> Sequence[str]:
-        """Text that says where the files are: each file, or the page and the folder of the others."""
+        """Return the lines that name the written files. If there are many, only the page and the number of others are named."""
         if not paths:
             return ()
         if self._verbose or len(paths) <= FEW:
@@ -89,21 +95,21 @@ class Answer:
         return (f"Wrote {first} and {len(paths) - 1} other files beside it",)
 
     def fail(self, error: BaseException, text: str, code: int) -> typer.Exit:
-        """Print an error as a sentence, and return the exception that ends the command."""
+        """Print an error as a sentence, and return the exception that ends the command with the exit code ``code``."""
         text += "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         if _say(text) and self._json:
             self._record |= error_record(error, text, code)
         return typer.Exit(code)
 
     def end(self) -> None:
-        """Print the JSON output."""
+        """Print the JSON object, if there is one, at the end of the command."""
         if self._record:
             with _reader():
                 print(json.dumps(self._record, indent=1, allow_nan=False), flush=True)
 
 
 def error_record(error: BaseException, text: str, code: int) -> dict[str, Any]:
-    """Return an error as a JSON record."""
+    """Return an error as a JSON object."""
     return {"error": {"type": type(error).__name__.lstrip("_"), "message": text, "exit_code": code}}
 
 
@@ -111,13 +117,15 @@ def error_record(error: BaseException, text: str, code: int) -> dict[str, Any]:
 def answering(
     show_traceback: bool, *, json: bool = False, verbose: bool = True, terminable: bool = True
 ) -> Iterator[Answer]:
-    """Context for a command: turns every error into one sentence on standard error and exit code 1.
+    """Run a command inside a ``with`` block, and yield the :class:`Answer` that prints its result.
+
+    An error becomes a sentence on standard error, and exit code 1. An interrupt and SIGTERM have exit codes of their own.
 
     Args:
-        show_traceback: Print tracebacks.
-        json: Print one JSON object. All other output, including a workload's own, goes to standard error.
-        verbose: Print the complete text, not only what fits on a screen.
-        terminable: Handle SIGTERM like an interrupt, unless the parent process set it to be ignored.
+        show_traceback: Print the traceback of an error.
+        json: Print the result as one JSON object. All other output, including a workload's own, goes to standard error.
+        verbose: Print the complete text, instead of what fits on a screen.
+        terminable: Handle SIGTERM like an interrupt, unless the parent process has set SIGTERM to be ignored.
     """
     global _coming
     answer, before = Answer(json, verbose), None
@@ -146,10 +154,10 @@ def answering(
 
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
-    """Redirect standard output to standard error, also for child processes."""
+    """Redirect standard output to standard error inside a ``with`` block, also for child processes."""
     sys.stdout.flush()
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(sys.stderr):
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # standard output is closed
             stack.callback(_put_back, os.dup(1))
             os.dup2(2, 1)
         yield
@@ -157,7 +165,7 @@ def _aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _left_out_in_a_sentence() -> Iterator[None]:
-    """Print warnings about missing optional libraries as plain sentences, without a source location."""
+    """Print warnings about missing optional libraries as plain sentences, without source locations, inside a ``with`` block."""
     before = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -179,7 +187,7 @@ def _put_back(kept: int) -> None:
 
 
 class Commands(TyperGroup):
-    """The command group; prints usage errors as JSON if ``--json`` is given."""
+    """The Typer group of all commands. It prints usage errors as JSON if ``--json`` is given."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the command line into a context."""
@@ -209,11 +217,14 @@ class Commands(TyperGroup):
 
 @contextlib.contextmanager
 def folder_for(out: Path | None, command: str, workload: str, make: bool = True) -> Iterator[Path]:
-    """The output folder; made before the work starts."""
+    """Create the output folder of a command, before the work in the ``with`` block starts, and yield the path.
+
+    Without ``out``, the folder is ``runs/COMMAND-WORKLOAD``. If an error leaves the folder empty, it is removed again.
+    """
     from castwise.commands.jobs import make_folder
     from castwise.lab.workloads.workload import find_workload
 
-    name = find_workload(workload).name  # first, so that a wrong name creates no folder
+    name = find_workload(workload).name  # before anything is created, so that a wrong name creates no folder
     plain = re.sub(r"[^\w.-]+", "-", name)
     folder = out if out is not None else Path("runs") / f"{command}-{plain}"
     found = not make or folder.exists()
@@ -229,7 +240,7 @@ def folder_for(out: Path | None, command: str, workload: str, make: bool = True)
 
 
 def show_plainly() -> None:
-    """Replace characters that an output's encoding lacks, so that printing never fails."""
+    """Make standard output and error replace characters that their encoding lacks, so that printing never fails."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_PLAINLY)
@@ -240,7 +251,7 @@ _PLAIN = {"±": "+-", "…": "...", "·": "-", "─": "-", "━": "-", "╺": "-
 
 
 def _plainly(error: UnicodeError) -> tuple[str, int]:
-    """Return a replacement for characters that an output's encoding lacks."""
+    """Return a replacement for characters that an output's encoding lacks, as an error handler of :mod:`codecs`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
@@ -259,7 +270,7 @@ def _console(stderr: bool = False) -> Console:
 
 @contextlib.contextmanager
 def _reader() -> Iterator[None]:
-    """Context for printing: if the reader has closed the pipe, as ``head`` does, the command ends silently."""
+    """End the command silently if the reader of its output closes the pipe inside the ``with`` block, as ``head`` does."""
     try:
         yield
     except (BrokenPipeError, SystemExit):  # rich turns BrokenPipeError into SystemExit
@@ -269,7 +280,7 @@ def _reader() -> Iterator[None]:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, sent by ``timeout``, Slurm and Docker; handled like an interrupt."""
+    """Raised when SIGTERM arrives, which ``timeout``, Slurm and Docker send. It is handled like an interrupt."""
 
 
 _coming: weakref.ref[_Terminated] | None = None
@@ -277,21 +288,21 @@ _coming: weakref.ref[_Terminated] | None = None
 
 def _terminate(*_signal: object) -> None:
     global _coming
-    if _coming is None or _coming() is None:  # timeout sends it to both the process and its group
+    if _coming is None or _coming() is None:  # timeout sends SIGTERM twice: to the process and to its group
         error = _Terminated()
         _coming = weakref.ref(error, _terminate_again)
         raise error
 
 
 def _terminate_again(_gone: object) -> None:
-    """Send the signal again if a library swallowed the exception, as some do during import."""
+    """Send SIGTERM again if a library caught and dropped the exception, as some libraries do during import."""
     if _coming is not None:
         with contextlib.suppress(RuntimeError):  # the interpreter ends
             threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
 
 def _say(text: str) -> bool:
-    """Print an error unless another process failed first; return whether this process printed."""
+    """Print an error unless another process failed first, and return whether the error was printed."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from castwise.commands.jobs.processes import first_fault, started
 

@@ -1,6 +1,6 @@
-"""Jobs behind the commands: each combines workloads, measurements and reports, and prints nothing.
+"""The jobs behind the commands, such as ``tune`` and ``bench``. They measure and return results, and print nothing.
 
-A job reports progress through a callback that takes :class:`Event` records.
+A job reports its progress by calling a function with :class:`Event` records.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["Event", "Progress", "heard", "make_folder"]
 
 @dataclass(frozen=True)
 class Event:
-    """Progress of one part of a job.
+    """A report on the progress of a job.
 
     Attributes:
-        stage: Name of the stage, such as ``training`` or ``memory``.
-        subject: Subject of the stage, usually a plan's name.
-        total: Total number of units, such as steps; ``done == total`` is the last event of this stage and subject.
-        message: Message to the user, such as why a plan was stopped; else empty.
+        stage: The name of the running stage, such as ``training`` or ``memory``.
+        subject: What the stage works on, usually the name of a plan.
+        total: The total number of units, such as steps. The last event of a stage and subject has ``done == total``.
+        message: A message to the user, such as why a plan was stopped, or an empty text.
     """
 
     stage: str
@@ -40,7 +40,10 @@ Progress = Callable[[Event], None]
 
 
 class _Broken(BaseException):
-    """A user's progress function failed; see ``__cause__``. Not an ``Exception``, since jobs catch those."""
+    """Raised if the user's progress function raised the error ``__cause__``.
+
+    It is no ``Exception``, since jobs catch exceptions of workloads and plans.
+    """
 
 
 def _tell(progress: Progress, event: Event) -> None:
@@ -52,9 +55,10 @@ def _tell(progress: Progress, event: Event) -> None:
 
 @contextlib.contextmanager
 def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Progress]:
-    """Yield a job's progress callback: the user's function, bars on standard error for True, or no output.
+    """Yield the function that a job calls to report progress, as the user's argument ``progress`` asks.
 
-    An error in the user's function propagates out of the job unchanged, and is not attributed to a workload or a plan.
+    ``progress`` is the user's function, True for progress bars on standard error, or False or None for no output. An error
+    that the user's function raises leaves the job unchanged, and no workload or plan is blamed.
 
     Raises:
         PlanError: ``progress`` is something else.
@@ -80,10 +84,11 @@ def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Pr
 
 
 def make_folder(folder: Path, call: str) -> None:
-    """Create the output folder before the work starts, so that no result is lost.
+    """Create a job's output folder. Jobs call this before their work starts, so that no result is lost.
 
     Raises:
-        PlanError: The folder cannot be created or written to; the message names ``call``, the user's argument.
+        PlanError: The folder cannot be created or written to. The message begins with ``call``, which names the user's
+            argument.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

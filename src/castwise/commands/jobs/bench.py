@@ -1,4 +1,4 @@
-"""``bench``: compares time, memory and loss of precision plans."""
+"""``bench``, which compares the time, the memory and the loss of precision plans."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from castwise.lab.workloads.workload import Workload, about_data, find_workload,
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
 
 PATIENCE_S, SLOWER = 60.0, 3.0
-"""A process counts as hung if it is silent for this many seconds, and for this many times the training time of all
-plans."""
+"""A process counts as hung after ``PATIENCE_S`` seconds without a message, or after ``SLOWER`` times the training time of all
+plans if that is longer."""
 PICTURE_SIDE = 128
-"""Largest number of rows and columns of a picture in the record; larger pictures are thinned."""
+"""The largest number of rows and columns of a picture in the result. From larger pictures, rows and columns are left out."""
 
 
 def bench(
@@ -60,33 +60,36 @@ def bench(
     """Train a workload under several plans in alternation, and measure the time, memory and loss of each.
 
     First, each plan trains its own copy of the model, from the same weights on the same batches, to compare losses.
-    Then each plan is started several times, each time in a new process, and timed in interleaved rounds: each plan runs
-    a block of steps while the others wait. Fetching batches is not timed. Inference is timed the same way. Memory is
-    measured in one process per plan. A plan that the device cannot run, that is hopelessly slow or that fails gets a
-    row with the reason and does not affect the others.
+    Then the plans are timed. Each plan is started several times, in a new process each time. In a timing round, each plan
+    runs a block of steps while the others wait. Fetching batches is not timed. Inference is timed in the same way. Memory is
+    measured in a separate process for each plan.
+
+    A plan that the device cannot run, that is far too slow, or that fails gets a row with the reason. The other plans are
+    not affected.
 
     Args:
-        workload: A workload, or its name: ``sine``, ``file.py:attribute``.
-        plans: Presets, plans or plan files; ``fp32`` is added first if it is missing.
+        workload: A :class:`castwise.Workload`, or the name of a workload, such as ``sine`` or ``file.py:attribute``.
+        plans: Presets, plans or plan files. ``fp32`` is added first if it is missing.
         device: By default the available accelerator, else the CPU.
-        steps: Training steps per plan, at least 3.
-        rounds: Interleaved timing rounds, over all starts.
-        starts: Number of timed starts per plan; times vary between starts. With 0, and for a workload that cannot be
-            sent to another process, the training steps are timed instead, with all plans in this process.
-        seed: Seed of weights and data.
+        steps: The number of training steps per plan, at least 3.
+        rounds: The number of timing rounds, over all starts.
+        starts: The number of processes in which each plan is timed, since times vary between processes. With 0, and for a
+            workload that cannot be sent to another process, the training steps in this process are timed instead.
+        seed: The seed of weights and data.
         inference: Measure inference too.
         memory: Measure memory too.
         hopeless: A plan is stopped if its first steps take this many times as long as the baseline's.
-        progress: True shows the command line's progress on standard error; a function is called with events.
+        progress: True shows the command line's progress on standard error. A function is called with
+            :class:`castwise.commands.jobs.Event` records.
 
     Returns:
-        The result: ``.table()``, ``.save(folder)``.
+        The result, with ``.table()`` and ``.save(folder)``.
 
     Raises:
         PlanError: A plan is invalid, or ``steps``, ``rounds`` or ``starts`` is out of range.
         DeviceError: The device does not exist.
         WorkloadError: The workload cannot be found, or fails in fp32 at its first steps.
-        NonFiniteError: The fp32 loss is non-finite from the first step.
+        NonFiniteError: The loss of the first step is not finite in fp32.
     """
     if steps < WARMUP + 1 or rounds < 1 or starts < 0 or not hopeless > 1:
         raise PlanError(
@@ -173,7 +176,10 @@ class _Work:
             self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
 
     def _race(self, stage: str, runs: list[tuple[str, Runner]], total: int) -> dict[str, Lap]:
-        """Time runs against the first run, and report how many of their steps are done."""
+        """Time the runs in turns, and report how many of their steps are done.
+
+        A run is stopped if it is far slower than the first run, provided that the first run is the baseline.
+        """
         counts = dict.fromkeys((name for name, _ in runs), 0)
         base = self.rows[0].name
 
@@ -185,7 +191,7 @@ class _Work:
 
         return race(
             runs, rounds=self.rounds, steps=self.per_round, device=self.device, warmup=WARMUP, on_block=on_block,
-            # no baseline to compare with
+            # without a baseline to compare with, no run is stopped
             hopeless=self.hopeless if runs[0][0] == base else math.inf,
         )  # fmt: skip
 
@@ -199,7 +205,7 @@ class _Work:
             )
 
     def _look(self, row: Row) -> None:
-        """Evaluate the trained model: metrics and pictures."""
+        """Evaluate the trained model of a plan, and keep its metrics and pictures."""
         assert row.run is not None
         with row.run.evaluating() as model:
             if self.workload.evaluate is not None:
@@ -212,7 +218,7 @@ class _Work:
     # --- times in separate processes ----------------------------------------------------------------------
 
     def time_apart(self, starts: int, inference: bool) -> None:
-        """Time training and inference in separate starts; if that fails, keep the times of this process."""
+        """Time training and inference in separate processes. If that is not possible, the times of this process are kept."""
         self.home.patience_s = max(PATIENCE_S, SLOWER * (time.monotonic() - self.begin))
         try:
             payload = delivered(self.home, self.spec or self.workload)
@@ -241,7 +247,9 @@ class _Work:
                 row.starts_s[kind] = [one.times_s for one in timed]
             elif kind is InferenceRun:
                 row.note(f"inference: {told(error, whole=False)}")
-            elif row is self.rows[0]:  # it trained in this process
+            elif (
+                row is self.rows[0]
+            ):  # fp32 has trained in this process, so the workload itself is not at fault
                 raise not_there(self.spec or self.workload, error) from error
             else:
                 self._lost(row, error, first=False)
@@ -276,7 +284,7 @@ class _Work:
     def measure_memory(self) -> None:
         if self.device.type != "cpu":
             gc.collect()
-            torch.accelerator.empty_cache()  # memory that this process holds is not available to the next
+            torch.accelerator.empty_cache()  # frees device memory for the processes that measure
         for row in self.rows:
             if not row.is_ok:
                 continue
@@ -291,7 +299,7 @@ class _Work:
     # --- results ------------------------------------------------------------------------------------------
 
     def _lost(self, row: Row, error: Exception, first: bool = True) -> None:
-        """Record the exception that ended a plan; raises if the plan is the baseline."""
+        """Record the exception that ended a plan. If ``first`` and the plan is the baseline, raise the exception instead."""
         if row is self.rows[0] and first:
             if isinstance(error, CastwiseError):
                 raise error
@@ -354,7 +362,10 @@ def _stopped(slowdown: float) -> str:
 
 
 def _thin(picture: torch.Tensor) -> list[list[float]]:
-    """Reduce a picture ``[height, width]`` to at most ``PICTURE_SIDE`` points each way, with four decimals."""
+    """Return a picture ``[height, width]`` as rows of numbers with four decimals, at most ``PICTURE_SIDE`` each way.
+
+    If the picture is larger, only every n-th row and column is kept.
+    """
     picture = picture.detach().float().cpu()
     if picture.dim() != 2:
         raise WorkloadError(

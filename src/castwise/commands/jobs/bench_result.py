@@ -1,4 +1,4 @@
-"""Results of a bench: frozen dataclasses that convert to a table, JSON and a page."""
+"""The results of :func:`castwise.bench`: frozen dataclasses that convert to a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ decrease."""
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per step of a plan, its speedup over the baseline (None for the baseline), and all times by start.
+    """The times of a plan's steps.
 
-    If all plans were timed in one process, there is one start, with None in rounds that the plan did not run.
+    A start is a process in which the plan was timed. If all plans were timed in the same process, there is a single start.
+
+    Attributes:
+        step: The seconds per step, summarised over all rounds.
+        speedup: The speedup over the baseline; None for the baseline.
+        starts_s: The seconds per step by start and timing round. None stands for a round in which the plan did not run.
     """
 
     step: stats.Summary
@@ -35,20 +40,21 @@ class Timing:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Results of one plan.
+    """What :func:`castwise.bench` measured of a plan.
 
     Attributes:
-        name: The preset, the plan's folder or file, or a description of the plan.
+        name: The name of the preset, the name of the plan's folder or file, or a description of the plan.
         plan: The plan on one line, as ``Plan.parse`` reads it.
-        status: ``ok``; ``stopped`` (hopeless); ``unsupported`` (the device or model cannot run it); ``failed``.
-        reason: Why the status is not ``ok``, in a sentence; else empty.
-        training: Times of training steps, if there were enough.
-        inference: Times of inference calls, if requested and successful.
-        memory: Peak memory and saved bytes, if requested and measurable.
-        notes: Other problems, in sentences.
-        skipped_steps: Number of steps skipped because of non-finite gradients.
-        final_loss_difference: Last loss minus the baseline's.
-        metrics: Result of ``workload.evaluate`` for the trained model.
+        status: ``ok``, or ``stopped`` because the plan was much too slow, or ``unsupported`` because the device or the model
+            cannot run it, or ``failed``.
+        reason: A sentence that says why the status is not ``ok``, or an empty text.
+        training: The times of training steps, if there were enough.
+        inference: The times of inference calls, if requested and successful.
+        memory: The peak memory, and the bytes that autograd saved for backward, if requested and measurable.
+        notes: Sentences about other problems.
+        skipped_steps: The number of steps skipped because gradients were not finite.
+        final_loss_difference: The last loss minus the last loss of the baseline.
+        metrics: The metrics of ``workload.evaluate`` for the trained model.
     """
 
     name: str
@@ -68,22 +74,22 @@ class PlanResult:
 
     @property
     def speedup(self) -> stats.Ratio | None:
-        """Speedup of training over the baseline."""
+        """The speedup of training over the baseline."""
         return self.training.speedup if self.training is not None else None
 
 
 @dataclass(frozen=True)
 class BenchResult(Result):
-    """Plans side by side on one workload and one machine.
+    """The result of :func:`castwise.bench`: the plans that were compared on a workload.
 
     Attributes:
-        baseline: Name of the baseline plan.
-        steps: Number of training steps per plan.
-        rounds: Number of interleaved timing rounds, over all starts.
-        starts: Number of timed starts per plan, each in a new process; 0 if all plans were timed in one process.
-        plans: One row per plan, in the order given; a baseline that was added comes first.
-        images: For workloads with pictures: ``target`` and one prediction per plan, as rows of numbers.
-        notes: Notes that concern all plans, in sentences.
+        baseline: The name of the plan with which the others are compared.
+        steps: The number of training steps per plan.
+        rounds: The number of timing rounds, over all starts. In a round, each plan runs some steps in turn.
+        starts: The number of processes in which each plan was timed; 0 if all plans were timed in the same process.
+        plans: The results of the plans, the baseline first.
+        images: For workloads with pictures: ``target`` and the prediction of each plan, as rows of numbers.
+        notes: Sentences that concern all plans.
     """
 
     kind: ClassVar[str] = "bench"
@@ -101,25 +107,28 @@ class BenchResult(Result):
 
     @property
     def behind(self) -> tuple[str, ...]:
-        """Plans whose loss fell visibly less than the baseline's in the same number of steps, or is non-finite."""
+        """The plans, by name, whose loss fell clearly less than the baseline's in the same number of steps, or is not finite."""
         base = next(row.losses for row in self.plans if row.name == self.baseline)
         return tuple(row.name for row in self.plans if row.status == "ok" and _learned_less(row.losses, base))
 
     @property
     def best(self) -> str | None:
-        """The recommended plan: as good a loss as the baseline and measurably faster; None if there is no such plan."""
+        """The name of the recommended plan, whose loss is as good as the baseline's and which is measurably faster, or None."""
         return next(iter(self._best()), None)
 
     @property
     def level_with_best(self) -> tuple[str, ...]:
-        """Other plans that are faster than the baseline and indistinguishable in speed from the best."""
+        """The other plans, by name, that are faster than the baseline and about as fast as the best plan.
+
+        Their speed cannot be told apart from the best plan's.
+        """
         return self._best()[1:]
 
     def _best(self) -> tuple[str, ...]:
-        """The best plan and the plans level with it.
+        """Return the name of the best plan, then the names of the plans whose speed cannot be told apart from it.
 
-        Among the plans indistinguishable in speed from the fastest, the first given is the best: another run may have
-        another fastest plan, but should give the same answer.
+        Of the plans whose speed cannot be told apart from the fastest, the best is the plan that the user named first. In
+        another measurement another plan may be the fastest, but the answer should be the same.
         """
         behind = self.behind
         sound = (row for row in self.plans if row.status == "ok" and row.name not in behind)
@@ -139,19 +148,19 @@ class BenchResult(Result):
         }  # fmt: skip
 
     def headline(self) -> str:
-        """The answer in a sentence or two."""
+        """Return the answer in a sentence or two."""
         from castwise.report.bench import headline
 
         return headline(self.to_dict())
 
     def save(self, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-        """Write the record, the page and its plots.
+        """Write the results as a page with plots and as JSON.
 
         Args:
-            folder: Output folder; created if it does not exist.
+            folder: The output folder, which is created if it does not exist.
 
         Returns:
-            Paths of the files: ``bench.html`` first, then ``bench.json`` and the pictures. Without matplotlib or Jinja,
+            The paths of the files: ``bench.html`` first, then ``bench.json`` and the pictures. Without matplotlib or Jinja,
             the page and pictures are left out with a warning.
         """
         return self._save(Path(folder) / "bench.html", Path(folder) / "bench.json")
@@ -170,7 +179,7 @@ def _slowness(row: PlanResult) -> float:
 
 
 def _are_level(one: PlanResult, other: PlanResult) -> bool:
-    """Whether two plans are indistinguishable in speed."""
+    """Whether the speeds of two plans cannot be told apart."""
     assert one.training is not None
     assert other.training is not None
     mine, others = one.training.starts_s, other.training.starts_s

@@ -1,4 +1,4 @@
-"""State of a running bench: the plans, their names and the measurements so far."""
+"""The state of a running :func:`castwise.bench`: the plans, their names and the measurements so far."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ BASELINE = "fp32"
 
 @dataclass
 class Row:
-    """State of one plan in a running bench.
+    """A plan in a running :func:`castwise.bench`, with what was measured so far.
 
     Attributes:
         plan: The plan.
         result: The result so far.
         run: The training in this process, while it runs.
-        training: Times of that training.
-        inference: Times of inference in this process.
-        starts_s: Times of training and inference in separate processes, by start and round.
-        images: Pictures from the trained model, thinned.
+        training: The times of the training in this process.
+        inference: The times of inference in this process.
+        starts_s: The times in separate processes, by process and timing round, for training and for inference.
+        images: Pictures that the trained model predicted, reduced in size.
     """
 
     plan: Plan
@@ -46,12 +46,12 @@ class Row:
 
     @classmethod
     def of(cls, name: str, plan: Plan) -> Self:
-        """Create a row without measurements."""
+        """Return a row without measurements."""
         return cls(plan, PlanResult(name, str(plan), plan.digest, "ok"))
 
     @property
     def name(self) -> str:
-        """Name of the plan."""
+        """The name of the plan."""
         return self.result.name
 
     @property
@@ -64,12 +64,12 @@ class Row:
         self.result = dataclasses.replace(self.result, **changes)
 
     def note(self, text: str) -> None:
-        """Add a sentence to the result."""
+        """Add a sentence to the notes of the result."""
         self.found(notes=(*self.result.notes, text))
 
 
 def rows_of(plans: Iterable[Any]) -> list[Row]:
-    """Create one row per plan, the baseline first."""
+    """Return a row for each plan, the baseline first. The baseline fp32 is added if it is missing."""
     if isinstance(plans, (str, Plan, torch.dtype)):
         plans = (plans,)
     rows: dict[str, Row] = {}
@@ -94,7 +94,10 @@ def _name(given: object, plan: Plan) -> str:
 
 
 def started(rows: list[Row], kind: Kind) -> list[Timing | None]:
-    """For each row, the times by start and the speedup over the first row."""
+    """Return the times that separate processes measured for each row, with the speedup over the first row.
+
+    The value is None for a row without such times.
+    """
     times = [row.starts_s.get(kind, []) for row in rows]
     ratios = stats.restarts(times)
     return [
@@ -110,7 +113,7 @@ def started(rows: list[Row], kind: Kind) -> list[Timing | None]:
 
 
 def in_turns(lap: Lap | None, base: Lap | None, is_base: bool) -> Timing | None:
-    """Times of a plan that alternated with the baseline in one process; None if the plan ended early."""
+    """Return the times of a plan that took turns with the baseline in this process, or None if the plan ended early."""
     if lap is None or lap.done:
         return None
     ratio = speedup(base, lap) if base is not None and not is_base else None

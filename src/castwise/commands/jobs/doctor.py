@@ -1,4 +1,4 @@
-"""``doctor``: measures the speed of a device in each format, and finds what limits a workload on it."""
+"""``doctor``, which measures a device's speed in each format, and finds what limits a workload on the device."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = ["Bottleneck", "DoctorResult", "WorkloadReport", "bottlenecks", "docto
 
 PLANS = ("fp32", "bf16-mixed", "fp16-mixed")
 SLOW = 3.0
-"""A plan is not timed further if its step or its operators take this many times as long as in fp32."""
+"""A plan is not timed further if its step, or the operators of its step, take this many times as long as in fp32."""
 STARTS, ROUNDS = 3, 6
-"""Number of starts per plan, and of rounds per start."""
+"""The number of processes in which each plan is timed, and the number of timing rounds per process."""
 DATA = 0.1
-"""The report names data loading if it takes at least this share of data loading plus step."""
+"""Data loading counts as a bottleneck if it takes at least this share of the time of data loading and step together."""
 DISPATCH = 0.3
-"""If launching operators takes at least this share of a step, formats matter little."""
+"""Launching operators counts as a bottleneck if it takes at least this share of a step. Formats then matter little."""
 OUTSIDE = 0.3
 BUSY = 0.3
-"""At or above this load per core, other processes disturb the measurement."""
+"""Other processes are reported as a disturbance if the load per CPU core is at least this number."""
 
 
 def doctor(
@@ -53,30 +53,31 @@ def doctor(
     small: bool = False,
     progress: Progress | bool | None = None,
 ) -> DoctorResult:
-    """Measure a device, and find what limits a workload on it.
+    """Measure the speed of a device in each format, and find what limits a workload on the device.
 
     Args:
-        workload: A workload, or its name; None measures only the device.
+        workload: A :class:`castwise.Workload`, or the name of a workload. None measures only the device.
         device: By default the available accelerator, else the CPU.
-        seed: Seed of the workload's weights and data.
-        small: Measure small sizes: takes about 1 s instead of 10 s, and is less accurate.
-        progress: True shows the command line's progress on standard error; a function is called with events.
+        seed: The seed of the workload's weights and data.
+        small: Measure with small tensors, which takes about 1 s instead of 10 s and is less accurate.
+        progress: True shows the command line's progress on standard error. A function is called with
+            :class:`castwise.commands.jobs.Event` records.
 
     Returns:
-        The result: ``.table()``, ``.to_json()``. Its figures for a workload come from steps of that workload, in fp32
-        and under plain autocast; its figures for the device come from single operators.
+        The result, with ``.table()`` and ``.to_json()``. The figures of the device are measured with single operators.
+        The figures of the workload are measured with its training steps, in fp32 and under plain autocast.
 
     Raises:
         DeviceError: The device does not exist.
         WorkloadError: The workload cannot be found or does not train.
-        NonFiniteError: The workload's first loss is non-finite.
+        NonFiniteError: The workload's first loss is not finite.
     """
     where = find_device("doctor", device, default_device_type())
-    notes = _busy(where)  # before this process adds load itself
+    notes = _busy(where)  # asked before this process adds load itself
     found = find_workload(workload) if isinstance(workload, str) else workload
     with heard(progress) as tell:
         profile = None
-        if found is not None:  # first, to report a faulty workload at once and not after half a minute
+        if found is not None:  # before the device is measured, so that a faulty workload is reported at once
             tell(Event("workload", found.name, 0, 1))
             with users_code(f"workload {found.name!r} fails in fp32"):
                 profile = profile_steps(found, where, seed=seed)
@@ -102,7 +103,7 @@ def doctor(
 
 
 def _busy(device: torch.device) -> tuple[str, ...]:
-    """A note if other processes use the CPU, since that load slows all formats and hides their differences."""
+    """Return a note if other processes use the CPU, which slows all formats and hides their differences."""
     if device.type != "cpu" or not hasattr(os, "getloadavg"):
         return ()
     return _load_note(os.getloadavg()[0], environment(device).cores)
@@ -121,7 +122,7 @@ def _load_note(load: float, cores: int) -> tuple[str, ...]:
 
 
 def grades(rates: Sequence[Rate], device_type: str) -> tuple[FormatGrade, ...]:
-    """A grade per measured format except fp32; includes bf16 and fp16 even if the device cannot run them."""
+    """Return a grade for each measured format except fp32. bf16 and fp16 get a grade even if the device cannot run them."""
     _, cannot = variants(device_type)
     names = dict.fromkeys(rate.format for rate in rates if rate.format != "fp32")
     lacks = [FormatGrade(v.name, "avoid", reason) for v, reason in cannot if v.dtype != torch.float32]
@@ -129,7 +130,10 @@ def grades(rates: Sequence[Rate], device_type: str) -> tuple[FormatGrade, ...]:
 
 
 def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> dict[str, str]:
-    """By plan, the reason not to run a workload's step: the format is missing, or its operators are too slow."""
+    """Return, for each plan under which the workload's step is not timed, the reason.
+
+    The device lacks the plan's format, or runs the step's operators too slowly in the format.
+    """
     _, cannot = variants(device_type)
     lacks = {variant.name: reason for variant, reason in cannot}
     out = {}
@@ -146,7 +150,10 @@ def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> d
 def step_rates(
     workload: Workload, device: torch.device, out: Mapping[str, str], seed: int, starts: int, tell: Progress
 ) -> tuple[StepRate, ...]:
-    """Time a workload's steps under each of ``PLANS``, as in a bench; ``out`` maps plans to leave out to the reasons."""
+    """Time a workload's training steps under each of ``PLANS``, by :func:`castwise.bench`.
+
+    ``out`` maps plans that are left out to the reasons.
+    """
     rounds = starts * ROUNDS
     result = bench(
         workload, [plan for plan in PLANS if plan not in out], device=device, steps=WARMUP + rounds, rounds=rounds, starts=starts,
@@ -164,10 +171,10 @@ def step_rates(
 
 
 def by_operators(profile: StepProfile, rates: Sequence[Rate], plan: str) -> float:
-    """Lower bound on the time of a step in a plan's format relative to fp32, from the rates of its operators.
+    """Return a lower bound on the time of a step in a plan's format, relative to the time in fp32.
 
-    Operators other than matrix products and convolutions, and operators without a rate, count as in fp32. Of an
-    interval, the high end counts.
+    The bound is computed from the measured rates of the step's matrix products and convolutions. Other operators, and those
+    without a measured rate, count as in fp32. Of the confidence interval of a speedup, the upper end counts.
     """
     format = PRESETS[plan].compute
     best: dict[str, float] = {}
@@ -182,11 +189,11 @@ def by_operators(profile: StepProfile, rates: Sequence[Rate], plan: str) -> floa
 
 
 def bottlenecks(profile: StepProfile, rates: Sequence[Rate]) -> tuple[Bottleneck, ...]:
-    """The bottlenecks of a workload, most important first; empty if nothing stands out.
+    """Return what limits the speed of a workload's step, the most important first. The result is empty if nothing stands out.
 
     Args:
-        profile: Time profile of a step.
-        rates: Measured rates of the device.
+        profile: How the time of a step is spent.
+        rates: The measured speed of the device's operators.
     """
     found = [_data(profile), _dispatch(profile), _outside(profile, rates)]
     return tuple(one for one in found if one is not None)

@@ -1,4 +1,4 @@
-"""Results of the doctor: frozen dataclasses that convert to tables and JSON."""
+"""The results of ``castwise doctor``: frozen dataclasses that convert to tables and JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from castwise.lab.timing.rates import Bandwidth, FormatGrade, Grade, Rate
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """A bottleneck of a workload, with its figures by name and a remedy.
+    """What limits the speed of a workload's training step, and what to do about it.
 
     Attributes:
-        what: ``data``, ``dispatch``, or ``outside matrix units``.
+        what: ``data``, ``dispatch`` or ``outside matrix units``.
+        measured: The measured figures, by name.
+        advice: What to do.
+        sentence: A sentence that describes the bottleneck.
     """
 
     what: str
@@ -31,14 +34,14 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class StepRate:
-    """Time of a training step under a plan.
+    """The time of a workload's training step under a plan.
 
     Attributes:
-        plan: A preset's name.
-        time: Time per step; None if timing was not completed.
-        speedup: Speedup over fp32; None for fp32, or if timing was not completed.
-        grade: Grade of the format; None for fp32.
-        reason: Why timing was not completed; else empty.
+        plan: The name of a preset.
+        time: The time per step; None if timing was not completed.
+        speedup: The speedup over fp32; None for fp32, or if timing was not completed.
+        grade: The grade of the plan's format, such as ``fast`` or ``avoid``; None for fp32.
+        reason: Why timing was not completed, or an empty text.
     """
 
     plan: str
@@ -50,9 +53,9 @@ class StepRate:
 
 @dataclass(frozen=True)
 class WorkloadReport:
-    """Speed of a workload's step in each format, and its bottlenecks in fp32.
+    """The speed of a workload's training step in each format, and the bottlenecks of the step in fp32.
 
-    The bottlenecks are empty if none of the known kinds applies.
+    There are no bottlenecks if none of the known kinds was found.
     """
 
     name: str
@@ -64,10 +67,10 @@ class WorkloadReport:
 
 @dataclass(frozen=True)
 class DoctorResult(Result):
-    """Measurements of a device, and optionally of a workload on it.
+    """What ``castwise doctor`` measured of a device and, if one was given, of a workload on the device.
 
-    There is a rate for every operator in every format that runs, and a grade for every format except fp32. Notes are
-    sentences about the measurement itself.
+    ``rates`` holds the speed of every measured operator in every format that the device can run. ``grades`` holds a grade for
+    every format except fp32. ``notes`` are sentences about the measurement itself.
     """
 
     kind: ClassVar[str] = "doctor"

@@ -1,4 +1,4 @@
-"""Messages that name the cause of a failed training."""
+"""Error messages that name the cause of a failed training."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from castwise.lab.workloads.workload import Workload
 
 @contextlib.contextmanager
 def calls(workload: Workload, what: str) -> Iterator[None]:
-    """Context for calling a workload's function: an error names the function, such as ``model()``.
+    """Turn errors inside a ``with`` block, which calls a workload's function, into errors that name the function.
+
+    ``what`` is the name in the message, such as ``model()``.
 
     Raises:
-        WorkloadError: The function raised an error that is not castwise's own.
+        WorkloadError: The function raised an error. Errors of castwise itself are raised unchanged.
     """
     try:
         yield
@@ -26,7 +28,7 @@ def calls(workload: Workload, what: str) -> Iterator[None]:
 
 
 def remedy(plan: Plan) -> str:
-    """Suggest a remedy for a non-finite loss under a plan without a loss scale."""
+    """Return a suggestion what to do about a non-finite loss under a plan that has no loss scale."""
     if plan.compute == "fp16":
         return "use a plan with a loss scale, such as fp16-mixed, or bf16-mixed, which needs no loss scale"
     if plan.compute == "bf16":

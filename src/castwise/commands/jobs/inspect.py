@@ -1,4 +1,4 @@
-"""``inspect``: several tools that examine a workload's numerics, one after another."""
+"""``inspect``, which runs several tools that examine the numerics of a workload, one after another."""
 
 from __future__ import annotations
 
@@ -30,31 +30,34 @@ TOOLS: Mapping[str, str] = {
     "compare": "castwise.lab.inspect.compare:compare",
     "forecast": "castwise.lab.inspect.forecast:forecast",
 }
-"""Functions by tool name, in running order; non-finite values come first, since they explain the other results."""
+"""The tools by name, each with its module and function, in the order in which they run.
+
+``nonfinite`` comes first, since non-finite values explain the other results.
+"""
 
 
 class ToolResult(Protocol):
-    """Interface of a tool's result."""
+    """The interface of a tool's result."""
 
     def table(self, *, verbose: bool) -> RenderableType:
-        """Text for a person: complete, or the answer with its evidence."""
+        """Return the result for a person, complete if ``verbose``, else shortened to the answer and its evidence."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Data for a program."""
+        """Return the result as JSON values, for a program."""
 
     def save(self, folder: Path) -> Any:
-        """Write the record and the page, and return the page's path or the paths of all files."""
+        """Write the result as JSON and as a page, and return the page's path or the paths of all files."""
 
 
 @dataclass(frozen=True)
 class InspectResult:
-    """Results of all tools.
+    """The results of the tools that ``castwise inspect`` has run.
 
     Attributes:
-        workload: Name of the workload.
+        workload: The name of the workload.
         plan: The inspected plan.
-        results: Results by tool.
-        failed: Tools that failed, and why.
+        results: The results by the name of the tool.
+        failed: The reasons of failures by the name of the tool.
     """
 
     workload: str
@@ -63,7 +66,7 @@ class InspectResult:
     failed: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """The records of all tools."""
+        """Return the results of all tools as JSON values."""
         return {
             "kind": "inspect",
             "version": RECORD_VERSION,
@@ -74,7 +77,7 @@ class InspectResult:
         }
 
     def table(self, *, verbose: bool = True) -> RenderableType:
-        """The results of all tools for ``rich.print``: complete, or what fits on a screen."""
+        """Return the results of all tools for ``rich.print``, complete if ``verbose``, else what fits on a screen."""
         from rich.console import Group
         from rich.rule import Rule
         from rich.text import Text
@@ -86,7 +89,7 @@ class InspectResult:
         return Group(*parts)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write each tool's record and page into a folder, and return the paths of the files."""
+        """Write each tool's result into a folder, as JSON and as a page, and return the paths of the files."""
         for name, result in self.results.items():
             with left_out(f"{name}.html"):
                 result.save(folder)
@@ -105,21 +108,22 @@ def inspect(
     seed: int = 0,
     progress: Progress | bool | None = None,
 ) -> InspectResult:
-    """Examine a workload's numerics under a plan.
+    """Examine the numerics of a workload under a plan, with the tools of :data:`TOOLS`.
 
     Args:
-        workload: A workload, or its name.
-        only: Tools to run, from :data:`TOOLS`.
-        plan: Plan to inspect. ``forecast`` assumes the casts of this plan, or its own default if the plan computes only
-            in fp32.
-        against: Plan with which ``compare`` compares ``plan``.
-        formats: Formats for ``forecast``; by default all.
+        workload: A :class:`castwise.Workload`, or the name of a workload.
+        only: The names of the tools to run.
+        plan: The plan to inspect. The tool ``forecast`` assumes that the casts are those of this plan. If the plan computes
+            only in fp32, it assumes the casts of its default plan.
+        against: The plan with which the tool ``compare`` compares ``plan``.
+        formats: The formats that the tool ``forecast`` considers; by default all.
         device: By default the available accelerator, else the CPU.
-        seed: Seed of weights, data and random draws.
-        progress: True shows the running tool on standard error; a function is called with events.
+        seed: The seed of weights, data and random draws.
+        progress: True shows the running tool on standard error. A function is called with
+            :class:`castwise.commands.jobs.Event` records.
 
     Returns:
-        The result of each tool. If several tools run, a failure of one does not affect the others.
+        The result of each tool. If several tools run, the failure of a tool does not affect the others.
 
     Raises:
         PlanError: A tool does not exist.
@@ -147,7 +151,7 @@ def inspect(
             "compare": lambda run: run(model, found.loss, batch, other, chosen, device=where, seed=seed),
             "forecast": lambda run: run(
                 model, found.loss, found.batches, optimizer=found.optimizer, device=where, seed=seed,
-                **({} if chosen.formats.isdisjoint(LOW) else {"plan": chosen}),  # else the tool's default: fp32 casts nothing
+                **({} if chosen.formats.isdisjoint(LOW) else {"plan": chosen}),  # else forecast's default: fp32 casts nothing
                 **({"formats": tuple(formats)} if formats else {}),
             ),
         }  # fmt: skip

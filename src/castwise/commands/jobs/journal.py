@@ -1,4 +1,4 @@
-"""Files that a training writes while it runs, so that a crash loses nothing."""
+"""Writes the log of a training while it runs, so that a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Journal:
-    """Log of a running training: JSON lines and, if TensorBoard is installed, its events.
+    """The log of a running training: JSON lines and, if TensorBoard is installed, TensorBoard events.
 
     Args:
-        out: Output folder; files of an earlier training in it are removed.
-        steps_before: Number of steps of an earlier training that this training continues; their records are kept.
+        out: The output folder. Files of an earlier training in this folder are removed.
+        steps_before: The number of steps of the earlier training that this training continues. Their log lines are kept.
 
     Attributes:
-        files: Names of the written files.
+        files: The names of the written files.
         earlier: The lines of ``metrics.jsonl`` that were kept.
     """
 
@@ -56,7 +56,10 @@ class Journal:
         return self
 
     def _still_true(self) -> list[dict[str, Any]]:
-        """The still valid lines of the earlier run: a killed process may leave half a line, or lines of lost steps."""
+        """Return the lines of the earlier training that are still valid.
+
+        A killed process may have left half a line, or lines of steps that were made after the last checkpoint.
+        """
         rows: list[dict[str, Any]] = []
         if self._steps_before and self._lines_path.is_file():
             for line in self._lines_path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -67,7 +70,7 @@ class Journal:
         return rows
 
     def step(self, row: Mapping[str, Any], loss: float) -> None:
-        """Write a line of ``metrics.jsonl``, and the loss, finite or not, to TensorBoard."""
+        """Write a line to ``metrics.jsonl``, and the loss, finite or not, to TensorBoard."""
         self._lines.write(json.dumps(row, allow_nan=False) + "\n")
         if self._board is None:
             return
@@ -78,14 +81,14 @@ class Journal:
 
     @interrupts_wait()
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the results of an evaluation after a number of steps."""
+        """Write the metrics of an evaluation after ``step`` steps to TensorBoard."""
         for key, value in metrics.items():
             if self._board is not None:
                 self._board.add_scalar(f"final/{key}", value, step)
 
     def flush(self) -> None:
-        """Flush the files."""
-        self._lines.flush()  # to the operating system, so that a killed process loses nothing
+        """Pass the written lines to the operating system."""
+        self._lines.flush()  # so that a killed process loses no line
 
     @interrupts_wait()
     def __exit__(

@@ -1,7 +1,7 @@
-"""Parallel layouts: data, sharded, tensor and pipeline parallelism over a number of processes.
+"""Parallel layouts, which combine data, sharded, tensor and pipeline parallelism over a number of processes.
 
-A layout is written as ``dp2``, ``fsdp2``, ``tp2``, ``pp2``, a product of them such as ``dp2xtp2``, or ``single``.
-Everything here is arithmetic; :mod:`castwise.commands.jobs.processes` starts the process group.
+A layout is written as ``dp2``, ``fsdp2``, ``tp2`` or ``pp2``, as a product of these such as ``dp2xtp2``, or as ``single``.
+This module only computes positions and sizes. :mod:`castwise.commands.jobs.processes` starts the process group.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from castwise.core.casting.trees import map_tensors, tensors_in
 from castwise.errors import PlanError, WorkloadError, check_count
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-"""Orders in which a pipeline runs its microbatches."""
+"""The schedules, which are the orders in which a pipeline runs its microbatches."""
 _ALLOWED = "single, dp2, fsdp2, tp2, pp2 and products of them such as dp2xtp2"
 _MESH_ORDER = ("pp", "dp", "fsdp", "tp")
-"""Mesh dimensions, outermost first: tensor-parallel ranks communicate most, so they are neighbours."""
+"""The dimensions of the device mesh, outermost first.
+
+Tensor-parallel ranks communicate most, so they are neighbours.
+"""
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Position of a process in a layout: pipeline stage, replica, shard and tensor-parallel rank, from 0."""
+    """The position of a process in a layout: its pipeline rank, replica, shard and tensor-parallel rank, counted from 0."""
 
     pp: int = 0
     dp: int = 0
@@ -35,14 +38,14 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions; 1 where a dimension is unused.
+    """A parallel layout: the sizes of its dimensions. A dimension that is not used has size 1.
 
     Attributes:
-        dp: Number of replicas; each gets a slice of the batch, and their gradients are averaged.
-        fsdp: Number of processes over which FSDP2 shards parameters, gradients and optimizer state; each also gets a
-            slice of the batch. With ``dp`` the shards are replicated (hybrid sharding).
-        tp: Number of pieces that layers are split into.
-        pp: Number of pipeline processes, each with a part of the model.
+        dp: The number of replicas of the model. Each replica gets a slice of the batch, and their gradients are averaged.
+        fsdp: The number of processes over which FSDP2 shards parameters, gradients and optimizer state. Each of them also gets
+            a slice of the batch. Together with ``dp``, the shards are replicated (hybrid sharding).
+        tp: The number of pieces into which tensor parallelism splits layers.
+        pp: The number of pipeline processes, each of which has a part of the model.
     """
 
     dp: int = 1
@@ -56,7 +59,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a layout such as ``dp2xtp2``; the order of the parts does not matter.
+        """Return the layout that a text such as ``dp2xtp2`` describes. The order of the parts does not matter.
 
         Raises:
             PlanError: The text is not a layout.
@@ -87,28 +90,28 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """The number of processes."""
         return self.dp * self.fsdp * self.tp * self.pp
 
     @property
     def data_ranks(self) -> int:
-        """Number of slices of the batch."""
+        """The number of slices into which a batch is split."""
         return self.dp * self.fsdp
 
     @property
     def shards(self) -> bool:
-        """Whether ``fully_shard`` reduces gradients over data-parallel ranks.
+        """Whether FSDP2's ``fully_shard`` averages gradients over data-parallel ranks, instead of DistributedDataParallel.
 
-        DistributedDataParallel rejects tensor-parallel parameters and cannot provide the shapes that a pipeline needs;
-        in these cases ``fully_shard`` replicates, with shards of one process.
+        DistributedDataParallel rejects tensor-parallel parameters, and cannot provide the shapes that a pipeline needs. In
+        these cases ``fully_shard`` is used without sharding, only to replicate the model.
         """
         return self.fsdp > 1 or (self.dp > 1 and self.tp * self.pp > 1)
 
     def check(self, world_size: int) -> None:
-        """Raise if the number of started processes differs from the layout's.
+        """Raise if the number of started processes is not the number that the layout needs.
 
         Raises:
-            PlanError: The numbers differ; the message gives the command that starts the right number.
+            PlanError: The numbers differ. The message gives the command that starts the right number.
         """
         if world_size != self.world_size:
             needs = self.world_size
@@ -120,20 +123,20 @@ class Layout:
             )
 
     def mesh_dims(self) -> dict[str, int]:
-        """Names and sizes of the device mesh's dimensions, outermost first."""
+        """Return the names and sizes of the device mesh's dimensions, outermost first."""
         sizes = {name: getattr(self, name) for name in _MESH_ORDER}
         needed = {"dp", "fsdp"} if self.shards and self.dp > 1 else set()
         return {name: size for name, size in sizes.items() if size > 1 or name in needed}
 
     def place(self, rank: int) -> Coordinate:
-        """Position of a rank."""
+        """Return the position of a rank in the layout."""
         found = {}
         for name in reversed(_MESH_ORDER):
             rank, found[name] = divmod(rank, getattr(self, name))
         return Coordinate(**found)
 
     def slice_of(self, rank: int) -> int:
-        """Index of a rank's slice of the batch, from 0 to ``data_ranks - 1``."""
+        """Return the index of a rank's slice of the batch, from 0 to ``data_ranks - 1``."""
         place = self.place(rank)
         return place.dp * self.fsdp + place.fsdp
 
@@ -141,10 +144,10 @@ class Layout:
 def slice_batch(batch: Any, index: int, parts: int, layout: Layout) -> Any:
     """Return the ``index``-th of ``parts`` equal slices of a batch.
 
-    Tensors are split along their first dimension, into views; 0-dim tensors stay whole.
+    Tensors are split along their first dimension, into views. 0-dim tensors are not split.
 
     Raises:
-        WorkloadError: A first dimension is not divisible by ``parts``.
+        WorkloadError: The first dimension of a tensor is not divisible by ``parts``.
     """
     if parts == 1:
         return batch
@@ -164,10 +167,10 @@ def slice_batch(batch: Any, index: int, parts: int, layout: Layout) -> Any:
 
 
 def check_microbatches(microbatches: int, schedule: str, layout: Layout) -> None:
-    """Raise if a schedule cannot run this number of microbatches per step.
+    """Raise if a pipeline schedule cannot run this number of microbatches per step.
 
     Raises:
-        PlanError: The schedule cannot run this number; the message gives the allowed numbers.
+        PlanError: The schedule cannot run this number. The message gives the allowed numbers.
     """
     said = f"microbatches={microbatches} with schedule {schedule!r} and layout {layout}"
     if microbatches < 1:
@@ -181,10 +184,12 @@ def check_microbatches(microbatches: int, schedule: str, layout: Layout) -> None
 
 
 def check_splits(value: Any, microbatches: int, layout: Layout) -> None:
-    """Raise if microbatches do not divide a pipeline's inputs and targets evenly, which would weight losses unequally.
+    """Raise if a pipeline's inputs and targets cannot be split into microbatches of equal size.
+
+    The losses of microbatches of different sizes would be weighted unequally.
 
     Raises:
-        WorkloadError: A tensor cannot be divided evenly; the message names its shape.
+        WorkloadError: A tensor cannot be split evenly. The message names its shape.
     """
     for tensor in tensors_in(value):
         if tensor.dim() and tensor.shape[0] % microbatches:

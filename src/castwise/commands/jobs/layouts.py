@@ -1,4 +1,7 @@
-"""The part of a model that a process trains under a layout: the whole model, a shard, pieces of layers, or stages."""
+"""The part of a model that a process trains under a parallel layout, except for pipelines.
+
+The part is the whole model, an FSDP2 shard of it, or the tensor-parallel pieces of its layers.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,13 @@ from castwise.lab.workloads.workload import Workload, check_loss, check_no_backw
 
 
 class Parts(Protocol):
-    """The prepared part of a model that a process trains.
+    """The part of a model that this process trains, prepared for a plan.
 
     Attributes:
+        amp: The castwise session that prepared the part.
         modules: The modules that this process holds.
-        optimizers: One optimizer per module.
-        whole: The whole model, if this process can run it alone; else None.
+        optimizers: The optimizers of these modules.
+        whole: The whole model if this process can run it without the other processes; else None.
     """
 
     amp: Amp
@@ -36,21 +40,21 @@ class Parts(Protocol):
     whole: nn.Module | None
 
     def backward(self, batch: Any) -> Tensor | None:
-        """Compute gradients of this data-parallel rank's slice of the batch, on its device.
+        """Compute the gradients of a batch. On each data-parallel rank, this is the rank's slice of the whole batch.
 
         Returns:
-            The detached loss of the slice; None on a process that does not compute it.
+            The detached loss of the slice, or None on a process that does not compute the loss.
         """
 
     def weights(self) -> dict[str, Any] | None:
-        """The whole model's state dict in fp32, on rank 0; None elsewhere. All ranks must call it."""
+        """Return the whole model's state dict in fp32 on rank 0, and None on other ranks. All ranks must make this call."""
 
 
 def check_workload(workload: Workload, layout: Layout) -> None:
-    """Raise if a workload does not define how a layout divides it.
+    """Raise if a workload does not define how a layout divides its model.
 
     Raises:
-        WorkloadError: A field is missing; the message says what to write.
+        WorkloadError: The field ``shards`` or ``pipeline`` of the workload is missing. The message says what to write.
     """
     if layout.tp > 1 and workload.shards is None:
         raise WorkloadError(
@@ -67,7 +71,7 @@ def check_workload(workload: Workload, layout: Layout) -> None:
 
 
 def blocks_of(workload: Workload, model: nn.Module) -> list[nn.Module]:
-    """The modules of an unsharded model that FSDP2 shards as separate groups."""
+    """Return the submodules of an unsharded model that FSDP2 gathers separately."""
     if workload.blocks is None:
         return list(_members(model))
     with calls(workload, "blocks(model)"):
@@ -86,16 +90,16 @@ def _members(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def shard(module: nn.Module, blocks: Sequence[nn.Module], amp: Amp, ranks: TrainingRanks) -> None:
-    """Shard the model or a stage with FSDP2 in place, each contained block as its own group."""
+    """Shard a model or a pipeline stage by FSDP2, in place. The ``blocks`` in it are gathered separately."""
     mesh = ranks.of("dp", "fsdp") if "dp" in ranks.layout.mesh_dims() else ranks.of("fsdp")
     inside = {part for part in module.modules() if part is not module}
     amp.fully_shard(module, blocks=[block for block in blocks if block in inside], part=True, mesh=mesh)
 
 
 def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:
-    """The fp32 state dict of a model or stage, on the CPU, with shards gathered and tied weights tied.
+    """Return the unsharded fp32 state dict of a model or a pipeline stage, on the CPU. Tied weights share a tensor.
 
-    Collective over the ranks that share the model or stage; ranks with ``keep=False`` get an empty dict.
+    All ranks that share the model or stage must make this call. Ranks with ``keep=False`` get an empty dict.
     """
     from torch.distributed.tensor import DTensor
 
@@ -111,7 +115,11 @@ def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 class Whole:
-    """A model that each process runs from end to end: alone, replicated, sharded, or with its layers already split."""
+    """A model that each process runs from its inputs to its loss, without pipeline stages.
+
+    The model is trained on one process, replicated, sharded, or split into tensor-parallel pieces. This class implements
+    :class:`Parts`.
+    """
 
     def __init__(self, workload: Workload, amp: Amp, model: nn.Module, ranks: TrainingRanks) -> None:
         self.amp = amp
@@ -133,7 +141,7 @@ class Whole:
             )
 
     def backward(self, batch: Any) -> Tensor | None:
-        """Compute gradients; see :class:`Parts`."""
+        """Compute the gradients of a batch, as :class:`Parts` describes."""
         with calls(self._workload, "loss(model, batch)"):
             loss = self._workload.loss(self._call, batch)
         if not self._checked:
@@ -144,7 +152,7 @@ class Whole:
         return loss.detach() if self._ranks.place.tp == 0 else None
 
     def weights(self) -> dict[str, Any] | None:
-        """The whole model's weights; see :class:`Parts`."""
+        """Return the whole model's weights, as :class:`Parts` describes."""
         leads = self._ranks.leads
         if self.whole is None:
             full = full_weights(self.amp, self.modules[0], leads)
@@ -154,7 +162,7 @@ class Whole:
 
 
 def build_whole(workload: Workload, ranks: TrainingRanks, seed: int) -> nn.Module:
-    """Build the whole model with equal weights on all ranks, and split its layers if the layout is tensor-parallel."""
+    """Build a workload's whole model with the same weights on all ranks. A tensor-parallel layout then splits its layers."""
     with calls(workload, "model()"):
         model = build_model(workload, ranks.device, seed)
     if ranks.layout.tp > 1:
@@ -169,7 +177,7 @@ def build_whole(workload: Workload, ranks: TrainingRanks, seed: int) -> nn.Modul
 def evaluate_whole(
     workload: Workload, plan: Plan, device: torch.device, weights: dict[str, Any], seed: int
 ) -> dict[str, float]:
-    """Result of ``workload.evaluate`` for a new copy of the model with given weights, under the plan."""
+    """Return the metrics of ``workload.evaluate`` for a new copy of the model, with given weights, under a plan."""
     assert workload.evaluate is not None
     with Amp(plan, device=device, group=ALONE) as amp:
         model = build_model(workload, device, seed)
@@ -179,7 +187,7 @@ def evaluate_whole(
 
 
 def evaluate(workload: Workload, model: nn.Module) -> dict[str, float]:
-    """Result of ``workload.evaluate`` for a prepared model, as numbers."""
+    """Return the metrics of ``workload.evaluate`` for a prepared model, as numbers by name."""
     assert workload.evaluate is not None
     model.eval()
     with torch.no_grad(), uncompiled(), calls(workload, "evaluate(model)"):

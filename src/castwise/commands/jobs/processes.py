@@ -1,4 +1,4 @@
-"""The processes of a training, started by torchrun and joined into a process group and a device mesh."""
+"""Joins the processes that torchrun started into a process group and a device mesh."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def started() -> tuple[int, int]:
-    """This process's rank and the number of processes, from the process group or torchrun's environment."""
+    """Return this process's rank and the number of processes, from the process group or torchrun's environment variables."""
     if running():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class TrainingRanks(Ranks):
-    """The process's own rank and device mesh in a training.
+    """The processes of a training, with the rank, the device and the device mesh of this process.
 
-    The mesh has the layout's dimensions, out of pp, dp, fsdp and tp; a single process has no mesh.
+    The dimensions of the mesh are those of the layout, out of pp, dp, fsdp and tp. A single process has no mesh.
     """
 
     def __init__(self, layout: Layout, device: torch.device, mesh: DeviceMesh | None = None) -> None:
@@ -39,7 +39,7 @@ class TrainingRanks(Ranks):
 
     @property
     def place(self) -> Coordinate:
-        """Position of this process."""
+        """The position of this process in the layout."""
         return self.layout.place(self.rank)
 
     @property
@@ -48,12 +48,12 @@ class TrainingRanks(Ranks):
         return self.rank == 0
 
     def of(self, *names: str) -> Any:
-        """The submesh of some dimensions, such as ``tp``."""
+        """Return the submesh of one or more dimensions of the mesh, such as ``tp``."""
         assert self.mesh is not None
         return self.mesh[names if len(names) > 1 else names[0]]
 
     def add_up(self, figures: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all processes and return it on the CPU; synchronises with the device."""
+        """Return the sum of a tensor over all processes, on the CPU. Synchronises with the device."""
         here = figures.to(self.device)
         if self.size > 1:
             dist.all_reduce(here)
@@ -62,14 +62,14 @@ class TrainingRanks(Ranks):
 
 @contextlib.contextmanager
 def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]]:
-    """Context with the process group of the processes that torchrun started.
+    """Join the processes that torchrun started into a process group, inside a ``with`` block.
 
-    An existing group is used and kept. Otherwise a group is created, gloo on the CPU and NCCL on CUDA, and destroyed
-    afterwards. A process that was started alone creates no group.
+    A process group that exists already is used and kept. Otherwise a group is created, with gloo on the CPU and NCCL on CUDA,
+    and destroyed afterwards. A process that was started alone creates no group.
 
     Args:
-        device: Device to compute on; for CUDA without an index, each process uses its ``LOCAL_RANK`` as the index.
-        call: Name of the caller, for error messages.
+        device: The device to compute on. For CUDA without an index, each process uses its ``LOCAL_RANK`` as the index.
+        call: The name of the caller, for error messages.
 
     Yields:
         This process's rank and device.
@@ -95,7 +95,7 @@ def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]
         except (RuntimeError, ValueError) as error:
             raise StateError(f"{call}: rank {rank} of {world} cannot reach the others: {error}") from error
     yield rank, device
-    # Not after an error: destroying a group waits for ranks that may be gone, and the process ends anyway.
+    # This is not done after an error: destroying a group waits for ranks that may be gone, and the process ends anyway.
     if ours:
         dist.barrier()  # gloo aborts more often if a rank leaves while others still communicate
         dist.destroy_process_group()
@@ -103,10 +103,12 @@ def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]
 
 @contextlib.contextmanager
 def join(layout: Layout | str | None, device: torch.device) -> Iterator[TrainingRanks]:
-    """Initialise the processes of a training; without a layout they are all data-parallel.
+    """Join the processes of a training as a layout says, inside a ``with`` block, and yield the :class:`TrainingRanks`.
+
+    Without a layout, all processes are data-parallel.
 
     Raises:
-        PlanError: The layout is invalid, or its size is not the number of processes.
+        PlanError: The layout is invalid, or is for another number of processes.
         DeviceError: The device is not available to all processes.
         StateError: The other processes cannot be reached.
     """
@@ -148,13 +150,13 @@ def _own_device(device: torch.device, call: str) -> torch.device:
 
 
 def first_fault(text: str) -> str:
-    """Report an error to the other processes, and return the first error that occurred on any of them.
+    """Report an error of this process to the other processes, and return the error that occurred first on any of them.
 
-    When a rank fails, the others fail too, while communicating with it, and their errors are noise. torchrun's shared
-    store keeps the first error.
+    When a rank fails, the other ranks fail too while they communicate with it, and only the first error tells the cause.
+    torchrun's shared store keeps the first error.
 
     Returns:
-        ``text``, with this rank's number if there are several ranks; or the error of the rank that failed first.
+        The first error. With several ranks, the number of the rank precedes the text.
     """
     rank, world = started()
     if world == 1:

@@ -1,4 +1,4 @@
-"""The checkpoints of a training job: when to save, and how to resume."""
+"""Saves checkpoints of ``castwise train``, and resumes from them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from castwise.errors import CheckpointError
 
 
 class Saves:
-    """The checkpoints of one training, in their own folder: one every ``every`` steps; none for 0.
+    """The checkpoints of a training, in a folder of their own.
 
-    With ``resume`` the training continues from the newest checkpoint, which must be of the same workload and seed.
+    A checkpoint is saved after every ``every`` steps and after the last step. If ``every`` is 0, none is saved. With
+    ``resume``, the training continues from the newest checkpoint, which must be of the same workload and seed.
     """
 
     def __init__(self, folder: Path, workload: str, seed: int, every: int, resume: bool) -> None:
@@ -23,7 +24,9 @@ class Saves:
         self._last: checkpoint.Saving | None = None
 
     def find(self) -> int:
-        """Find the checkpoint to resume from, and return its number of steps, or 0 if there is none; collective.
+        """Find the checkpoint to resume from, and return its number of steps, or 0 if there is none.
+
+        All ranks must make this call.
 
         Raises:
             CheckpointError: There are checkpoints, but ``resume`` is not set.
@@ -42,10 +45,10 @@ class Saves:
         return int(found.step)
 
     def load(self, parts: Parts) -> int:
-        """Resume from the checkpoint, and return how many of its steps were skipped.
+        """Load the checkpoint that :meth:`find` has found, and return how many steps were skipped before it.
 
         Raises:
-            CheckpointError: The checkpoint is of another workload or seed, or does not fit.
+            CheckpointError: The checkpoint is of another workload or seed, or does not fit the model.
         """
         assert self._found is not None
         loaded = checkpoint.load(
@@ -63,11 +66,11 @@ class Saves:
             )
 
     def due(self, step: int, last: int) -> bool:
-        """Whether to save a checkpoint after a step."""
+        """Whether a checkpoint must be saved after a step."""
         return self.every > 0 and (step % self.every == 0 or step == last)
 
     def save(self, parts: Parts, step: int, skipped_steps: int) -> None:
-        """Save in the background, after the previous save has finished."""
+        """Save a checkpoint in the background, once the previous checkpoint has been written."""
         extra = {"workload": self._workload, "seed": self._seed, "skipped_steps": skipped_steps}
         self._last = checkpoint.save(
             self.folder, step, model=parts.modules, optimizers=parts.optimizers, amp=parts.amp, extra=extra,

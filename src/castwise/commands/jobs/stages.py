@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the stages of a model that one process trains, and the schedule that runs them."""
+"""Implements pipeline parallelism: the model stages that a process trains, and the schedule that runs them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from castwise.errors import WorkloadError
 from castwise.lab.workloads.workload import Workload, check_loss, make_optimizer
 
 VIRTUAL_STAGES = 2
-"""Number of stages per process under the interleaved schedule."""
+"""The number of stages per process under the interleaved schedule."""
 
 
 class Stages:
-    """This process's prepared pipeline stages, split from a whole model that has equal weights on all ranks.
+    """Holds the pipeline stages that this process trains, prepared for a plan.
 
-    Each step runs the microbatches in one of :data:`castwise.commands.jobs.layout.SCHEDULES`.
+    The stages are cut out of a whole model that has the same weights on all ranks. A step runs the microbatches in the order
+    of one of :data:`castwise.commands.jobs.layout.SCHEDULES`.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Stages:
         return check_loss(loss, self._workload)
 
     def backward(self, batch: Any) -> Tensor | None:
-        """Compute gradients; see :class:`castwise.commands.jobs.layouts.Parts`."""
+        """Compute the gradients of a batch, as :class:`castwise.commands.jobs.layouts.Parts` describes."""
         with calls(self._workload, "pipeline.inputs(batch)"):
             inputs = tuple(self._pipeline.inputs(batch))
         with calls(self._workload, "pipeline.target(batch)"):
@@ -123,9 +124,10 @@ class Stages:
         return losses
 
     def _dry_run(self, inputs: tuple[Any, ...], target: Tensor) -> None:
-        """Run a step and discard its effects, because torch's first step infers shapes from uninitialised memory.
+        """Run a step forward and backward, then restore buffers and clear gradients.
 
-        Such values must not stay in running statistics.
+        torch's first pipeline step infers shapes by running the stages on uninitialised memory. Such values must not stay in
+        the running statistics of BatchNorm.
         """
         before = [{name: buffer.clone() for name, buffer in m.named_buffers()} for m in self.modules]
         with torch.random.fork_rng([self._ranks.device] if self._ranks.device.type == "cuda" else []):
@@ -137,7 +139,7 @@ class Stages:
             optimizer.zero_grad()
 
     def weights(self) -> dict[str, Any] | None:
-        """The whole model's weights; see :class:`castwise.commands.jobs.layouts.Parts`."""
+        """Return the whole model's weights, as :class:`castwise.commands.jobs.layouts.Parts` describes."""
         place = self._ranks.place
         gathers = place.dp == place.fsdp == place.tp == 0
         mine: dict[str, Any] = {}
@@ -150,17 +152,17 @@ class Stages:
 
 
 def _contiguous(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """Make tensors contiguous, as sending between stages requires."""
+    """Make output tensors contiguous, as a forward hook. Tensors sent between stages must be contiguous."""
     return map_tensors(Tensor.contiguous, output)
 
 
 def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
-    """Split a model into stages by its workload, and check that the stages together have the model's keys.
+    """Split a model into stages by the workload's ``pipeline.split``, and check the stages.
 
-    The stages contain the model's own parameters, not copies.
+    Together, the stages must have the keys of the model's state dict, and contain the model's own parameters, not copies.
 
     Raises:
-        WorkloadError: The keys of the stages differ from the model's.
+        WorkloadError: The number, the keys or the parameters of the stages are wrong.
     """
     assert workload.pipeline is not None
     with calls(workload, "pipeline.split(model, stages)"):
@@ -189,7 +191,7 @@ def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
 
 
 def _shared(stages: Sequence[nn.Module]) -> list[dict[int, str]]:
-    """Parameters that several stages share: for each, the stage numbers and its name in each stage."""
+    """Return a dict for each parameter that several stages share, from stage numbers to the parameter's name in the stage."""
     found: dict[nn.Parameter, dict[int, str]] = {}
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
@@ -199,9 +201,12 @@ def _shared(stages: Sequence[nn.Module]) -> list[dict[int, str]]:
 
 
 def _groups(shared: Sequence[dict[int, str]], ranks: TrainingRanks) -> dict[int, list[tuple[str, Any]]]:
-    """By stage, the names of shared parameters and the process groups that sum their gradients.
+    """Create the process groups that sum the gradients of shared parameters.
 
-    Every process creates every group in the same order, including groups that it does not belong to.
+    Every process creates every group in the same order, including groups to which the process does not belong.
+
+    Returns:
+        For each stage, the names of its shared parameters, each with its process group.
     """
     assert ranks.mesh is not None
     size = ranks.layout.pp
@@ -223,7 +228,7 @@ def _groups(shared: Sequence[dict[int, str]], ranks: TrainingRanks) -> dict[int,
 
 
 def _add_up_gradient(parameter: nn.Parameter, group: Any) -> None:
-    """Sum the gradients of a shared parameter over all stages that have it."""
+    """Sum the gradient of a shared parameter, in place, over all stages that have the parameter."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     grad = parameter.grad

@@ -1,4 +1,4 @@
-"""``train``: train a workload under one plan, on one process or many, with a log that survives crashes."""
+"""``train``, which trains a workload under a plan on one or more processes, with a log that survives crashes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from castwise.lab.workloads.workload import Workload, check_loss, find_workload,
 __all__ = ["TrainEvent", "TrainResult", "train"]
 
 _PENDING = 16
-"""Largest number of steps whose figures and batches stay unread, so that reading them does not stall the device."""
+"""The largest number of steps whose losses are left on the device, so that reading them does not stall the device."""
 _PATIENCE_S = 0.1
-"""Approximate time in seconds for which figures and batches may stay unread."""
+"""The approximate time in seconds after which losses are read from the device."""
 
 
 def train(
@@ -60,41 +60,45 @@ def train(
 ) -> TrainResult:
     """Train a workload under a plan, on the processes that torchrun started or on this process alone.
 
-    The output folder gets ``metrics.jsonl`` (one line per step, written during training) and TensorBoard events, and at
-    the end ``curves.png``, ``model.pt`` (fp32 weights under the model's own keys, for any plan and layout) and
-    ``result.json``. A training that fails or is interrupted keeps its files so far, and ``result.json`` gives the
-    reason. If TensorBoard or matplotlib is not installed, its files are left out with a warning. With several
-    processes, rank 0 writes and evaluates. Checkpoints go into ``checkpoints`` in the folder; a training restarted with
-    ``resume`` continues from the newest complete checkpoint, under any plan and layout.
+    During training, ``metrics.jsonl`` gets a line for each step, and TensorBoard events are written. At the end,
+    ``curves.png``, ``model.pt`` and ``result.json`` are written. ``model.pt`` holds fp32 weights under the model's own keys,
+    whatever the plan and layout. A training that fails or is interrupted keeps its files so far, and ``result.json`` gives
+    the reason. If TensorBoard or matplotlib is not installed, its files are left out with a warning. With several
+    processes, rank 0 writes the files and evaluates the model.
+
+    Checkpoints go into the folder ``checkpoints`` inside the output folder. A training that is restarted with ``resume``
+    continues from the newest complete checkpoint, also under another plan or layout.
 
     Args:
-        workload: A workload, or its name: ``sine``, ``file.py:attribute``.
+        workload: A :class:`castwise.Workload`, or the name of a workload, such as ``sine`` or ``file.py:attribute``.
         plan: A plan, in any form that :func:`castwise.core.plans.plan.as_plan` accepts.
-        steps: Number of steps, at least 1.
-        out: Folder for the results; created if it does not exist. Files of an earlier training in it are replaced.
+        steps: The number of steps, at least 1.
+        out: The output folder, which is created if it does not exist. Files of an earlier training in this folder are
+            replaced.
         device: By default the available accelerator, else the CPU.
-        seed: Seed of weights and data.
-        layout: Parallel layout, such as ``dp2xtp2``; by default ``dp`` over all processes.
-        microbatches: Number of microbatches per step of a pipeline; by default two per stage.
-        schedule: Schedule of a pipeline: ``gpipe``, ``1f1b`` (the default) or ``interleaved`` (two stages per process).
-        save_every: Number of steps between checkpoints; one more is saved after the last step. 0 for none.
+        seed: The seed of weights and data.
+        layout: The parallel layout, such as ``dp2xtp2``. By default all processes are data-parallel.
+        microbatches: The number of microbatches per step of a pipeline; by default two per stage.
+        schedule: The schedule of a pipeline: ``gpipe``, ``1f1b`` (the default) or ``interleaved``. ``interleaved`` runs two
+            stages on each process.
+        save_every: The number of steps between checkpoints. A checkpoint is also saved after the last step. 0 saves none.
         resume: Continue from the newest complete checkpoint in the folder, or start from the beginning if there is
             none. Damaged checkpoints are named in a warning and skipped.
-        progress: True shows the command line's progress on standard error; a function is called on rank 0 with a
-            :class:`TrainEvent` whenever losses were read.
+        progress: True shows the command line's progress on standard error. A function is called on rank 0 with a
+            :class:`TrainEvent` whenever losses were read from the device.
 
     Returns:
-        The result, as in ``result.json``; without files and metrics on ranks other than 0.
+        The result, as in ``result.json``. On ranks other than 0, files and metrics are missing.
 
     Raises:
         PlanError: The plan or layout is invalid, ``steps`` is below 1, or ``save_every`` is below 0.
-        CheckpointError: The folder holds checkpoints but ``resume`` is not set, or they are of another training.
+        CheckpointError: The folder holds checkpoints but ``resume`` is not set, or the checkpoints are of another training.
         DeviceError: The device does not exist or lacks a format of the plan.
         WorkloadError: The workload cannot be found or fails, its loss is not a scalar, or it does not define how the
             layout divides it.
-        NonFiniteError: The data has NaN or infinite values; or the loss is NaN or infinite under a plan without a loss
+        NonFiniteError: The data has NaN or infinite values, or the loss is NaN or infinite under a plan without a loss
             scale.
-        LossScaleError: The loss scale is at its floor and gradients are still non-finite.
+        LossScaleError: The loss scale has its smallest allowed value, and gradients still are not finite.
     """
     check_count("train", "steps", steps, 1)
     check_count("train", "save_every", save_every, 0)
@@ -131,7 +135,7 @@ def _pipeline_options(layout: Layout, microbatches: int | None, schedule: str | 
 
 @dataclass
 class _Step:
-    """A step whose values may still be on the device."""
+    """A finished step whose loss and loss scale have not been read from the device yet."""
 
     number: int
     loss: torch.Tensor | None
@@ -139,7 +143,7 @@ class _Step:
     result: StepResult
     elapsed_s: float
     batch: Any
-    """The whole batch, on the CPU, kept so that an error can describe bad data in it."""
+    """The whole batch, on the CPU, which is kept so that an error message can describe bad data in the batch."""
 
 
 @dataclass
@@ -155,9 +159,9 @@ class _Run:
     schedule: str
     saves: Saves
     steps_before: int = 0
-    """Number of steps before the checkpoint that this training continues; their batches are skipped."""
+    """The number of steps before the checkpoint that this training continues. The batches of these steps are skipped."""
     earlier: list[dict[str, Any]] = field(default_factory=list)
-    """The records of the steps before that checkpoint."""
+    """The log lines of the steps before the checkpoint that this training continues."""
     pending: list[_Step] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: int = 0
@@ -196,7 +200,9 @@ class _Run:
                 stopped = not isinstance(error, Exception)
                 reason = first_fault(sentence(error))
                 if self.ranks.leads:
-                    with contextlib.suppress(Exception):  # nor may a full disk
+                    with contextlib.suppress(
+                        Exception
+                    ):  # a full disk must not hide the original error either
                         self._ignore_sigterm()
                         self._finish("interrupted" if stopped else "failed", reason)
                         error.add_note(f"The records so far are in {self.out}")
@@ -220,7 +226,7 @@ class _Run:
     def _train(self, parts: Parts, journal: Journal | None) -> None:
         layout, amp = self.ranks.layout, parts.amp
         share = layout.slice_of(self.ranks.rank)
-        # Seed dropout, independent of draws while building the model: equal only on ranks with the same data.
+        # Seed dropout independently of random draws while the model was built. Ranks with the same data get the same seed.
         torch.manual_seed(self.seed + share)
         if self.steps_before:
             self.skipped_steps = self.saves.load(parts)
@@ -234,7 +240,7 @@ class _Run:
             try:
                 result = amp.step(*parts.optimizers)
             except NonFiniteError:
-                self._read(journal)  # a non-finite loss says more
+                self._read(journal)  # a non-finite loss is reported instead, since it says more
                 raise
             for optimizer in parts.optimizers:
                 optimizer.zero_grad()
@@ -246,12 +252,14 @@ class _Run:
                 read = time.perf_counter()
                 self.time_s = read - start
             if self.saves.due(number, self.steps):
-                self._read(journal)  # the records of a checkpoint's steps are on disk before the checkpoint
+                self._read(
+                    journal
+                )  # the log lines of a checkpoint's steps must be on disk before the checkpoint
                 self.saves.save(parts, number, self.skipped_steps)
         self.saves.wait()
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
-        """Iterate over the number and batch of each remaining step."""
+        """Yield the number and the batch of each remaining step."""
         with calls(self.workload, "batches(seed)"):
             batches = iter(self.workload.batches(self.seed))
         for number in range(1, self.steps + 1):
@@ -261,16 +269,16 @@ class _Run:
                 yield number, batch
 
     def _read(self, journal: Journal | None, wish: int = 1, judge: bool = True) -> int:
-        """Log the pending steps and check their losses.
+        """Read the losses of pending steps from the device, log the steps and check the losses.
 
         Args:
-            journal: Journal to write to; None on ranks that do not write.
-            wish: Number of steps until the next read, as rank 0 proposes it.
-            judge: Whether a non-finite loss is an error. If False, other ranks may be gone, so there is no
-                communication.
+            journal: The log to write to; None on ranks that do not write.
+            wish: The number of steps until the next read that this rank proposes. The proposal of rank 0 counts.
+            judge: Whether a non-finite loss is an error. False is given after an error, when other ranks may be gone. Ranks
+                then do not communicate.
 
         Returns:
-            Number of steps until the next read, equal on all ranks.
+            The number of steps until the next read, equal on all ranks.
         """
         pending = self.pending
         if not pending or (not judge and self.ranks.mesh is not None):
@@ -307,7 +315,10 @@ class _Run:
         return until
 
     def _losses(self, pending: list[_Step], wish: int) -> tuple[list[float], int]:
-        """Mean losses over data-parallel ranks and rank 0's proposal for the next read, in one message."""
+        """Return the losses, averaged over data-parallel ranks, and rank 0's proposal for the next read.
+
+        A single all-reduce communicates both.
+        """
         wish = min(max(wish, 1), _PENDING)
         if self.ranks.mesh is None:
             return [float(step.loss) for step in pending if step.loss is not None], wish
@@ -321,7 +332,7 @@ class _Run:
         return losses, int(wished)
 
     def _judge(self, step: _Step) -> None:
-        """Raise if a loss is non-finite, unless a lower loss scale can cure it."""
+        """Raise an error for a step whose loss is not finite, unless a smaller loss scale can make the loss finite."""
         assert step.loss is not None
         if non_finite_parts(step.batch):
             check_loss(step.loss.requires_grad_(), self.workload, step.batch, step.number)
@@ -333,7 +344,7 @@ class _Run:
             )
 
     def _evaluate(self, parts: Parts, weights: dict[str, Any]) -> None:
-        """Evaluate the trained model: the model itself if this rank holds all of it, else a copy."""
+        """Evaluate the trained model. If this rank does not hold the whole model, evaluate a copy with the same weights."""
         if self.workload.evaluate is None:
             return
         self.progress(Event("evaluating", "", 0, 1))
@@ -344,7 +355,7 @@ class _Run:
         self.progress(Event("evaluating", "", 1, 1))
 
     def _ignore_sigterm(self) -> None:
-        """After a rank has failed, ignore torchrun's SIGTERM while the log is written."""
+        """Ignore SIGTERM, which torchrun sends after a rank has failed, so that the log can still be written."""
         if started()[1] > 1:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Result of a training: a frozen dataclass that converts to JSON and a sentence."""
+"""The result of ``castwise train``: a frozen dataclass that converts to JSON and to a sentence."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from castwise.lab.timing.environment import Environment
 
 @dataclass(frozen=True)
 class TrainEvent(Event):
-    """Progress of a training.
+    """A report on the progress of a training.
 
     Attributes:
-        loss: Loss of the last step that was read.
-        loss_scale: Loss scale of that step; None if the plan has none.
-        skipped_steps: Number of steps skipped so far because of non-finite gradients.
-        steps_per_s: Steps per second since the start.
+        loss: The loss of the last step whose loss was read from the device.
+        loss_scale: The loss scale of the same step; None if the plan has no loss scale.
+        skipped_steps: The number of steps skipped so far because gradients were not finite.
+        steps_per_s: The number of steps per second since the start.
     """
 
     loss: float = math.nan
@@ -31,24 +31,24 @@ class TrainEvent(Event):
 
 @dataclass(frozen=True)
 class TrainResult(Result):
-    """Result of a training.
+    """The result of ``castwise train``.
 
     Attributes:
         plan: The plan on one line, as ``Plan.parse`` reads it.
         status: ``ok``, ``failed`` or ``interrupted``.
-        reason: Why the status is not ``ok``, in a sentence; else empty.
-        steps_done: Number of steps, including skipped steps and steps before the resumed checkpoint.
-        steps_before: Number of steps before the resumed checkpoint.
-        skipped_steps: Number of steps skipped because of non-finite gradients.
-        restored_buffers: How often each buffer was restored to its last finite values after a skipped step, since the
-            start or the checkpoint.
-        final_loss: Loss of the last step; None if it is non-finite.
-        loss_scale: Loss scale of the last step; None if the plan has none.
-        metrics: Result of ``workload.evaluate`` for the trained model.
-        layout: The parallel layout, such as ``dp2``; ``single`` for one process.
-        time_s: Time of the training itself in seconds, without preparation and evaluation.
-        steps_per_s: Number of steps since the start or the checkpoint, divided by ``time_s``.
-        files: Names of the other files in the folder of ``result.json``.
+        reason: A sentence that says why the status is not ``ok``, or an empty text.
+        steps_done: The number of steps, including skipped steps and the steps before the resumed checkpoint.
+        steps_before: The number of steps before the resumed checkpoint.
+        skipped_steps: The number of steps skipped because gradients were not finite.
+        restored_buffers: The number of times that each buffer was restored to its last finite values after a skipped step,
+            since the start or the checkpoint.
+        final_loss: The loss of the last step; None if it is not finite.
+        loss_scale: The loss scale of the last step; None if the plan has no loss scale.
+        metrics: The metrics of ``workload.evaluate`` for the trained model.
+        layout: The parallel layout, such as ``dp2``, or ``single`` for one process.
+        time_s: The time of the training itself in seconds, without preparation and evaluation.
+        steps_per_s: The number of steps since the start or the checkpoint, divided by ``time_s``.
+        files: The names of the other files in the folder of ``result.json``.
     """
 
     kind: ClassVar[str] = "train"
@@ -75,7 +75,7 @@ class TrainResult(Result):
     files: tuple[str, ...]
 
     def summary(self) -> str:
-        """The outcome in a sentence."""
+        """Return the outcome of the training in a sentence."""
         from castwise.report.train import summary
 
         return summary(self.to_dict())

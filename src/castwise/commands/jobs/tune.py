@@ -1,4 +1,4 @@
-"""``tune``: finds by experiment the fastest plan that keeps the numerics."""
+"""``tune``, which finds by experiment the fastest plan whose gradients match fp32's."""
 
 from __future__ import annotations
 
@@ -61,58 +61,61 @@ def tune(
 ) -> TuneResult:
     """Find the fastest precision plan whose gradients match fp32's within the noise of the data.
 
-    Give a workload, or a model, a loss, batches and an optimizer. Everything runs on copies: when it returns or fails,
-    the model, random states and process-wide settings are unchanged, and training continues as without it.
+    Give a workload, or a model, a loss, batches and an optimizer. Everything runs on copies. Afterwards, also after an
+    error, the model, the random states and process-wide settings are unchanged, and training continues as if there had been
+    no search.
 
-    If torch.distributed is initialised, call it on every rank with the same arguments: all ranks search in lockstep, on
-    the same batches (no seed per rank is needed), and get the same plan. All ranks measure at the same time; the
-    slowest time, the largest peak and the worst damage count. A candidate that fails on one rank fails on all. Only
-    rank 0 reports progress and writes ``out``.
+    If torch.distributed is initialised, call this function on every rank with the same arguments. All ranks then search
+    together, on the same batches (no seed per rank is needed), and get the same plan. All ranks measure at the same time.
+    Of the ranks' results, the slowest time, the largest peak memory and the largest gradient error count. A plan that fails
+    on one rank fails on all. Only rank 0 reports progress and writes ``out``.
 
     Args:
-        workload: A workload, or its name: ``gpt``, ``file.py:attribute``.
-        model: Instead of a workload: a module in any state of training. If it is partly or wholly stored in bf16 or
-            fp16, it is widened to the fp32 baseline, and the model as given gets its own row.
-        loss: ``loss(model, batch)`` -> scalar tensor; it must call the model that it is given.
+        workload: A :class:`castwise.Workload`, or the name of a workload, such as ``gpt`` or ``file.py:attribute``.
+        model: Instead of a workload: a module in any state of training. If parameters are stored in bf16 or fp16, plans are
+            compared with an fp32 copy of the model, and the model as given gets a row of its own in the table.
+        loss: ``loss(model, batch)`` -> scalar tensor. The function must call the model that it is given.
         batches: A sequence, a re-iterable such as a DataLoader, or ``batches(seed)`` -> iterator.
-        optimizer: ``optimizer(params)`` -> Optimizer; its step is timed too.
-        formats: Formats the plan may use: ``fp32``, ``tf32``, ``bf16``, ``fp16``; formats that the device lacks are
-            left out.
-        goal: ``time``: the fastest sound plan. ``memory``: the sound plan with the smallest peak. ``numerics``: for the
-            one low format given, the plan with the fewest regions in fp32, whatever its speed here.
-        accumulate: Microbatches accumulated per update.
-        world_size: Number of data-parallel ranks that average gradients; by default the number of calling ranks.
-        compile: Whether the plan may compile the model: ``never`` (or False); ``auto``: if that is faster; ``always``
-            (or True): the best finalist that compiles. Finalists are compiled in separate processes, as far as the
-            budget allows. Numerics are tested uncompiled first; compiled gradients are then compared with the
-            uncompiled ones.
-        warmup_steps: Number of fp32 steps before the numerics are tested a second time; 0 for no second test.
-        verify_steps: Number of steps of the final training runs that compare the plan with fp32; 0 for none.
-        verify_seeds: Number of pairs of such runs, at least 2; about 20 show small differences.
-        budget_s: Approximate time limit in seconds; work that does not fit is left out, and the evidence says so.
-        memory: Measure peak memory too (one process per plan).
-        device: By default the model's device, or for a workload the available accelerator, else the CPU.
-        seed: Seed of weights, data, dither and random draws.
+        optimizer: ``optimizer(params)`` -> Optimizer. The optimizer's step is timed too.
+        formats: The formats that the plan may use: ``fp32``, ``tf32``, ``bf16`` and ``fp16``. Formats that the device lacks
+            are left out.
+        goal: ``time`` finds the fastest plan whose gradients match fp32's, and ``memory`` such a plan with the smallest peak
+            memory. ``numerics`` finds the plan with the fewest regions in fp32, whatever its speed, for a single low-precision
+            format, which ``formats`` names.
+        accumulate: The number of microbatches that are accumulated for an optimizer step.
+        world_size: The number of data-parallel ranks that average gradients. By default it is the number of calling ranks.
+        compile: Whether the plan may compile the model. ``never`` (or False) does not compile. ``auto`` compiles if that is
+            faster. ``always`` (or True) chooses among the plans that compile. The best plans are compiled in separate
+            processes, as far as the budget allows. Gradients are first tested without compiling. The compiled gradients
+            are then compared with those.
+        warmup_steps: The number of fp32 steps after which the gradients are tested a second time; 0 for no second test.
+        verify_steps: The number of steps of the final training runs that compare the plan with fp32; 0 for no such runs.
+        verify_seeds: The number of pairs of such runs, at least 2. About 20 pairs show small differences.
+        budget_s: The approximate time limit in seconds. Work that does not fit is left out, and the evidence says so.
+        memory: Measure peak memory too, in a separate process for each plan.
+        device: By default the model's device or, for a workload, the available accelerator, else the CPU.
+        seed: The seed of weights, data and all random draws.
         fresh: Search even if an earlier search had the same model, optimizer, loss, data, code, device and versions.
-            Otherwise the evidence of that search is returned at once, marked as such, unless it had a smaller budget
-            and left something open for that reason. A plan found on another device, with other versions, with other
-            code or with a smaller budget becomes a candidate from the start. Results are kept in the user's cache
-            folder, or in ``CASTWISE_CACHE_DIR``; an empty value turns the cache off.
-        out: Folder for the files of ``.save(folder)``, created at once. They are written at the end, or when the search
-            is interrupted or fails after its first stage, as on the command line.
-        progress: True shows the command line's progress on standard error; a function is called with events.
+            Otherwise the result of that search is returned at once, and says so, unless the earlier search left something
+            open because of a smaller budget. A plan that was found on another device, with other versions or code, or with a
+            smaller budget is tried from the start. Results are kept in the user's cache folder, or in the folder that
+            ``CASTWISE_CACHE_DIR`` names. An empty value turns the cache off.
+        out: The folder for the files of ``.save(folder)``, which is created at once. The files are written at the end, or
+            when the search is interrupted or fails after its first stage.
+        progress: True shows the command line's progress on standard error. A function is called with
+            :class:`castwise.commands.jobs.Event` records.
 
     Returns:
-        The result: ``.plan``, ``.answer``, ``.table()``, ``.save(folder)``, and ``.files``, the files written to
-        ``out``.
+        The result, with ``.plan``, ``.answer``, ``.table()``, ``.save(folder)`` and ``.files``, the files that were written
+        to ``out``.
 
     Raises:
         PlanError: An argument is out of range, or ``out`` cannot be written to.
         Exception: ``progress`` raised it.
-        WorkloadError: The workload cannot be found or tuned: the loss has no gradient, or the batches are unusable.
+        WorkloadError: The workload cannot be found, its loss has no gradient, or its batches are unusable.
         NonFiniteError: fp32 itself gives a non-finite loss or gradients.
-        StateError: The budget is too small for any result, ranks differ, or a rank has left.
-        RankError: Work that every plan needs failed on some ranks.
+        StateError: The budget is too small for any result, the arguments differ between ranks, or a rank has left the search.
+        RankError: Work that every plan needs has failed on some ranks.
         DeviceError: The device does not exist.
 
     Source: docs/tuning.md.
@@ -134,7 +137,7 @@ def tune(
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
         folder = None if out is None or ranks.rank else Path(out)
         if folder is not None:
-            make_folder(folder, "tune(out=)")  # at once, before there are results to lose
+            make_folder(folder, "tune(out=)")  # before there are results that an unusable folder would lose
         opened = _Opened(found.batches)
         journal = Journal(ranks)
         at_end.callback(opened.close)
@@ -147,7 +150,9 @@ def tune(
             return _written(TuneResult(*known), folder)
         reopened = dataclasses.replace(found, batches=opened)
         search = Search(Context(reopened, where, settings, spec, ranks, elsewhere, journal=journal))
-        at_end.callback(vars(search).clear)  # it is in reference cycles and holds models and batches
+        at_end.callback(
+            vars(search).clear
+        )  # frees models and batches, which the search holds in reference cycles
         journal.say = _teller(search, tell)
         try:
             with users_code(f"workload {found.name!r} failed"), _kept(model):
@@ -168,9 +173,9 @@ def _kept(model: nn.Module | None) -> contextlib.AbstractContextManager[None]:
 
 
 class _Opened:
-    """A workload's batches; their iterators are closed after the search, since a DataLoader's hold worker processes.
+    """Wraps a workload's function ``batches(seed)``, and closes all its iterators when the search ends.
 
-    Pickles as the plain batches, for other processes.
+    The iterators of a DataLoader may hold worker processes. For other processes, the object is pickled as the plain function.
     """
 
     def __init__(self, batches: Callable[[int], Iterator[Any]]) -> None:
@@ -203,13 +208,15 @@ def _written(result: TuneResult, folder: Path | None) -> TuneResult:
         return result
     try:
         return dataclasses.replace(result, files=result.save(folder))
-    except KeyboardInterrupt as error:  # a finished search has more results to lose than an interrupted one
+    except (
+        KeyboardInterrupt
+    ) as error:  # save again, so that an interrupt does not lose the results of a finished search
         _note_files(error, lambda: result.save(folder))
         raise
 
 
 def _note_files(error: BaseException, save: Callable[[], Sequence[Path]]) -> None:
-    """Save the results so far, and note on the error where they are, or why saving failed."""
+    """Save the results so far, and add a note to the error that says where they are, or why saving failed."""
     try:
         paths = save()
     except Exception as failed:
@@ -219,7 +226,7 @@ def _note_files(error: BaseException, save: Callable[[], Sequence[Path]]) -> Non
 
 
 def _teller(search: Search, tell: Progress) -> Say:
-    """Report a search's progress to a user's function, on rank 0 only."""
+    """Return a function that reports the progress of a search to the user's function, on rank 0 only."""
 
     def say(stage: str, subject: str, done: int, total: int) -> None:
         if search.context.ranks.rank == 0:

@@ -1,4 +1,4 @@
-"""Result of a search: the plan, and the evidence as a table, JSON and a page."""
+"""The result of :func:`castwise.tune`: the plan, and all measurements as a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from castwise.lab.search.evidence import Evidence
 
 @dataclass(frozen=True)
 class TuneResult(Result):
-    """The plan that a search chose, for ``castwise.Amp(result.plan)``, and all measurements of the search.
+    """The plan that :func:`castwise.tune` chose, to be used as ``castwise.Amp(result.plan)``, and all its measurements.
 
-    ``files`` are the files that the search itself has written, named as by ``save``.
+    ``files`` are the files that :func:`castwise.tune` has written itself, named as by :meth:`save`.
     """
 
     kind: ClassVar[str] = "tune"
@@ -37,14 +37,14 @@ class TuneResult(Result):
         """Write the page, the plan, the evidence and the plots.
 
         Args:
-            folder: Output folder; created if it does not exist.
+            folder: The output folder, which is created if it does not exist.
 
         Returns:
-            Paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures. Without
+            The paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures. Without
             matplotlib or Jinja, the page and pictures are left out with a warning.
         """
         plan = Path(folder) / "plan.json"
         plan.parent.mkdir(parents=True, exist_ok=True)
-        self.plan.save(plan)  # before the slower files, in case of an interrupt
+        self.plan.save(plan)  # first, since the other files take longer and may be interrupted
         first, *others = self._save(Path(folder) / "report.html", Path(folder) / "evidence.json")
         return (first, plan, *others)

@@ -226,7 +226,8 @@ class CastwisePrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Prepare the module now if the strategy will wrap it next, and return the module.
 
-        A strategy wraps modules in DistributedDataParallel, for example. Otherwise a Trainer's module is prepared in :meth:`connect`, when its optimizers exist.
+        A strategy wraps modules in DistributedDataParallel, for example.
+        Otherwise a Trainer's module is prepared in :meth:`connect`, when its optimizers exist.
         """
         if self._fabric is not None:
             fabric, optimizers, moves = self._fabric
