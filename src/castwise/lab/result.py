@@ -32,7 +32,7 @@ class Result:
         return record
 
     def _fields(self) -> dict[str, Any]:
-        """Return the fields and, if there is a plan, its description in words; subclasses add values derived from fields."""
+        """Return the values of the record: the fields and, if there is a plan, the plan in words; subclasses add more."""
         fields: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
         return fields | {"words": in_words(fields["plan"])} if "plan" in fields else fields
 
@@ -54,7 +54,7 @@ class Result:
         """
         from castwise.report.show import write
 
-        record = self.to_dict() | about  # once: it may say what time it is
+        record = self.to_dict() | about  # only once, since it may contain the present time
         page.parent.mkdir(parents=True, exist_ok=True)
         write_whole(data, _text(record) + "\n")
         with left_out(f"{page.name} with its pictures"):

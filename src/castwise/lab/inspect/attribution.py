@@ -35,7 +35,7 @@ than this share of an own error, rounding inside the kernels explains that own e
 
 @dataclass(frozen=True)
 class Own:
-    """The results of the passes in which every call gets the first plan's inputs.
+    """The results of forward and backward passes in which each module call gets the inputs that it has under the first plan.
 
     Attributes:
         own: The errors that each call makes under the second plan.
@@ -77,7 +77,7 @@ class _Mark(NamedTuple):
 
     @property
     def excesses(self) -> Difference:
-        """The own error divided by the error that rounding explains."""
+        """The error that the call itself makes in this tensor, divided by the error that rounding explains."""
         return self._times_explained(self.own)
 
     @property
@@ -86,9 +86,9 @@ class _Mark(NamedTuple):
 
     @property
     def unexplained(self) -> Effect | None:
-        """The kind of an own error that rounding does not explain, or None.
+        """The kind of error that the call itself makes in this tensor and that rounding does not explain; None if there is none.
 
-        An own error counts if its norm or its maximum is far above the explained error and is a notable share of the tensor's
+        The error counts if its norm or its maximum is far above the explained error and is a notable share of the tensor's
         total error. The kind is ``kernel`` if exact kernels remove the error, and otherwise ``born``.
         """
         if self.own is None:
@@ -190,7 +190,7 @@ class Attribution:
             and call.path in self._bordered
             and own is not None
             and own.norm <= 2 * ROUNDING * self._eps[call.path]
-        ):  # a cast, made at the border of the call
+        ):  # the plan's cast of an input, which belongs to this call
             inside = mark._replace(name=f"cast of its {_name(key)}", eps=self._eps[call.path])
             self._made.setdefault((call, key.back), []).append(inside)
             mark = mark._replace(own=Difference(0.0, 0.0))
@@ -212,7 +212,10 @@ class Attribution:
         self._made.setdefault((LOSS, False), []).append(mark)
 
     def _put_weights(self, ran_a: Run, ran_b: Run) -> None:
-        """Record each parameter's gradient at the first call of its module, or of the nearest called ancestor."""
+        """Record the error of each parameter's gradient at the first call of the parameter's module.
+
+        If that module is never called, the error is recorded at the first call of the nearest ancestor that is called.
+        """
         free = differences(ran_b.gradients, ran_a.gradients)
         own: dict[str, Difference | None] = {}
         expected: dict[str, Difference | None] = {}
@@ -284,8 +287,8 @@ def _name(key: Key) -> str:
 def suspects(calls: Sequence[CallComparison], count: int) -> Iterator[CallComparison]:
     """Yield at most ``count`` calls, whose modules are then tried in another format.
 
-    They are calls that make an error which rounding does not explain. If there are none, they are the calls with the largest own
-    errors. Each module occurs once.
+    They are calls that make an error which rounding does not explain. If there are none, they are the calls that make the largest
+    errors themselves. Each module occurs once.
     """
     seen: set[str] = set()
     born = sorted((call for call in calls if call.born), key=lambda call: -call.excess)

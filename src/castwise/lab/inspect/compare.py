@@ -129,7 +129,7 @@ def compare(
 
 
 class _Comparing:
-    """Runs the passes of one comparison of two plans, and evaluates their results."""
+    """Runs the forward and backward passes of one comparison of two plans, and evaluates their results."""
 
     def __init__(self, runs: Runs, first: Plan, second: Plan, env: Environment) -> None:
         self._runs, self._first, self._second, self._env = runs, first, second, env
@@ -153,7 +153,7 @@ class _Comparing:
         self._choices: tuple[Choice, ...] = ()
 
     def run(self) -> tuple[CallComparison, ...]:
-        """Run the passes of the comparison; return all module calls with their errors."""
+        """Run both plans forward and backward, with all passes of the comparison; return all module calls with their errors."""
         a, b = self._a, self._b
         if not self._runs.repeats_draws:
             self._runs.run(
@@ -183,7 +183,7 @@ class _Comparing:
             return calls
         rules = tuple(
             name for name, _ in self._second.ops
-        )  # a rule of the plan can be dropped, so its errors are named
+        )  # errors of operators with a rule stay visible, since the rule can be dropped
         look = Look(reference=own.own.reference, put=own.own.put)
         ran = self._runs.run(
             self._second,
@@ -224,7 +224,7 @@ class _Comparing:
         )
 
     def _whole(self, plan: Plan, ran: Run) -> Run:
-        """Return the pass whose loss and gradients are reported.
+        """Return the forward and backward pass whose loss and gradients are reported.
 
         If the plan compiles, a new pass is run in which nothing is observed, so that the compiler can fuse across calls. Otherwise
         the given pass is returned.
@@ -238,7 +238,11 @@ class _Comparing:
         return self._runs.run(plan, scale=ran.scale, whole=True)
 
     def _isolated(self, a: Look, b: Look, ran_a: Run, ran_b: Run) -> Own | None:
-        """Run passes 3 to 5 of the module's description; return None if the loss fails with replaced values."""
+        """Run the passes that show which errors each call makes itself, and which of these errors rounding explains.
+
+        They are passes 3 to 5 in the description of this module. In them each call gets inputs from the first plan's pass. None is
+        returned if the loss fails with such inputs.
+        """
 
         def rounded(key: Key, value: Tensor | None) -> Tensor | None:
             dtype = b.dtypes.get(key)
@@ -280,10 +284,10 @@ class _Comparing:
         return Own(own, expected, ran_base, ran_own, ran_expected)
 
     def _changed(self, chosen: Choices, scale: float) -> tuple[Choice, ...]:
-        """Run pass 6 of the module's description, and return the choices that differ.
+        """Run the second plan with the first plan's discrete choices (indices, masks), and return the choices that differ.
 
-        Nothing is run if the second plan computes only in fp32 or the model makes no choices. If the loss fails with replaced
-        values, the choices compared until then are returned.
+        It is pass 6 in the description of this module. Nothing is run if the second plan computes only in fp32 or the model makes
+        no choices. If the loss fails with replaced values, the choices compared until then are returned.
         """
         format = lowest_format(self._second)
         if format is None or not chosen.tape:

@@ -53,7 +53,7 @@ class Side:
 
     @property
     def excess(self) -> float:
-        """The own error divided by the expected error; 0 if either is missing or 0."""
+        """The error that the call itself makes, divided by the error that rounding explains; 0 if either is missing or 0."""
         return self.own / self.expected if self.own and self.expected else 0.0
 
 
@@ -87,12 +87,12 @@ class CallComparison:
 
     @property
     def excess(self) -> float:
-        """The larger of the two directions' ratios of own to expected error."""
+        """The larger :attr:`Side.excess` of forward and backward, the call's own error divided by what rounding explains."""
         return max(self.forward.excess, self.backward.excess)
 
     @property
     def own(self) -> float:
-        """The larger of the two directions' own errors."""
+        """The error that the call itself makes, the larger of forward and backward."""
         return max(self.forward.own or 0.0, self.backward.own or 0.0)
 
 
@@ -161,12 +161,15 @@ class Comparison(Result):
 
     @property
     def birthplaces(self) -> tuple[CallComparison, ...]:
-        """The calls whose own error is larger than rounding to the format explains; the largest ratio of own to expected first."""
+        """The calls that make a larger error than rounding to their format explains, ordered by how many times larger it is."""
         return tuple(sorted((c for c in self.calls if c.born), key=lambda c: -c.excess))
 
     @property
     def in_kernels(self) -> tuple[CallComparison, ...]:
-        """The calls whose error comes from rounding inside torch's kernels; the largest ratio of own to expected error first."""
+        """The calls that make a large error because of rounding inside torch's kernels, ordered by size.
+
+        The size is the error divided by the error that rounding to the call's format explains.
+        """
         return tuple(sorted((c for c in self.calls if c.in_kernels), key=lambda c: -c.excess))
 
     @property

@@ -24,7 +24,7 @@ _watching: list[CompiledCrossings] = []
 
 
 class CompiledCrossings(Observer):
-    """Observes the tensors that enter or leave module calls of a prepared model, in one pass of the model under torch.compile.
+    """Observes the tensors that enter or leave module calls of a prepared model under torch.compile, in one forward and backward.
 
     The observer registers its own hooks before anything is compiled, and Dynamo traces them.
 
@@ -59,9 +59,9 @@ class CompiledCrossings(Observer):
 
 
 def _hooks(path: str, writes: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a forward pre-hook and a forward hook that insert the operator, for Dynamo to trace.
+    """Return a forward pre-hook and a forward hook that pass a module's inputs and outputs through a custom operator.
 
-    A module's calls are numbered during tracing, since each pass is compiled anew.
+    Dynamo traces the hooks. A module's calls are numbered during tracing, since each pass is compiled anew.
     """
     began = [0]
 

@@ -102,7 +102,7 @@ def try_cures(
 
 
 def _finite(plan: Plan, reached: Callable[[Plan], Collection[str]]) -> tuple[bool, Plan]:
-    """Return whether a pass under a plan is finite, and the plan with the loss scale of the last try.
+    """Return whether loss, gradients and buffers are finite under a plan, and the plan with the loss scale of the last try.
 
     The loss scale is lowered while only gradients are not finite, as in training.
     """

@@ -26,9 +26,10 @@ class TensorForecast:
     Attributes:
         kind: ``weights``; ``activations``: the results of functions in forward; ``gradients``: the gradients of these results;
             ``weight gradients``; ``updates``: the nonzero elements of the optimizer's updates.
-        kept: Whether the plan keeps them in fp32.
-        count: Number of values; a complex one counts twice.
-        not_finite: Values infinite or NaN already in fp32, as in a mask; excluded from all other figures.
+        kept: Whether the plan keeps these tensors in fp32.
+        count: Number of values; a complex value counts twice.
+        not_finite: Number of values that are infinite or NaN already in fp32, as in a mask. They are excluded from all other
+            figures.
         largest: Largest magnitude.
         histogram: Magnitudes by powers of two; of large tensors, of a sample.
         casts: Per format the unscaled cast, and the scaled cast if training would scale. For ``updates``, in formats that weights
@@ -60,16 +61,16 @@ class RegionForecast:
 
     Attributes:
         path: Path of the module, empty for the model itself.
-        module: Its class.
-        tensors: By kind; tensors that the plan keeps in fp32 are separate entries.
-        scales: Loss scales at which fp16 holds its gradients; None if it has no gradients.
-        poles: Per format, the function most affected by values that become 0 before a division, root or logarithm, and the
-            share of these values.
-        troubles: Per format that does not hold the numbers which the plan casts, the reason; other formats are absent.
-        stored: As ``troubles``, if everything, parameters included, is stored in the format, without masters or loss
+        module: The module's class.
+        tensors: One entry per kind of tensor. Tensors that the plan keeps in fp32 are separate entries.
+        scales: Loss scales at which the module's gradients neither overflow nor underflow in fp16; None if it has no gradients.
+        poles: For each format, the division, root or logarithm of which the largest share of inputs becomes 0, and that share.
+        troubles: For each format in which numbers that the plan casts overflow or underflow, a reason; other formats are absent.
+        stored: As ``troubles``, if everything, parameters included, is stored in the format, without master weights or loss
             scale.
-        computed: Low formats in which the plan computes this region; empty if it keeps everything in fp32.
-        trouble: Why one of these formats does not hold the numbers; empty if all hold them, or if none was requested.
+        computed: Low formats in which the plan computes this region; empty if the plan keeps everything in fp32.
+        trouble: Why numbers overflow or underflow in one of the formats of ``computed``; empty if they do not, or if none of
+            these formats was requested.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Run the passes of a forecast, and sum up what they show."""
+"""Run a model for a forecast of low formats, and sum up what the forward and backward passes show."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Ledger:
         return numbers == values.count
 
     def put(self, site: Site, format: str, scale: float | str | None, found: Tally) -> None:
-        """Add the result of casting values to a format to the sums of the values' site."""
+        """Add what happened when one tensor was cast to a format to the sums; ``site`` names the tensor."""
         sites = self.tallies.setdefault((format, scale), {})
         sites[site] = sites.get(site, Tally()) + found
 
     def join(self, other: Ledger) -> None:
-        """Add the sums of another process."""
+        """Add the sums of another process to those of this process."""
         self.count += other.count
         self.not_finite += other.not_finite
         self.magnitudes += other.magnitudes
@@ -80,13 +80,13 @@ class Ledger:
 
     @property
     def square(self) -> float:
-        """The largest sum of squares over one site; 0 if nothing was cast."""
+        """The largest sum of squared values of any of the tensors; 0 if nothing was cast."""
         return max((tally.square for sites in self.tallies.values() for tally in sites.values()), default=0.0)
 
     def forecast(self, path: str, kind: Kind, kept: bool, least: float) -> TensorForecast:
-        """Return the forecast that follows from the sums.
+        """Return the forecast for the tensors that were added.
 
-        Values that underflow do not count at sites whose sum of squares is below ``least``.
+        Underflow does not count in tensors whose sum of squared values is below ``least``.
         """
         casts = tuple(cast_of([*sites.values()], *key, least) for key, sites in self.tallies.items())
         seen = self.magnitudes
@@ -97,7 +97,7 @@ class Ledger:
 
 @dataclasses.dataclass
 class Seen:
-    """What one process has observed in the passes of a forecast.
+    """What one process has observed in the forward and backward passes of a forecast.
 
     Attributes:
         ledgers: The sums by region, kind of tensor, and whether the plan keeps the tensor in fp32.
@@ -116,11 +116,14 @@ class Seen:
     passes: int = 0
 
     def ledger(self, path: str, kind: Kind, kept: bool) -> Ledger:
-        """Return the sums for a region, a kind of tensor, and whether the plan keeps it in fp32; create them if needed."""
+        """Return the :class:`Ledger` of a region for one kind of tensor; create it if needed.
+
+        ``kept`` says whether the plan keeps these tensors in fp32.
+        """
         return self.ledgers.setdefault((path, kind, kept), Ledger())
 
     def add_pole(self, path: str, format: str, function: str, found: Tally) -> None:
-        """Add the result of casting inputs of a function that must not become zero, such as denominators."""
+        """Count what a cast to a format does to inputs of a function that must not become zero, such as denominators."""
         poles = self.poles.setdefault(path, {}).setdefault(format, {})
         poles[function] = poles.get(function, Tally()) + found
 
@@ -138,7 +141,7 @@ class Seen:
 
 
 class Run:
-    """Runs the passes of a forecast, and computes the forecast from them.
+    """Runs a model forward and backward for a forecast of low formats, and computes the forecast.
 
     Args:
         prober: Runs the passes; each rank has its own.
@@ -158,7 +161,7 @@ class Run:
         self._ranks = ranks
 
     def run(self, microbatches: int, updates: Callable[[], Iterable[tuple[str, Tensor, Tensor]]]) -> None:
-        """Run all passes; a failure on one rank is raised on all.
+        """Run all forward and backward passes that the forecast needs; a failure on one rank is raised on all.
 
         Args:
             microbatches: Number of microbatches that this process runs.
@@ -211,7 +214,7 @@ class Run:
             self.not_finite.add(site)
 
     def _poles(self, inputs: list[tuple[Site, Tensor]], _results: list[Tensor]) -> None:
-        """Count the inputs that become 0 in a low format although the function must not get 0, such as denominators."""
+        """Count how many inputs of divisions, roots and logarithms become 0 in a low format, which such a function must not get."""
         for site, tensor in inputs:
             if site in self.casts.poles:
                 values = Values.of(tensor)
@@ -248,13 +251,13 @@ class Run:
                 if format.name in LOW:
                     left = stored_change(weights, changes, format.dtype)
                     held, squares = torch.isfinite(left), changes.double().square()
-                    ledger.put(site_of(name), format.name, None, Tally(  # shares of the update, not of its elements
+                    ledger.put(site_of(name), format.name, None, Tally(  # squares: shares of the update, not of its elements
                         float(squares.sum()), float(squares[~held].sum()), 0.0, float(squares[left == 0].sum()),
                         float((left - changes)[held].double().square().sum()), float(squares[held].sum()),
                     ))  # fmt: skip
 
     def forecast(self, where: Environment) -> Forecast:
-        """Return the forecast that follows from the observations of all ranks."""
+        """Combine the observations of all ranks, and return the forecast."""
         seen = self._ranks.to_first(self.seen)
         regions = self._ranks.first(lambda: self._regions(seen))
         spreads = self._spreads(regions)
@@ -335,7 +338,7 @@ class Run:
     def _worst_poles(self, path: str) -> dict[str, tuple[str, float]]:
         """Return, for each format, the function of which the largest share of inputs becomes 0, and that share.
 
-        Counted are only inputs that must not become 0, such as denominators.
+        Only inputs that must not become 0, such as denominators, are counted.
         """
         out = {}
         for format, functions in self.seen.poles.get(path, {}).items():

@@ -1,4 +1,4 @@
-"""Keep, compare or replace the tensors that enter or leave module calls in one pass."""
+"""Keep, compare or replace the tensors that enter or leave module calls in one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Look:
-    """Keeps, compares or replaces the tensors that enter or leave module calls in one pass.
+    """Keeps, compares or replaces the tensors that enter or leave module calls in one forward and backward pass.
 
     Attributes:
         scale: The loss scale of the pass; gradients are kept and compared unscaled.
@@ -60,7 +60,11 @@ class Look:
     _hits: Counter[Point] = field(default_factory=Counter)
 
     def begin(self, scale: float | None) -> tuple[Forward, Backward]:
-        """Clear all results before a pass with a loss scale; return the functions that get each tensor and each gradient."""
+        """Clear all results before a forward and backward pass with a loss scale.
+
+        Returns:
+            The functions that get each tensor and each gradient in this pass.
+        """
         for seen in (self.kept, self.errors, self.dtypes, self.shapes, self._hits):
             seen.clear()
         self.scale = scale or 1.0

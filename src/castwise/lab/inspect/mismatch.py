@@ -193,7 +193,7 @@ def mismatch(
 
 
 class _Sides:
-    """Runs copies of a model under plans, one at a time, since plans may need different process-wide settings."""
+    """Runs copies of a model under plans, one copy at a time, since plans may need different process-wide settings."""
 
     def __init__(self, model: nn.Module, device: torch.device, of: Logits) -> None:
         self._original, self._device, self._of = Original(model, "mismatch", device), device, of

@@ -116,19 +116,19 @@ class FirstNonfinite(Result):
     note: str = ""
 
     def __bool__(self) -> bool:
-        """Whether something is not finite."""
+        """Whether the loss, a gradient or a buffer is not finite."""
         return bool(self.reached)
 
     @property
     def cure(self) -> Plan | None:
-        """The plan with the smallest change that made the pass finite; None if none did."""
+        """The plan with the smallest change under which loss, gradients and buffers were finite; None if there is none."""
         good = [cure for cure in self.trials if cure.finite]
         narrow = [cure for cure in good if cure.what not in ("fp32", "fp64")]
         return next((cure.plan for cure in (*narrow, *good)), None)
 
     @property
     def answer(self) -> str:
-        """The result in a sentence or two."""
+        """The result, in one or two sentences."""
         from castwise.report.nonfinite import headline
 
         return headline(self._said())
@@ -163,7 +163,7 @@ class FirstNonfinite(Result):
 
 @dataclass
 class _Seen:
-    """What one pass showed: what was not finite, and where it came from.
+    """What one forward and backward pass showed: what was not finite, and where the non-finite values came from.
 
     Attributes:
         reached: The origins of each non-finite loss, gradient or buffer, by its name.
@@ -177,15 +177,18 @@ class _Seen:
     operators: int = 0
 
     def is_finite(self, in_loss: bool) -> bool:
-        """Whether everything is finite; with ``in_loss``, whether the loss is."""
+        """Whether loss, gradients and buffers are finite; with ``in_loss``, only the loss is checked."""
         return "loss" not in self.reached if in_loss else not self.reached
 
     def keys(self, in_loss: bool) -> frozenset[int | str]:
-        """Return keys by which the origins that may be the cause are found again in other passes."""
+        """Return keys of the operators and tensors that may have caused the non-finite values.
+
+        The keys are the same in other passes of the search.
+        """
         return frozenset(origin.key for origin in self.suspects(in_loss))
 
     def suspects(self, in_loss: bool) -> list[Origin]:
-        """Return the origins that may be the cause: with ``in_loss`` those that reach the loss, otherwise all.
+        """Return the origins of non-finite values that may be the cause: with ``in_loss`` those that reach the loss, else all.
 
         An infinity that the program intends, such as that of a mask, is included only if there is no other origin.
         """
@@ -308,7 +311,9 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
 def _look(
     passes: Passes, plan: Plan, mended: frozenset[int | str] = frozenset(), *, watch: bool = True
 ) -> _Seen:
-    """Run a pass and return what was not finite; with ``watch``, every operator is observed and the origins are known.
+    """Run forward and backward, and return what was not finite.
+
+    With ``watch``, every operator is observed, so that the origins of the non-finite values are known.
 
     The non-finite results of the origins whose keys are in ``mended`` are replaced by finite values.
     """
@@ -336,7 +341,10 @@ def _look(
 
 
 def _not_finite(ran: Pass, before: dict[str, bool]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of what is not finite after a pass: the loss, gradients, and buffers that were finite before."""
+    """Yield the names and values of the loss, the gradients and the buffers that are not finite after a pass.
+
+    Buffers that were not finite before the pass are left out.
+    """
     if not is_finite(ran.loss):
         yield "loss", ran.loss
     for name, parameter in ran.model.named_parameters():
@@ -362,7 +370,7 @@ def _culprit(passes: Passes, plan: Plan, first: _Seen) -> tuple[Origin | None, b
         return None, False, ()
     keys = first.keys(in_loss)
     mended, seen = keys, first
-    for _ in range(MOST_SUSPECTS):  # removing these may reveal others
+    for _ in range(MOST_SUSPECTS):  # without these origins others may appear
         seen = _look(passes, plan, mended)
         fresh = seen.keys(in_loss)
         if seen.is_finite(in_loss) or fresh <= mended:
@@ -373,7 +381,7 @@ def _culprit(passes: Passes, plan: Plan, first: _Seen) -> tuple[Origin | None, b
         needed = [
             o for o in suspects[:MOST_SUSPECTS] if o.key in _look(passes, plan, keys - {o.key}).keys(in_loss)
         ]
-        chosen = needed or suspects  # none is needed alone if, say, two infinities vanish together
+        chosen = needed or suspects  # no single one is needed if, say, two infinities cancel
     return chosen[0], seen.is_finite(in_loss), chosen[1:]
 
 
@@ -428,7 +436,7 @@ def _said(origin: Origin) -> dict[str, Any]:
 
 
 def _where(origin: Origin) -> str:
-    """Return an origin in a few words."""
+    """Describe in a few words where a non-finite value came from, such as ``exp in blocks.3``."""
     return origin.name if origin.place is None else _at(origin.place)
 
 

@@ -87,7 +87,7 @@ class CastUse:
     """All casts that one line of code in one module makes between the same two formats.
 
     Attributes:
-        module: Path.
+        module: Path of the module.
         source: Line of code; in backward, the forward operator's line.
         phase: ``forward``, ``backward`` or ``recomputation``.
         before: Format before the cast.
@@ -95,8 +95,8 @@ class CastUse:
         calls: Number per pass.
         bytes: Bytes read and written.
         time_s: Total seconds.
-        avoidable: Why they are avoidable; empty if they are not.
-        first: For repeated casts, the module of the first cast.
+        avoidable: Why the casts are avoidable: ``repeated`` or ``round trip``; empty if they are not.
+        first: For avoidable casts, the module that made the earlier cast of the tensor.
     """
 
     module: str
@@ -117,10 +117,10 @@ class OperatorTable(Result):
 
     Attributes:
         plan: The plan that the model ran under.
-        operators: Sorted by time.
-        regions: In model order.
-        casts: Sorted by bytes, avoidable ones first.
-        views: Number of calls that only make views; they are in no table.
+        operators: The operators by format and phase, sorted by time.
+        regions: The operators and casts of each module, in model order.
+        casts: The casts by line of code, sorted by bytes, with avoidable casts first.
+        views: Number of calls that only make views; these calls are in no table.
         workload: The model's class.
         device: The device of the run.
         notes: Further remarks, in sentences.
@@ -152,7 +152,7 @@ class OperatorTable(Result):
 
     @property
     def avoidable(self) -> tuple[CastUse, ...]:
-        """The avoidable casts."""
+        """The casts that could be avoided, because they repeat an earlier cast or reverse the previous one."""
         return tuple(cast for cast in self.casts if cast.avoidable)
 
     @property
@@ -217,7 +217,7 @@ class _Uses(Trace):
         self._cast_from: dict[Any, tuple[int, str, str]] = {}
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator and record it."""
+        """Run an operator, and record its format and time and, if it is a cast, the cast."""
         place = self.place(op)
         given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
         dtypes = {tensor.dtype for tensor in given}

@@ -127,7 +127,7 @@ class OriginTrace(Trace):
         place = self.place(op)
         written = written_by(op, args, kwargs)
         overwrites = place.operator in _OVERWRITES or _torch.operators.overload_kind(op) == "out"
-        # tensors that it writes to must be examined before
+        # tensors that the operator writes to must be examined before it runs
         before = {} if overwrites else {id(t): self._state(t, place) for t in written if not is_finite(t)}
         copies = {} if overwrites else {id(t): t.detach().clone() for t in written}
         out = run(op, args, kwargs)

@@ -1,4 +1,4 @@
-"""Run forward and backward passes of copies of a model under plans, all from the same state."""
+"""Run forward and backward passes of copies of a model under plans, each from the same weights, buffers and random state."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class PlanCasts:
         return watch
 
     def keeps(self, kind: Kind, site: Site) -> bool:
-        """Whether the plan keeps the tensors of a site in fp32."""
+        """Whether the plan keeps a tensor of some kind in fp32; ``site`` names the tensor."""
         if kind in ("weights", "weight gradients", "updates"):
             return not self._parameters.get(site, True)
         return site in self.kept

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def troubles(region: RegionForecast, formats: Sequence[str], scaled: bool = True) -> dict[str, str]:
-    """Return, by format, why the format cannot hold a region's numbers under a plan that autocasts.
+    """Return, by format, why a region's numbers overflow or underflow in that format under a plan that autocasts.
 
-    Formats that can hold the numbers are absent.
+    Formats in which they do not are absent.
 
     Args:
         region: The region.
@@ -32,7 +32,7 @@ def troubles(region: RegionForecast, formats: Sequence[str], scaled: bool = True
 
 
 def stored_troubles(region: RegionForecast, formats: Sequence[str]) -> dict[str, str]:
-    """Return, by format, why the format cannot hold a region's numbers if every tensor, parameters included, is stored in it.
+    """Return, by format, why a region's numbers overflow or underflow if every tensor, parameters included, is stored in it.
 
     Unlike in :func:`troubles`, tensors that the plan keeps in fp32 count too, and so do updates that rounding drops.
     """
@@ -40,9 +40,9 @@ def stored_troubles(region: RegionForecast, formats: Sequence[str]) -> dict[str,
 
 
 def plan_trouble(region: RegionForecast, plan: Plan, formats: Sequence[str]) -> str:
-    """Return why the formats in which a plan computes a region cannot hold its numbers.
+    """Return why a region's numbers overflow or underflow in the formats in which a plan computes the region.
 
-    The text is empty if the formats can hold the numbers, or if none of them is in ``formats``.
+    The text is empty if they do not, or if none of these formats is in ``formats``.
     """
     asked = [name for name in region.computed if name in formats]
     if plan.stores_low and not plan.keeps_masters:
@@ -64,7 +64,10 @@ def plan_trouble(region: RegionForecast, plan: Plan, formats: Sequence[str]) -> 
 
 
 def plan_answer(regions: Sequence[RegionForecast], plan: Plan, formats: Sequence[str]) -> str:
-    """Return a sentence on how many regions' numbers a plan's own formats can hold; empty if one of them is not in ``formats``."""
+    """Return a sentence that says in how many regions a plan's own formats can hold the numbers, without over- or underflow.
+
+    It is empty if one of the plan's low formats is not in ``formats``.
+    """
     low = [region for region in regions if region.computed]
     used = list(dict.fromkeys(name for region in low for name in region.computed))
     if not used or not set(used) <= set(formats):
@@ -116,9 +119,10 @@ def _reason(tensor: TensorForecast, cast: Cast) -> str:
 
 
 def recommended(regions: Sequence[RegionForecast], formats: Sequence[str], loss_scale: float) -> Plan | None:
-    """Return the plan of the low format that can hold the most regions, with the other regions in fp32.
+    """Return a plan in the low format that suits the most regions, with all other regions in fp32.
 
-    bf16 is preferred if both formats hold equally many. None is returned if neither bf16 nor fp16 is in ``formats``, or if neither
+    A format suits a region if the region's numbers neither overflow nor underflow in it. If both formats suit equally many regions,
+    bf16 is chosen. None is returned if neither bf16 nor fp16 is in ``formats``, or if neither
     can hold the numbers of the model itself, outside its submodules.
     """
     plans = [
@@ -136,7 +140,10 @@ def recommended(regions: Sequence[RegionForecast], formats: Sequence[str], loss_
 
 
 def _exemptions(regions: Sequence[RegionForecast], low: str) -> list[str] | None:
-    """Return the paths of the outermost modules whose numbers a format cannot hold; None if the model itself is among them."""
+    """Return the paths of the outermost modules whose numbers overflow or underflow in a format.
+
+    None is returned if the model itself is one of these modules.
+    """
     called = {region.path for region in regions if any(t.kind == "activations" for t in region.tensors)}
     bad = []
     for region in regions:

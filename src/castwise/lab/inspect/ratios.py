@@ -1,8 +1,8 @@
 """Compute importance ratios of tokens and their statistics.
 
-Per token, r = p_train / p_serve. Estimators of KL(serve || train) from tokens sampled by the serving side:
-k1 = -log r is unbiased with high variance, k2 = (log r)**2 / 2 is biased with low variance, k3 = (r - 1) - log r is unbiased with
-low variance and never negative.
+The importance ratio of a token is r = p_train / p_serve. KL(serve || train) is estimated from tokens that the serving side sampled,
+as the mean of k1, k2 or k3. k1 = -log r is unbiased with high variance. k2 = (log r)**2 / 2 is biased with low variance.
+k3 = (r - 1) - log r is unbiased with low variance and never negative.
 
 Source: J. Schulman, "Approximating KL Divergence" (2020), for k1, k2 and k3; PPO (arXiv 1707.06347) for the clip range; Kish (1965) for
 the effective sample size, (sum w)**2 / sum w**2 over the number of weights.
@@ -109,7 +109,7 @@ class Sums:
         self.count = self.sequences = 0
 
     def take(self, at: int, train: Tensor, serve: Tensor, tokens: Tensor, mask: Tensor | None) -> None:
-        """Record the tokens of a batch; ``at`` is its number among the batches of all processes."""
+        """Record the tokens of a batch; ``at`` is the number of the batch among the batches of all processes."""
         for row in range(len(tokens)):  # one row at a time, since fp64 needs memory
             keep = torch.ones_like(tokens[row], dtype=torch.bool) if mask is None else mask[row]
             positions = keep.nonzero()[:, 0]

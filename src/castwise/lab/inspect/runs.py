@@ -40,7 +40,7 @@ class Run:
         callers: All calls in the order in which they started, each with its caller; None for calls made by the loss.
         kinds: Class of each module, by path.
         scale: The loss scale, 1 without one.
-        strayed: Random draws that could not be repeated.
+        strayed: Number of random draws that could not be repeated.
         unseen: Paths of modules with tensors that could not be watched.
     """
 
@@ -158,7 +158,7 @@ class Runs:
         whole: bool = False,
         observer: Observer | None = None,
     ) -> Run:
-        """Run one pass at a loss scale at which gradients do not overflow, as training would find it.
+        """Run one forward and backward pass at a loss scale at which gradients do not overflow, as training would find it.
 
         If gradients overflow at every scale that is tried, the last pass is returned.
 

@@ -46,7 +46,7 @@ def spread(
         before: Sites that are non-finite already in fp32, such as masks.
 
     Raises:
-        CastwiseError: The device cannot run it; operators may raise other errors.
+        CastwiseError: The device cannot run the plan; operators may raise other errors.
     """
     reached: dict[str, None] = {}
     gradients = False

@@ -39,7 +39,7 @@ class OperatorRun:
         operator: Base name of the operator, such as ``exp`` or ``mylib::op``.
         module: Path of the module; "" is the model itself, or code outside it.
         call: Number of the module's call in this pass, from 0.
-        inside: Whether it ran in a call of the model or of a part of it.
+        inside: Whether the operator ran in a call of the model or of one of its modules.
         phase: ``forward``, ``backward``, or ``recomputation`` in backward.
         line: The innermost line outside torch and castwise; in backward the forward operator's line, unless Python code
             runs there.

@@ -123,7 +123,7 @@ class Watch(Observer, TorchFunctionMode):
                 self._watch(self._next(call, "output"), tensor)
 
     def _next(self, call: Call, name: str) -> Site:
-        """Return the site of the next result of a module call."""
+        """Return the :class:`Site` that names the next result of a module call."""
         self._numbers[call] += 1
         return Site(call.path, name, self._numbers[call] - 1)
 
@@ -187,7 +187,7 @@ class Watch(Observer, TorchFunctionMode):
         if tensor.requires_grad and torch.is_grad_enabled():
 
             def see(gradient: Tensor | None) -> None:
-                # None: an unused output of an operator with another output that is used
+                # the gradient is None for an unused output of an operator of which another output is used
                 if gradient is not None and gradient.layout is torch.strided:
                     self._show("gradients", site, gradient)
 
@@ -201,7 +201,7 @@ class Watch(Observer, TorchFunctionMode):
 
 
 def site_of(parameter: str) -> Site:
-    """Return the site of a parameter, given its name in the model."""
+    """Return the :class:`Site` that names a parameter, given the parameter's path in the model."""
     path, _, name = parameter.rpartition(".")
     return Site(path, name)
 

@@ -1,4 +1,4 @@
-"""Turn batches as users give them (a sequence, a loader, a function of a seed) into endless iterators by seed."""
+"""Turn batches as users give them (a sequence, a data loader, a function of a seed) into an endless iterator for each seed."""
 
 from __future__ import annotations
 

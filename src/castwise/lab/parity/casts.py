@@ -35,7 +35,7 @@ class Cast:
             that maps the tensor's largest value to the format's largest; None for an unscaled cast.
         overflow: Share of finite values, zeros included, that are too large for the format: infinite after the cast, or saturated
             if the format has no infinity.
-        subnormal: Share with fewer digits than the format's normal numbers.
+        subnormal: Share of values that become subnormal, with fewer digits than the format's normal numbers.
         flush: Share of all values that are nonzero and become zero.
         error: Root of the squared rounding error over the squared values, without values that overflow; 0 if there
             are none.
@@ -138,7 +138,7 @@ class Values:
         return format.max / max(self.largest, 1e-12)
 
     def count_into(self, magnitudes: Magnitudes) -> None:
-        """Add the values to counts of magnitudes: the sample stands for all values, but the largest magnitude is exact."""
+        """Count the values by magnitude in ``magnitudes``; the sample stands for all values, but the largest magnitude is exact."""
         magnitudes.add(self.some, round(self.times))
         magnitudes.largest = max(magnitudes.largest, self.largest)
 
@@ -175,8 +175,8 @@ def _places(count: int) -> Tensor:
 def _edge(format: Format) -> float:
     """Return the magnitude above which a value overflows.
 
-    It lies halfway between the format's largest value and the number that would come next. It also holds for formats whose cast
-    saturates instead of giving infinity.
+    This limit lies halfway between the format's largest value and the number that would come next. It is used for formats whose
+    cast saturates, too.
     """
     return format.max + 2.0 ** math.floor(math.log2(format.max)) * format.eps / 2.0
 

@@ -72,7 +72,7 @@ class Grams:
 
     @staticmethod
     def total(parts: Iterable[Grams]) -> Grams:
-        """Return the sums of the parts' inner products, which are the inner products of the concatenated gradients."""
+        """Return the sums of several parameters' inner products, which are the inner products of the concatenated gradients."""
         parts = list(parts)
         return Grams(
             np.sum([part.signal for part in parts], axis=0), np.sum([part.error for part in parts], axis=0)
@@ -124,10 +124,10 @@ def _moments(gram: Matrix, weights: Matrix) -> tuple[Matrix, Matrix]:
 
 
 def estimate(grams: Grams, per_update: int = 1, whole: Grams | None = None, seed: int = 0) -> Estimate:
-    """Estimate the damage; its interval is a percentile bootstrap over microbatches.
+    """Estimate the damage, the squared relative error that a plan adds to an update, with an interval.
 
-    A bootstrap sample repeats microbatches. That makes the sample's variances too small by (K - 1)/K on average and its squared
-    means too large; both are corrected.
+    The interval is a percentile bootstrap over microbatches. A bootstrap sample repeats microbatches. That makes the sample's
+    variances too small by (K - 1)/K on average and its squared means too large; both are corrected.
 
     Args:
         grams: Inner products of the gradients to judge, of K >= 2 microbatches.
@@ -185,7 +185,10 @@ def _resampled(gram: Matrix, weights: Matrix) -> tuple[Matrix, Matrix]:
 
 
 def share(part: Grams, whole: Estimate, per_update: int = 1) -> tuple[float, float, float]:
-    """Return a region's contributions to the damage of all gradients: bias, noise and data noise."""
+    """Return a region's contributions to the damage, the squared relative error that a plan adds to an update.
+
+    There are three: the bias and the noise of rounding, and in the same unit the noise of the data.
+    """
     if not whole.denominator > 0.0 or not np.isfinite(part.error).all():
         return math.nan, math.nan, math.nan
     noise, bias = _positive(part.error, per_update)
@@ -194,9 +197,10 @@ def share(part: Grams, whole: Estimate, per_update: int = 1) -> tuple[float, flo
 
 
 def quick_estimate(part: Grams, whole: Estimate, per_update: int = 1) -> float:
-    """Return the damage of at least two microbatches, without an interval.
+    """Return the damage, the squared relative error that a plan adds to an update, from at least two microbatches.
 
-    The expected square of the update, the denominator, is known from more microbatches (``whole``).
+    There is no interval. The expected square of the update, by which the error is divided, comes from ``whole``, which was
+    estimated from more microbatches.
     """
     if not np.isfinite(part.error).all():
         return math.inf
@@ -207,8 +211,9 @@ def quick_estimate(part: Grams, whole: Estimate, per_update: int = 1) -> float:
 
 
 def severity(plain: float, adam: float | None = None) -> float:
-    """Return the damage divided by the threshold below which a plan passes, so that a plan passes below 1.
+    """Return the damage, a plan's error in an update, divided by the threshold below which a plan passes.
 
-    If the damage in units of Adam's steps was computed, the larger of both quotients is returned.
+    A plan passes if the result is below 1. If the damage in units of Adam's steps was computed, the larger of both quotients is
+    returned.
     """
     return max(plain / PASS, 0.0 if adam is None else adam / ADAM_PASS)

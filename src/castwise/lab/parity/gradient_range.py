@@ -167,7 +167,7 @@ class GradientRange(Observer):
                 tensor.register_hook(lambda gradient: self._see(call.path, gradient))
 
     def _see(self, path: str, gradient: Tensor | None) -> None:
-        # None: an unused output of an operator with another output that is used
+        # the gradient is None for an unused output of an operator of which another output is used
         if gradient is not None and gradient.numel():
             self._seen.setdefault(path, Magnitudes()).add(gradient)
 
@@ -180,7 +180,7 @@ class GradientRange(Observer):
         return sum_of(seen).histogram(pattern) if seen else None
 
     def scales(self) -> ScaleRange | None:
-        """Return the loss scales at which fp16 holds the gradients of all modules, or None if no gradient was seen."""
+        """Return the loss scales at which no module's gradients overflow or underflow in fp16; None if no gradient was seen."""
         finite = [path for path, value in self.largest.items() if 0.0 < value < math.inf]
         histograms = [h for path in finite if (h := self.histogram(path, [path])) is not None]
         largest = [*(self.largest[path] for path in finite), *self.largest_parameter.values()]
@@ -196,7 +196,7 @@ def sum_of(parts: Iterable[Magnitudes]) -> Magnitudes:
 
 
 def scale_range(histograms: Sequence[Histogram], largest: float) -> ScaleRange | None:
-    """Return the loss scales at which fp16 holds gradients, or None if there are no gradients.
+    """Return the loss scales at which gradients neither overflow nor underflow in fp16, or None if there are no gradients.
 
     Args:
         histograms: Histograms of regions; regions with negligible gradients do not narrow the range.

@@ -92,7 +92,7 @@ class ParityResult:
     Attributes:
         plan: The plan tested.
         verdict: ``pass``, ``fail`` or ``undecided``.
-        reason: Why, in a sentence.
+        reason: Why the verdict was reached, in a sentence.
         damage: The squared error that the plan adds to one update, divided by the update's expected square.
         adam: The damage in units of Adam's steps; None for other optimizers.
         regions: One entry for each module with direct parameters.
@@ -141,7 +141,7 @@ class ParityResult:
 
     @property
     def severity(self) -> float:
-        """The damage divided by the threshold below which a plan passes; below 1, training shows no difference."""
+        """The damage (the plan's error in an update) divided by the threshold for passing; below 1, training shows no difference."""
         return severity(self.damage.value, None if self.adam is None else self.adam.value)
 
     @property
@@ -174,12 +174,15 @@ class ParityResult:
 
     @property
     def lines(self) -> tuple[float, float | None]:
-        """The thresholds below which a plan passes: for the damage, and for the damage in Adam's units (None if not computed)."""
+        """The thresholds below which a plan passes: for the damage, and for the damage in units of Adam's steps.
+
+        The second is None if the damage was not computed in these units.
+        """
         return PASS, None if self.adam is None else ADAM_PASS
 
     @property
     def wrong_choices(self) -> tuple[Choice, ...]:
-        """The choices that differ from fp32's by more than rounding explains."""
+        """The operators whose integer or boolean results differ from fp32's by more than rounding explains."""
         return tuple(choice for choice in self.choices if choice.is_wrong)
 
     @property
@@ -249,7 +252,7 @@ class ParityTest:
         return StateTest(self.prober, self.optimizer)
 
     def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
-        """Run fp32 on ``count`` microbatches, then compare fp32 with itself.
+        """Run fp32 on ``count`` microbatches as the reference, then measure how much fp32 runs differ from each other.
 
         On the first ``observed`` microbatches the gradients of every module's outputs are observed.
 
@@ -280,9 +283,10 @@ class ParityTest:
         self.repeat = float(again.error.trace()) / square if square else 0.0
 
     def quick(self, probe: Probe) -> tuple[float, float | None]:
-        """Return the damage of a plan from at least two microbatches, as a share of the expected square of the whole update.
+        """Return the damage of a plan (its error in an update) from at least two microbatches, without an interval.
 
-        There are two numbers: the plain damage, and the damage in units of Adam's steps, or None if that is not asked for.
+        There are two numbers: the plain damage, and the damage in units of Adam's steps, or None if that is not asked for. The
+        expected square of the update, by which the error is divided, comes from all microbatches of the fp32 reference.
         """
         whole, adam_whole = self._wholes()
         plain = quick_estimate(Grams.total(self.prober.grams(probe).values()), whole, self.per_update)
@@ -298,7 +302,7 @@ class ParityTest:
         if not self.adam:
             return {}
         drawn = len(self.prober.micros)
-        if self._weights[0] != drawn:  # from few, elements that are 0 by chance would dominate
+        if self._weights[0] != drawn:  # from few microbatches, elements that are 0 by chance would dominate
             self._weights = drawn, self.prober.preconditioner()
         grams = self.prober.grams(probe, self._weights[1])
         return {name: g for name, g in grams.items() if name not in self.dead}
@@ -403,7 +407,10 @@ class ParityTest:
         )
 
     def _with_choices(self, result: ParityResult) -> ParityResult:
-        """Return the result with the discrete choices that differ from fp32's; it fails if rounding does not explain them."""
+        """Test the discrete choices (indices, masks) under the plan, and return the result with those that differ from fp32's.
+
+        The result becomes a failure if rounding does not explain the differences.
+        """
         found = self.prober.changed_choices(with_scale(result.plan, result.loss_scale))
         result = dataclasses.replace(result, choices=found, passes=self.prober.passes)
         if not (wrong := result.wrong_choices):

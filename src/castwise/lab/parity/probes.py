@@ -87,7 +87,7 @@ class Probe:
         errors: For each microbatch and parameter, the plan's gradient minus the fp32 gradient, in fp32.
         finite: Whether all gradients are finite.
         blame: Names of parameters with non-finite gradients.
-        strayed: Random draws that could not be repeated.
+        strayed: Number of random draws that could not be repeated.
     """
 
     plan: Plan
@@ -333,7 +333,9 @@ class Prober:
                 self._replay(model, amp, self.micros[index], *observers)
 
     def changed_choices(self, plan: Plan) -> tuple[Choice, ...]:
-        """Return the discrete choices that differ under a plan from those in fp32; nothing runs if the model makes no choices.
+        """Return the discrete choices (indices, masks) that differ under a plan from those in fp32.
+
+        Nothing runs if the model makes no choices.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.

@@ -62,7 +62,7 @@ class _Path:
         return (end.abs() > middle.abs()) & (second * first.sign() >= STEADY * first.abs()) & (first != 0)
 
     def later(self, far: bool) -> Tensor:
-        """Return the values after these steps; with ``far``, steadily growing elements are extrapolated to many steps later."""
+        """Return the values at the end; with ``far``, steadily growing elements are extrapolated to many steps later."""
         start, end = self.start.double(), self.end.double()
         return torch.where(self.grows(), start + (self.middle.double() - start) * AHEAD, end) if far else end
 
@@ -72,12 +72,12 @@ class _Path:
 
 @dataclass
 class _Runs:
-    """The fp32 training runs from one start.
+    """The results of short fp32 training runs that begin with the same state.
 
     Attributes:
         start: The values of the state at the start, if they are not the model's own.
-        fp32: What the fp32 run did to each tensor.
-        again: The same from an fp32 run with different rounding, which is made only if needed.
+        fp32: The values of each tensor during the fp32 run.
+        again: The values during an fp32 run with different rounding, which is made only if needed.
     """
 
     start: Mapping[str, Tensor]
@@ -101,7 +101,10 @@ class StateTest:
     _draws: list[Draws] = field(default_factory=lambda: [Draws() for _ in range(STEPS)])
 
     def stopped(self, plan: Plan) -> dict[str, str]:
-        """Return the names of the state that does not change under a plan as in fp32, each with a clause that says how it differs.
+        """Find buffers and untrained parameters that do not change under a plan as they do in fp32.
+
+        Returns:
+            Their names, each with a clause that says how the change differs.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.
@@ -121,7 +124,7 @@ class StateTest:
         return out
 
     def _later(self, base: dict[str, _Path]) -> _Runs | None:
-        """Run fp32 from the final state of an earlier run, with growing numbers moved far ahead if the model's code accepts that.
+        """Train in fp32 from the final state of an earlier run, with growing numbers moved far ahead if the model's code accepts it.
 
         None is returned if the model fails from any such start.
         """
@@ -135,9 +138,9 @@ class StateTest:
         return None
 
     def _differing(self, plan: Plan, runs: _Runs, ours: dict[str, _Path]) -> dict[str, str]:
-        """Return the names of the state that changes otherwise under a plan than in fp32, each with a clause that says how.
+        """Return the names of buffers and untrained parameters that do not change under a plan as they do in fp32.
 
-        State whose change differs between fp32 runs too is left out.
+        Each name comes with a clause that says how the change differs. State whose change differs between fp32 runs too is left out.
         """
         out = {}
         for name, fp32 in runs.fp32.items():
@@ -162,7 +165,10 @@ class StateTest:
         return low or not hasattr(owner, "track_running_stats")  # torch's norm layers
 
     def _repeats(self, name: str, runs: _Runs, which: Tensor | None) -> bool:
-        """Whether state changes alike in an fp32 run with different rounding; otherwise its change is only rounding error."""
+        """Whether a buffer or untrained parameter changes alike in an fp32 run with different rounding.
+
+        Otherwise its change is only rounding error.
+        """
         if runs.again is None:
             runs.again = self._train(REFERENCE, 2 * FORMATS["fp32"].eps, runs.start)
         return name in runs.again and not _differs(runs.fp32[name], runs.again[name], which)
@@ -170,9 +176,9 @@ class StateTest:
     def _train(
         self, plan: Plan, jitter: float = 0.0, start: Mapping[str, Tensor] = MappingProxyType({})
     ) -> dict[str, _Path]:
-        """Train a copy for a few steps, and return the values of its state at the start, halfway and at the end.
+        """Train a copy of the model for a few steps; return buffers and untrained parameters at the start, halfway and at the end.
 
-        For the fp32 reference only state that changes is returned.
+        In fp32 (the plan is ``REFERENCE``), only those that change are returned.
         """
         prober = self.prober
         model = prober.original.copy()
@@ -211,7 +217,10 @@ class StateTest:
 
 
 def _now(model: nn.Module, before: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
-    """Return copies of a model's present state; a tensor that is unchanged since ``before`` is shared instead of copied."""
+    """Return copies of a model's present buffers and untrained parameters.
+
+    A tensor that is unchanged since ``before`` is shared instead of copied.
+    """
     out = {}
     for name, tensor in state_of(model):
         value = as_real(tensor.detach())
@@ -224,7 +233,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _stands(fp32: _Path, ours: _Path) -> str:
-    """Return a clause if most elements that still change in fp32 have stopped under the plan; otherwise an empty string."""
+    """Return a clause if most elements of a tensor that still change in fp32 have stopped under the plan; otherwise an empty text."""
     moves = fp32.middle != fp32.end
     stands = ours.middle == ours.end
     if 2 * int((moves & stands).sum()) <= int(moves.sum()):
@@ -233,7 +242,7 @@ def _stands(fp32: _Path, ours: _Path) -> str:
 
 
 def _differs(fp32: _Path, ours: _Path, which: Tensor | None = None) -> str:
-    """Return a clause that says how state changes otherwise under a plan than in fp32; empty if it changes alike.
+    """Return a clause that says how a tensor changes otherwise under a plan than in fp32; empty if it changes alike.
 
     In the second run, which starts far ahead, growing numbers are tested separately, and ``which`` is a mask of the other elements.
     There the second half of the steps is tested by itself too. Otherwise a large first change, such as that of an average which

@@ -109,7 +109,7 @@ def together(
         inner = unwrap(model) if cut else inside_ddp(model)
         ranks.model = copied(inner, call) if cut else inner
         ranks.each(lambda: stack.enter_context(unspoilt(inner, call)))
-        if cut or inner is not model:  # its ranks would wait for each other forever
+        if cut or inner is not model:  # a call of the wrapper would let its ranks wait for each other forever
 
             def refuse(*_: Any) -> None:
                 raise not_given(model, call, "the loss calls")

@@ -104,14 +104,14 @@ class UpdateLoss:
 
     @property
     def severity(self) -> float:
-        """The lost share of the update divided by the largest share that a plan may lose; a plan fails above 1."""
+        """How far the updates differ from fp32's, divided by the largest difference that a plan may have; a plan fails above 1."""
         return math.inf if self.broken else max(self.lost / LOST, -self.lost / FAR)
 
 
 class UpdateTest:
-    """Compares steps of a plan's own optimizer with fp32's, in stages that come later and later in a training.
+    """Compares steps of a plan's own optimizer with fp32's, a few at a time, later and later in a training.
 
-    For a plan with master weights there are only early stages, since no update is rounded.
+    Each such comparison is called a stage. For a plan with master weights there are only early stages, since no update is rounded.
 
     Attributes:
         found: The result so far.
@@ -127,13 +127,13 @@ class UpdateTest:
 
     @property
     def next_s(self) -> float | None:
-        """About how many seconds the next stage takes; None after the last stage."""
+        """About how many seconds the next call of :meth:`stage` takes; None after the last stage."""
         if not self._stages:
             return None
         return (self._stages[0] - self._training.steps) * self._step_s + self._compared_s
 
     def stage(self) -> UpdateLoss:
-        """Train up to the next stage, compare a few steps there, and return the result so far.
+        """Train in fp32 until steps are compared again, compare a few steps under the plan, and return the result so far.
 
         All steps of a stage are taken whatever is found: other ranks may wait for this rank in a collective of the loss.
         """
@@ -362,7 +362,7 @@ def _step_of(training: Training, plan: Plan) -> _Step:
         before = [[p.detach().clone() for p in group["params"]] for group in optimizer.param_groups]
         try:
             _continue_from(optimizer, training.optimizer, before)
-        except Exception:  # of the optimizer's own class
+        except Exception:  # any error that the optimizer's class raises
             return _Step(formats)
         optimizer.step()
         keeps = SessionView(amp).dropped.keeps
@@ -431,10 +431,10 @@ def _stored(old: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _beyond_rounding(old: Tensor, update: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the change of a parameter that counts as the plan's, if the plan's optimizer keeps what rounding drops.
+    """Return the change of a parameter under the plan, without what rounding explains.
 
     It is fp32's update, plus the part of the difference between the plan's change (``own``) and fp32's update that rounding up or
-    down does not explain.
+    down does not explain. It is used if the plan's optimizer keeps what rounding drops.
     """
     if dtype not in LOW_DTYPES:
         return own

@@ -36,12 +36,18 @@ def _lines(damage: Estimate, adam: Estimate | None) -> list[_Line]:
 
 
 def may_pass(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether more microbatches may let a plan pass, because no interval lies entirely above the threshold for passing."""
+    """Whether more microbatches may let a plan pass: no interval of its damage lies entirely above the threshold for passing.
+
+    ``damage`` is the plan's error in an update, and ``adam`` the same in units of Adam's steps.
+    """
     return all(e.low < below for e, below, _, _ in _lines(damage, adam))
 
 
 def lasts(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether a plan is fit for long training: no bias certainly exceeds the thresholds for passing when noise has averaged out."""
+    """Whether a plan is fit for long training.
+
+    It is not if its bias certainly exceeds the threshold for passing when the noise of the data has averaged out.
+    """
     return all(e.lasting < below for e, below, _, _ in _lines(damage, adam))
 
 
@@ -57,7 +63,7 @@ def fails(damage: Estimate, adam: Estimate | None) -> bool:
 
 
 def passes(damage: Estimate, adam: Estimate | None) -> bool:
-    """Whether a plan passes: all intervals are below the thresholds, and no bias certainly exceeds them in long training."""
+    """Whether a plan passes: the intervals of its damage are below the thresholds, and it is fit for long training."""
     return all(e.high < below for e, below, _, _ in _lines(damage, adam)) and lasts(damage, adam)
 
 
@@ -119,7 +125,7 @@ def compare(
 
 
 def needed(damage: Estimate, adam: Estimate | None, seen: int) -> int | None:
-    """Estimate how many microbatches would let a plan pass whose damage is below the thresholds, but whose interval is not.
+    """Estimate how many microbatches would let a plan pass of which the damage, but not the interval, is below the thresholds.
 
     The estimate assumes that rounding noise makes the interval wide, so that it shrinks with the number of microbatches. None is
     returned if the damage is not below the thresholds, if the plan passes already, or if its bias is too large for long training.
@@ -148,7 +154,7 @@ def goes_on(verdict: Verdict, may_change: bool, drawn: int, first: int, most: in
 
 
 def _worst(lines: Sequence[_Line], sizes: Sequence[float]) -> tuple[str, float, float]:
-    """Return the damage with the largest of ``sizes`` in words, with its thresholds for passing and failing."""
+    """Return, in words, that of several damages which belongs to the largest of ``sizes``, and its two thresholds."""
     e, below, above, units = max(zip(sizes, lines, strict=True), key=lambda pair: pair[0])[1]
     value = (
         f"damage {e.value:.2g} (the relative error of an update; {LEVEL:.0%} interval {e.low:.2g} to {e.high:.2g}){units}"

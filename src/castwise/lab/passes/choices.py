@@ -49,15 +49,15 @@ _NOT_CHOSEN = ("empty", "new_empty", "view", "_scaled_dot", "cudnn", "_cudnn", "
 
 @dataclass(frozen=True)
 class Choice:
-    """The choices of one operator in one module that differ between fp32 and a plan.
+    """The integer or boolean results of one operator in one module that differ between fp32 and a plan.
 
     Attributes:
         path: Path of the module whose code calls the operator; empty for the model, ``(loss)`` for the code of the
             loss.
         operator: Name of the operator, such as ``argmax``.
         elements: Number of integers or booleans compared.
-        changed: Number that differ from fp32's.
-        wrong: Number that differ by more than rounding explains.
+        changed: Number of elements that differ from fp32's.
+        wrong: Number of elements that differ by more than rounding explains.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Choice:
 
     @property
     def share(self) -> float:
-        """The share of elements that differ."""
+        """The share of the compared elements that differ from fp32's."""
         return self.changed / self.elements
 
     @property
@@ -78,7 +78,7 @@ class Choice:
 
     @property
     def what(self) -> str:
-        """The operator, in words."""
+        """The operator's name, or words for a conversion to integers, whose name says little."""
         return "conversion to integers" if self.operator == "_to_copy" else self.operator
 
     def said(self, format: str) -> str:
@@ -107,7 +107,7 @@ class _Made(NamedTuple):
 
 
 def _is_choice(op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> bool:
-    """Whether an operator can make a choice: it runs in the forward pass, gets floating tensors and draws no random numbers."""
+    """Whether an operator can choose (compute an index or a mask): it runs in forward, on floating tensors, without random draws."""
     return (
         _torch.autograd.graph_task_id() == -1
         and torch.Tag.nondeterministic_seeded not in op.tags
@@ -137,7 +137,7 @@ class Choices(Observer):
         self.tape: list[_Made] = []
 
     def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
-        """Forget the previous pass when a new pass of the model begins."""
+        """Clear what the previous pass of the model left, and observe the next."""
         self.tape = []
         return super().around(model)
 
@@ -160,7 +160,7 @@ class Changes(Observer):
     """Compares the discrete choices of a forward pass with recorded choices, and replaces them by the recorded choices.
 
     Args:
-        tape: The tape of :class:`Choices`.
+        tape: The choices that :class:`Choices` recorded.
         format: The coarsest format of the plan.
 
     Attributes:
@@ -173,7 +173,7 @@ class Changes(Observer):
         self.counts: dict[tuple[str, str], Counter[str]] = {}
 
     def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
-        """Forget the previous pass when a new pass of the model begins."""
+        """Clear what the previous pass of the model left, and observe the next."""
         self._rest, self.counts = [*self._tape], {}
         return super().around(model)
 
@@ -258,7 +258,7 @@ def _towards(wide: Tensor, low: Tensor, format: Format, converts: bool) -> Tenso
 
 
 def changed_choices(passes: Iterable[Changes]) -> tuple[Choice, ...]:
-    """Return the operators whose choices changed in any of the passes; wrong choices come first."""
+    """Return the operators whose integer or boolean results differ from fp32's in any of the passes; wrong results come first."""
     total: dict[tuple[str, str], Counter[str]] = {}
     for one in passes:
         for place, count in one.counts.items():
@@ -272,7 +272,10 @@ def changed_choices(passes: Iterable[Changes]) -> tuple[Choice, ...]:
 
 
 def worst_choices(by_rank: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
-    """Return, for each operator, the result of the rank where it is worst; wrong choices come first."""
+    """Merge the ranks' findings about integer and boolean results: return, for each operator, that of the worst rank.
+
+    Wrong results come first.
+    """
     worst: dict[tuple[str, str], Choice] = {}
     for choice in itertools.chain.from_iterable(by_rank):
         place = choice.path, choice.operator

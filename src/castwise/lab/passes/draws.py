@@ -7,11 +7,12 @@ torch tags as random is recorded in the reference and replaces the result in the
 A lower format draws from another distribution, and a repeated draw must have that distribution too. Most of torch's kernels draw
 in fp32 and round; for these the recorded draw is rounded. The others:
 
-- ``rand``, ``rand_like`` and ``uniform_(a, b)`` never return b: what rounds to b becomes a. So ``rand`` in bf16 is 0 once in 512 draws,
-  in fp16 once in 4096. The repeated draw is the one at the same quantile.
-- ``randint`` and ``random_(a, b)`` return values below b also where the format rounds b - 1 to b; ``random_()`` returns the integers
-  that the format holds exactly.
-- ``bernoulli(p)`` of a tensor draws with p as rounded to the format. The mask changes where p moves past the number that decided.
+- ``rand``, ``rand_like`` and ``uniform_(a, b)`` never return b: a number that rounds to b becomes a. So ``rand`` is 0 once in 512
+  draws in bf16, and once in 4096 draws in fp16. The repeated draw is the number at the same quantile.
+- ``randint`` and ``random_(a, b)`` return values below b even if the format rounds b - 1 to b. ``random_()`` returns the integers
+  that the format represents exactly.
+- ``bernoulli(p)`` with a tensor p rounds p to the format and draws. The repeated mask differs where rounding moves p past the uniform
+  number that decided the element.
 - ``multinomial`` divides the weights by exponential draws in the format and takes the largest, which in fp16 may overflow.
 """
 
@@ -52,7 +53,7 @@ def _drawn(op: _torch.operators.OpOverload, given: Given, out: Any, number: int)
         return None
     if name.startswith("bernoulli"):
         chances = _chances(op, given)
-        # a mask needs a byte; with chances of its own each element needs a number that decided
+        # the mask is enough if all elements have one probability; otherwise each needs a number that decided it
         return out.bool() if chances is None else _deciding(out.bool(), chances, _generator(out, number))
     return out.detach().clone()
 
@@ -173,7 +174,7 @@ class Draws(Observer):
         self.strayed = 0
 
     def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
-        """Begin the recording, or in later passes the repetition from its start."""
+        """Start to record random draws or, in later passes, start again with the first recorded draw."""
         self._rest = None if self.tape is None else [*self.tape]
         self.tape = [] if self.tape is None else self.tape
         self.strayed = 0

@@ -29,7 +29,7 @@ class EmulatedProducts(Observer):
     """Computes fp16 products on the CPU in fp32 and rounds the results."""
 
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run the operator; a product of fp16 tensors runs in fp32."""
+        """Run the operator; a product of fp16 tensors runs in fp32, and its result is rounded to fp16."""
         name = op.overloadpacket.__name__
         if name not in _PRODUCTS or not any(
             isinstance(a, Tensor) and a.dtype is torch.float16 and a.device.type == "cpu" for a in args

@@ -114,7 +114,7 @@ def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     managed = (
         {id(vars(m)["_parameters"]) for m in model.modules()} if is_cut(model) else set()
-    )  # FSDP2 replaces them when it gathers
+    )  # FSDP2 replaces these dictionaries' parameters when it gathers
     kept = [
         (d, d.copy())
         for m in model.modules()

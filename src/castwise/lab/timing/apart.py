@@ -36,11 +36,11 @@ Kind = type[TrainingRun] | type[InferenceRun]
 
 
 class SeparateRun:
-    """Training (:class:`TrainingRun`) or inference under a plan in its own process, which waits until it is told to run steps.
+    """Runs training (:class:`TrainingRun`) or inference under a plan in another process, which waits until it is told to run steps.
 
     Args:
-        home: Where the process is started.
-        workload: From :func:`castwise.lab.timing.processes.portable`.
+        home: Starts the process.
+        workload: The workload, pickled by :func:`castwise.lab.timing.processes.portable`.
         plan: The plan to run under.
         device: The device to run on.
         seed: Seed of the weights and of the data.
@@ -168,8 +168,8 @@ def race_apart(
     """Start training or inference of each plan in its own process, and time the plans in turns.
 
     Args:
-        home: Where the processes are started.
-        workload: From :func:`castwise.lab.timing.processes.portable`.
+        home: Starts the processes.
+        workload: The workload, pickled by :func:`castwise.lab.timing.processes.portable`.
         plans: The plans to run under; a plan may appear more than once.
         device: The device for all.
         rounds: Number of rounds; in each, every plan runs a block of steps of about 0.12 s, in an order that changes per round.
@@ -229,8 +229,8 @@ def start_apart(
     """Time plans several times, each time in new processes; a plan that failed is not started again.
 
     Args:
-        home: Where the processes are started.
-        workload: From :func:`castwise.lab.timing.processes.portable`.
+        home: Starts the processes.
+        workload: The workload, pickled by :func:`castwise.lab.timing.processes.portable`.
         plans: The plans to run under.
         device: The device for all.
         starts: Number of starts.

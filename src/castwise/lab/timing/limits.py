@@ -72,7 +72,7 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The breakdown of the time of a training step.
+    """How the time of a training step divides into data, operators and launches.
 
     Attributes:
         step_s: Seconds of forward, backward and optimizer, without the profiler.
@@ -276,7 +276,10 @@ def _is_shape(value: Any) -> bool:
 
 
 def _is_operator(name: str) -> bool:
-    """Whether a profiler event is an operator, not an autograd node or a named range, inside which operators have own events."""
+    """Whether a profiler event is an operator.
+
+    Autograd nodes and named ranges are not, since the operators inside them have events of their own.
+    """
     return "::" in name and not name.startswith("autograd::")
 
 

@@ -65,7 +65,7 @@ def cpu_flags(cpuinfo: str) -> frozenset[str]:
 
 
 def cpu_units(flags: frozenset[str]) -> MatrixUnits:
-    """Return the matrix units (AMX or SME) of a CPU with some instruction sets.
+    """Return the matrix units (AMX or SME) of a CPU, given the CPU's instruction sets.
 
     AVX-512 BF16 and FP16 are reported as vector instructions.
 

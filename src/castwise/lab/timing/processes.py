@@ -63,11 +63,11 @@ _IMPORT_S = 10.0
 
 
 class SilentError(CastwiseError):
-    """A process has not answered in time: it hangs, or is far slower than expected."""
+    """Raised when a process has not answered in time: it hangs, or is far slower than expected."""
 
 
 class NotThereError(WorkloadError):
-    """A workload cannot be sent to another process, or does not run there."""
+    """Raised when a workload cannot be sent to another process, or does not run there."""
 
 
 def portable(workload: Workload | str) -> bytes:
@@ -97,23 +97,23 @@ def _dumps(workload: Workload | str) -> bytes:
 
 
 def _or_install() -> str:
-    """Return advice to install cloudpickle, for an error about objects that another process cannot import; empty if installed."""
+    """Return the end of an error message, which advises to install cloudpickle; empty if cloudpickle is installed."""
     if importlib.util.find_spec("cloudpickle") is not None:
         return ""
     return f", or let cloudpickle send it: {install('cloudpickle')}"
 
 
 def received(workload: bytes) -> Workload:
-    """Unpack the workload from the bytes of :func:`portable`, in the other process."""
+    """Unpickle a workload that another process has pickled with :func:`portable`."""
     found = pickle.loads(workload)
     return find_workload(found) if isinstance(found, str) else found
 
 
 def delivered(home: Home, workload: Workload | str) -> bytes:
-    """Return the bytes of :func:`portable`, after another process has unpacked them successfully.
+    """Pickle a workload, check that another process can unpickle it, and return the bytes.
 
     Raises:
-        NotThereError: The workload cannot be pickled, or cannot be unpacked in another process: it needs a module that only
+        NotThereError: The workload cannot be pickled, or cannot be unpickled in another process: it needs a module that only
             this process has, or a value that was set here after the start.
     """
     sent = portable(workload)
@@ -242,7 +242,7 @@ class Home:
         self._line: socket.socket | None = None
 
     def __enter__(self) -> Self:
-        """Return the object itself; the process that is forked for each request starts with the first request."""
+        """Return this object without starting a process; the process to fork from starts with the first request."""
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -403,7 +403,7 @@ class Home:
 
 
 def _end(line: socket.socket) -> None:
-    """Shut a socket down in all processes that hold it; a process forked here meanwhile, such as a data loader's, has a copy."""
+    """Shut a socket down for all processes that hold it, such as a data loader's process that was forked while it was open."""
     with contextlib.suppress(OSError):
         line.shutdown(socket.SHUT_RDWR)
     line.close()

@@ -1,4 +1,6 @@
-"""Let ranks measure together and agree on values; the ranks of a search agree on values only by this code.
+"""Let the ranks of a process group measure together and agree on values.
+
+In a search, no other code exchanges values between ranks.
 
 Every rank runs the same code. Values that can differ between ranks (a time, a clock, the result of a pass, whether it failed) go
 through a :class:`Lockstep`, so that all ranks continue with the same numbers and make the same decisions. With one process nothing
@@ -60,7 +62,10 @@ class Lockstep(Ranks):
         self._exchange = ""
 
     def at(self, name: str) -> Self:
-        """Return a copy of this object for an exchange with a name; all ranks must use the same name for the same exchange."""
+        """Return a copy of this object that names its next exchange of values between ranks.
+
+        All ranks must use the same name for the same exchange, so that an error tells where ranks run different steps.
+        """
         other = copy.copy(self)
         other._exchange = name
         return other

@@ -263,7 +263,7 @@ def _figures(value: float) -> str:
 
 
 class Loop:
-    """Calls one operator in one format, as a candidate of :func:`castwise.lab.timing.timing.race`."""
+    """Calls one operator in one format, so that :func:`castwise.lab.timing.timing.race` can time the calls."""
 
     def __init__(self, kernel: Kernel, variant: Variant, device: torch.device) -> None:
         self._call = kernel.on(device, variant.dtype)

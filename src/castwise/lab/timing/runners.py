@@ -1,4 +1,4 @@
-"""Run a workload's training steps or inference calls under a plan, as candidates of a timing race."""
+"""Run a workload's training steps or inference calls under a plan, so that several plans can be timed in turns."""
 
 from __future__ import annotations
 

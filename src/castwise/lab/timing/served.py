@@ -101,7 +101,7 @@ def serve(what: str, fd: int) -> None:
 def _fork_each(fd: int) -> None:
     """Fork once for each request that is received over a socket, until the socket closes.
 
-    The fork runs the request that comes over the received pipe, or imports libraries and then forks in place of this process.
+    A fork runs one request, or imports libraries and then forks for each request in place of this process.
     """
     with socket.socket(fileno=fd) as line:
         while True:
@@ -124,7 +124,10 @@ def _fork_each(fd: int) -> None:
 
 
 def _import(fd: int, line: int) -> None:
-    """Import the requested modules; then fork for each request over a socket, if forking is still as safe as before."""
+    """Import the requested modules in this process; then fork for each request that comes over a socket.
+
+    If the modules make forking less safe than before, no requests are served.
+    """
     safe = False
     with Connection(fd) as pipe:
         pipe.send(os.getpid())
@@ -212,7 +215,7 @@ def tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
 def _pickled(error: BaseException) -> bytes:
     """Pickle an exception; if it could not be unpickled again, pickle a ``WorkloadError`` that describes it."""
     if not isinstance(error, SystemExit):  # it would end the requesting process
-        with contextlib.suppress(Exception):  # one with its own arguments pickles, but fails to unpickle
+        with contextlib.suppress(Exception):  # an exception with own arguments pickles, but fails to unpickle
             data = pickle.dumps(error)
             if isinstance(pickle.loads(data), Exception):
                 return data

@@ -267,7 +267,7 @@ def _exp(value: float) -> float:
 
 
 def _quiet(rounds_s: Sequence[float]) -> float:
-    """Return the time of a start: the mean of the faster half of its rounds."""
+    """Return the time of one start of a program: the mean of the faster half of its rounds."""
     return statistics.fmean(sorted(rounds_s)[: max(1, round(QUIET * len(rounds_s)))])
 
 

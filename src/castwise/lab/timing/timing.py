@@ -1,4 +1,4 @@
-"""Time several candidates in interleaved rounds of steps.
+"""Time several candidates, such as a training step under several plans, in interleaved rounds.
 
 Every candidate runs a block of steps in every round, so that a slow phase of the machine affects all candidates. Ratios are formed
 within rounds (see :mod:`castwise.lab.timing.stats`). The order changes per round (:func:`turn`), since a block starts with the
@@ -44,7 +44,7 @@ def turn(count: int, number: int) -> list[int]:
 
 
 class Runner(Protocol):
-    """The interface of a candidate that runs in this process.
+    """The interface of a candidate of :func:`race` that runs in this process.
 
     Only ``run`` is timed. ``before`` and ``after`` enclose each block of steps.
     """
@@ -61,7 +61,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class SeparateRunner(Protocol):
-    """The interface of a candidate that runs in its own process and times its blocks itself."""
+    """The interface of a candidate of :func:`race` that runs in its own process and times its blocks of steps itself."""
 
     def wait(self) -> None:
         """Wait until this candidate can run steps; no candidate starts before all are ready."""
@@ -72,25 +72,25 @@ class SeparateRunner(Protocol):
 
 @dataclass(frozen=True)
 class Calls:
-    """A candidate that calls a function; a step is one call."""
+    """A candidate of :func:`race` that calls a function; a step is one call."""
 
     call: Callable[[], object]
 
     def before(self, steps: int) -> None:
-        """Does nothing."""
+        """Do nothing, since a function needs no preparation."""
 
     def run(self, steps: int) -> None:
-        """Call the function."""
+        """Call the function ``steps`` times."""
         for _ in range(steps):
             self.call()
 
     def after(self) -> None:
-        """Does nothing."""
+        """Do nothing, since a function needs no cleanup."""
 
 
 @dataclass
 class Lap:
-    """The result of a race for one candidate.
+    """The times of one candidate in a :func:`race`.
 
     Attributes:
         times_s: Seconds per step in each round; None for a round that the candidate did not run.
@@ -109,7 +109,7 @@ class Lap:
 
     @property
     def done(self) -> bool:
-        """Whether the candidate left the race early."""
+        """Whether the candidate left the race early, because it was too slow or raised an exception."""
         return self.slowdown is not None or self.error is not None
 
     def checked(self) -> list[float]:
@@ -176,7 +176,7 @@ def race(
     is_over: Callable[[int], bool] = lambda _done: False,
     ranks: Lockstep = BY_ITSELF,
 ) -> dict[Name, Lap]:
-    """Time candidates in interleaved rounds.
+    """Time several candidates, such as a training step under several plans, in interleaved rounds.
 
     Args:
         runners: Names and candidates; the first candidate is the baseline, unless ``against_s`` is given.
@@ -280,7 +280,7 @@ def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
         (a, b)
         for a, b in zip(
             baseline.times_s, candidate.times_s, strict=False
-        )  # one may have one more, in mid-round
+        )  # in mid-round one candidate may have one time more
         if a is not None and b is not None
     ]
     return [a for a, _ in both], [b for _, b in both]
