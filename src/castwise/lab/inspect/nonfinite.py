@@ -356,7 +356,7 @@ def _not_finite(ran: Pass, before: dict[str, bool]) -> Iterator[tuple[str, Tenso
 
 
 def _culprit(passes: Passes, plan: Plan, first: _Seen) -> tuple[Origin | None, bool, Sequence[Origin]]:
-    """Find out which origin of non-finite values is the cause, by runs in which origins are replaced by finite values.
+    """Find out which of the origins of non-finite values is the cause, by running again with finite values in their place.
 
     If the loss is not finite, only the loss is tested, since the backward pass runs later.
 

@@ -122,8 +122,8 @@ def recommended(regions: Sequence[RegionForecast], formats: Sequence[str], loss_
     """Return a plan in the low format that suits the most regions, with all other regions in fp32.
 
     A format suits a region if the region's numbers neither overflow nor underflow in it. If both formats suit equally many regions,
-    bf16 is chosen. None is returned if neither bf16 nor fp16 is in ``formats``, or if neither
-    can hold the numbers of the model itself, outside its submodules.
+    bf16 is chosen. None is returned if neither bf16 nor fp16 is in ``formats``, or if neither suits the model itself, outside its
+    submodules.
     """
     plans = [
         (len(exempted), low, exempted)

@@ -133,7 +133,7 @@ class UpdateTest:
         return (self._stages[0] - self._training.steps) * self._step_s + self._compared_s
 
     def stage(self) -> UpdateLoss:
-        """Train in fp32 until steps are compared again, compare a few steps under the plan, and return the result so far.
+        """Train in fp32 up to the next comparison, compare a few steps of the plan's optimizer with fp32's, and return the result.
 
         All steps of a stage are taken whatever is found: other ranks may wait for this rank in a collective of the loss.
         """

@@ -362,7 +362,7 @@ class Home:
                         os.kill(pid, signal.SIGKILL)
 
     def line(self) -> socket.socket:
-        """Start a process that forks once for each pipe that is sent to it, and return a socket to it."""
+        """Start a process that forks whenever a pipe is sent to it; return the socket over which pipes are sent."""
         line, there = socket.socketpair()
         with there:
             self._interpreter("fork", there.fileno())
