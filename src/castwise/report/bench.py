@@ -73,7 +73,7 @@ def brief(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """Return the values that fill the page of a bench."""
+    """Return the values for the template of a bench's page, by name."""
     return {
         "answer": headline(record), "grids": grids(record), "notes": notes(record), "interval_note": interval_note(record)
     }  # fmt: skip

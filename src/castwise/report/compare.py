@@ -64,7 +64,10 @@ def _lines(record: Record, shows: Callable[[str], bool], more: str = "") -> list
 
 
 def values(record: Record) -> dict[str, Any]:
-    """Return the values that fill the page, with all calls. Those whose errors come from torch's own kernels are folded."""
+    """Return the values for the page's template, by name.
+
+    The page lists all calls. Calls whose errors come from torch's own kernels are folded.
+    """
 
     def grids(shows: Callable[[str], bool]) -> dict[str, Grid]:
         chosen = {d: [call for call in record["calls"] if shows(call[d]["effect"])] for d in _DIRECTIONS}

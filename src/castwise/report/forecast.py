@@ -62,12 +62,12 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """Return the answer alone."""
+    """Return only the lines before the first table: the answer and the plan."""
     return opening(lines(record))
 
 
 def values(record: Record) -> dict[str, Any]:
-    """Return the values that fill the page: the answer, and the tensors of every module."""
+    """Return the values for the page's template, by name: the answer, and the tensors of every module."""
     low, high = _axis(record)
     return {
         "answer": record["answer"],

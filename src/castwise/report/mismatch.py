@@ -25,7 +25,7 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """Return the values that fill the page."""
+    """Return the values for the page's template, by name."""
     return {
         "answer": headline(record),
         "grids": grids(record),

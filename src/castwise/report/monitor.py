@@ -134,7 +134,7 @@ def audit_grid(record: Mapping[str, Any]) -> Grid:
 
 
 def values(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that fill the page, which shows the whole run."""
+    """Return the values for the page's template, by name. The page shows the whole run."""
     return {
         "answer": answer(record), "regions": region_grid(record), "alarms": alarm_grid(record),
         "audits": audit_grid(record), "remarks": [f"Not seen: {what}" for what in record["unseen"]],

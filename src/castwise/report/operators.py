@@ -94,12 +94,12 @@ def lines(record: Record) -> list[Grid | Line]:
 
 
 def brief(record: Record) -> list[Grid | Line]:
-    """Return the answer alone."""
+    """Return only the answer, without the tables."""
     return opening(lines(record))
 
 
 def values(record: Record) -> dict[str, Any]:
-    """Return the values that fill the page."""
+    """Return the values for the page's template, by name."""
     return {"answer": record["answer"], "grids": grids(record), "notes": record["notes"]}
 
 

@@ -94,7 +94,7 @@ def _others(record: Record) -> list[Grid | Line]:
 
 
 def values(record: Record) -> dict[str, Any]:
-    """Return the values that fill the page, which shows the whole record."""
+    """Return the values for the page's template, by name. The page shows the whole record."""
     return {
         "answer": record["answer"], "why": record["why"], "facts": facts(record),
         "paste": words.pasted(record["plan"]), "plans": plan_grid(record),

@@ -52,7 +52,7 @@ def why(search: Search) -> tuple[str, ...]:
 
 
 def speed(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
-    """Return the speed of a plan relative to another plan in the :class:`Final`; None if either plan did not finish it."""
+    """Return the speed of a plan relative to another plan in the final comparison; None if either did not finish it."""
     return search.final.ratio(plan, over) if search.final is not None else None
 
 
@@ -157,13 +157,13 @@ def _numerics(search: Search) -> str:
 
 
 def _timed(search: Search) -> list[Plan]:
-    """Return the plans that finished the :class:`Final`, without the chosen plan."""
+    """Return the plans that were timed in the final comparison, without the chosen plan."""
     final = search.final
     return [] if final is None else [p for p in final.plans if p != search.choice.plan and final.seconds(p)]
 
 
 def tied(search: Search) -> list[Plan]:
-    """Return the sound plans of the :class:`Final` that are not known to be slower than the chosen plan.
+    """Return the plans with sound gradients that are not known to be slower than the chosen plan in the final comparison.
 
     Plans that are simpler than the chosen plan are left out: they were rejected because another plan is faster.
     """
@@ -250,7 +250,7 @@ def why_chosen(search: Search) -> str:
 
 
 def _by_race(search: Search) -> str:
-    """Say how much faster the chosen plan was in the race, if the race decided because the :class:`Final` could not."""
+    """Say how much faster the chosen plan was in the race, if the race decided because the final comparison could not."""
     ratio = speed(search, search.choice.plan, FP32)
     raced = search.final.behind.get((FP32, search.choice.plan)) if search.final is not None else None
     if raced is None or ratio is None or round(ratio.low, 2) > 1.0 or ratio.value <= MARGIN:

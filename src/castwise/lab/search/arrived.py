@@ -14,7 +14,7 @@ AS_GIVEN = "as given"
 
 
 def arrival_notes(search: Search) -> Iterator[str]:
-    """Yield notes on the widened fp32 model, on the speed of the model as given, and on how to apply the plan."""
+    """Yield notes on widening the model to fp32, on its speed without widening, and on how to apply the chosen plan."""
     model = search.reference.model
     low = low_tensors(model)
     formats = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in low.values()}))

@@ -29,7 +29,7 @@ FORMATS = ("fp32", "tf32", *LOW)
 def check_formats(formats: Iterable[str], goal: str) -> tuple[str, ...]:
     """Return the formats that the user allows, without duplicates, in the order of ``FORMATS``.
 
-    fp32 is always included. With ``goal="numerics"`` the result is one low format alone.
+    fp32 is always included. With ``goal="numerics"`` the result is one low format (bf16 or fp16) alone.
 
     Raises:
         PlanError: A name is not a format, or ``numerics`` did not get exactly one low format.
@@ -132,9 +132,9 @@ below autocast."""
 
 
 def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> Plan | None:
-    """Return a low plan in which norms, softmax and losses keep the dtype of their inputs instead of being cast to fp32.
+    """Return a bf16 or fp16 plan in which norms, softmax and losses keep the dtype of their inputs, without a cast to fp32.
 
-    Return None if the plan is not in a low format or does not use torch.autocast's own table. Return None too if that table
+    Return None if the plan is not in such a format or does not use torch.autocast's own table. Return None too if that table
     casts none of the operators that the model uses.
     """
     if plan.compute not in LOW or plan.rules != "native":
@@ -154,7 +154,7 @@ def complexity(plan: Plan) -> float:
     """Return how complicated a plan is for a reader; 0 for fp32. Of equally good plans a search chooses the simplest.
 
     Extra regions and operator overrides count most. A low format, low storage and compiling count less; compiling changes no
-    numerics, but takes time at each start. The memory format, the fused optimizer and kept host memory count almost nothing.
+    gradients, but takes time at each start. The memory format, the fused optimizer and kept host memory count almost nothing.
     """
     usual = next(
         (p.regions for p in PRESETS.values() if (p.compute, p.params) == (plan.compute, plan.params)), ()
@@ -172,7 +172,11 @@ def complexity(plan: Plan) -> float:
 
 
 def numerics_of(plan: Plan) -> Plan:
-    """Return the plan reduced to the settings that affect gradients; memory format, optimizer kernel and the like are reset."""
+    """Return the *numerics* of a plan: only the settings that affect gradients, with all others at their defaults.
+
+    Two plans with the same numerics compute the same gradients. They may differ in memory format, optimizer kernel, host memory
+    and compiling.
+    """
     return dataclasses.replace(as_raced(plan), memory_format="as_is")
 
 
@@ -187,12 +191,15 @@ def uncompiled(plan: Plan) -> Plan:
 
 
 def as_trained(plan: Plan) -> Plan:
-    """Return the plan reduced to the settings that affect training: it is not compiled, and host memory is as given."""
+    """Return the plan without the settings that do not affect training: compiling, and keeping freed host memory."""
     return dataclasses.replace(plan, compile="as_given", host_memory="as_given")
 
 
 def as_raced(plan: Plan) -> Plan:
-    """Return the plan as it is raced in a shared process: not compiled, with optimizer and host memory as given."""
+    """Return the plan as it runs in the race, where all plans share a process.
+
+    It is not compiled, uses the optimizer kernel that the user gave, and does not keep freed host memory.
+    """
     return dataclasses.replace(as_trained(plan), optimizer="as_given")
 
 

@@ -1,4 +1,4 @@
-"""Compile the fastest plans, each first on trial in its own process; those that may win enter the :class:`Final`.
+"""Compile the fastest plans, each first on trial in its own process; those that may win enter the final comparison.
 
 A trial takes as long as compiling. The fastest plan is therefore tried first, and no trial begins that the remaining time
 cannot cover. Each plan compiles into its own folder on disk. The trial thus measures how long a user's first compiled training
@@ -41,7 +41,7 @@ AGAIN = 0.25
 """Share of the compile time that is reserved for each later start of a compiled plan: recompiling from the cache on disk takes
 about as long."""
 MOST = 2
-"""At most this many compiled plans enter the :class:`Final`, because each start waits until all of them have compiled."""
+"""At most this many compiled plans enter the final comparison, because each start waits until all of them have compiled."""
 
 
 @contextlib.contextmanager
@@ -70,12 +70,12 @@ def compile_finalists(
         contest: The race in which the plans were timed.
         trials: The result of each trial is added here, by compiled plan.
         plans: Plans whose gradients passed the test.
-        until: Clock time at which the last trial must end, so that time is left for the :class:`Final`.
+        until: Clock time at which the last trial must end, so that time is left for the final comparison.
         first_until: Clock time at which the first trial must end. It tries the plan that is likeliest to win, and may use all
-            time that the :class:`Final` does not need.
+            time that the final comparison does not need.
 
     Returns:
-        The compiled plans that may win the :class:`Final`.
+        The compiled plans that may win the final comparison.
     """
     ranks, journal = context.ranks, context.journal
     each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they will run in the final

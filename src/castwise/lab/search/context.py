@@ -80,7 +80,7 @@ class Journal:
         stages: The completed stages.
         notes: Notes for the reader of the results.
         undecided: Open questions, each with what would settle it: a longer budget, a quieter machine.
-        fates: Why plans were dropped, unless the race or the final states it.
+        fates: Why plans were dropped, unless the race or the final comparison has recorded it.
         unsound: Why plans cannot be chosen because of their gradients, updates or training. The key is the numerics of such
             plans (:func:`~castwise.lab.search.axes.numerics_of`).
         now: The current stage.
@@ -125,24 +125,33 @@ class Journal:
         self.say(self.now, subject, done, total)
 
     def decide(self, plan: Plan, fate: Fate) -> None:
-        """Record why a plan was dropped. A refusal can be replaced only by another refusal."""
+        """Record why a plan was dropped.
+
+        If the recorded reason is that the plan cannot be chosen at any speed, only another such reason replaces it.
+        """
         if fate.refused or not self.refusal(plan):
             self.fates[plan] = fate if fate.stage else dataclasses.replace(fate, stage=self.now)
 
     def refuse(self, plan: Plan, why: str) -> None:
-        """Record that a plan is unsound, together with all plans that have the same numerics."""
+        """Record that a plan cannot be chosen because its gradients, updates or training fail.
+
+        The same is recorded for all plans that compute the same gradients.
+        """
         self.decide(plan, Fate("unsound", why))
         self.unsound[numerics_of(plan)] = self.fates[plan]
 
     def clear(self, numerics: Plan) -> None:
-        """Remove the refusals of all plans that have these numerics."""
+        """Allow again all plans that compute the same gradients as the plan ``numerics``."""
         del self.unsound[numerics]
         for plan, fate in list(self.fates.items()):
             if fate.kind == "unsound" and numerics_of(plan) == numerics:
                 del self.fates[plan]
 
     def fate(self, plan: Plan) -> Fate | None:
-        """Return why a plan was dropped. "Cannot run" comes before unsound numerics, and both come before any other reason."""
+        """Return why a plan was dropped; None if it was not.
+
+        If there are several reasons, "cannot run" comes first, then failed gradients, updates or training, then any other.
+        """
         own = self.fates.get(plan)
         return own if own is not None and own.kind == "failed" else self.unsound.get(numerics_of(plan), own)
 

@@ -64,12 +64,13 @@ class Candidate:
         late: Whether the plan was not tried because the time ran out.
         rounds: Number of timed rounds that the plan ran.
         time: Time per training step, None if it was not timed.
-        speedup: Speed relative to fp32, measured by the final; > 1 is faster. None for plans that left before the final.
+        speedup: Speed relative to fp32, measured by the final comparison; > 1 is faster. None for plans that left before the
+            final comparison.
         versus_autocast: Speed relative to one-line ``torch.autocast`` in bf16 (``bf16-mixed``).
         peak_bytes: Peak memory of a training step, None if it was not measured.
         parity: Result of the gradient parity test, None if it was not run.
-        loss: Mean loss of the plan's last training steps in the first start of the final (without a final, in the race), None
-            if it trained no steps.
+        loss: Mean loss of the plan's last training steps in the first start of the final comparison (without a final, in the
+            race), None if it trained no steps.
         compile_s: Seconds that compiling the plan took with an empty code cache on disk; None if it was not compiled.
         pays_after_steps: Number of steps after which the time spent on compiling is recovered; None if unknown or never.
     """

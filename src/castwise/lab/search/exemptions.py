@@ -50,7 +50,7 @@ def find_exemptions(search: Search) -> None:
 
 
 def _widened(parts: Sequence[Part], base: Plan, kept: Mapping[str, str], result: ParityResult) -> Repair:
-    """Keep more parts in fp32 because the plan failed on fresh batches.
+    """Keep more parts of the model in fp32 because the plan failed on fresh batches.
 
     The next part is the one whose parameters show the most damage. If there is none, half of the remaining parts are kept.
     """

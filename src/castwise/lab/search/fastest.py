@@ -139,7 +139,7 @@ def _is_slower(final: Final, ratio: Ratio) -> bool:
 
 
 def _how(search: Search, plan: Plan) -> tuple[Plan, float]:
-    """Decide whether to add the fused optimizer and kept host memory, which save time without changing numerics.
+    """Decide whether to add the fused optimizer and kept host memory, which save time without changing gradients.
 
     Returns:
         The plan with the settings that are worth it, and the share of a step that they save together.
@@ -154,7 +154,7 @@ def _how(search: Search, plan: Plan) -> tuple[Plan, float]:
 
 
 def _compiled(search: Search, plans: Sequence[Plan]) -> list[Plan]:
-    """Compile the fastest plans. Compiling the first of them may use all time that the :class:`Final` does not need."""
+    """Compile the fastest plans. Compiling the first of them may use all time that the final comparison does not need."""
     context, contest = search.context, search.contest
     if context.settings.compile == "never":
         return []
@@ -202,7 +202,7 @@ def _lightest(search: Search, plans: Sequence[Plan]) -> None:
 
 
 def _by_costs(search: Search, plans: Sequence[Plan]) -> list[Plan]:
-    """Drop formats that make no region faster, and add plans that keep in fp32 the parts that a format makes slower."""
+    """Drop formats that make no part of the model faster, and add plans that keep slower parts in fp32."""
     context, journal, reference = search.context, search.journal, search.reference
     settings, prober, parts = context.settings, reference.test.prober, reference.parts
     layout = "channels_last" if reference.images else "as_is"
@@ -247,10 +247,10 @@ def _by_costs(search: Search, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def each_numerics_first(plans: Sequence[Plan]) -> list[Plan]:
-    """Reorder plans so that even a short race covers all kinds of numerics.
+    """Reorder plans so that even a short race times at least one plan of each numerics.
 
-    First comes the simplest plan of each kind (:func:`~castwise.lab.search.axes.numerics_of`), then the next simplest of each
-    kind, and so on.
+    Plans have the same numerics if they compute the same gradients (:func:`~castwise.lab.search.axes.numerics_of`). First comes
+    the simplest plan of each numerics, then the next simplest of each, and so on.
     """
     seen: dict[Plan, int] = {}
     order = []
@@ -303,14 +303,14 @@ def formats_not_reached(search: Search) -> list[str]:
 
 
 def _choose(search: Search, order: Iterable[Plan], kept: Mapping[Plan, Mapping[str, str]]) -> Choice:
-    """Choose the first plan that passes the gradient test on fresh batches, or that is in doubt and trains like fp32.
+    """Choose the first plan that passes the gradient test on fresh batches, or that nearly passes and trains like fp32.
 
-    ``kept`` gives, for the numerics of each repaired plan, the reason why each part stays in fp32.
+    ``kept`` gives, for each repaired plan, the reason why each part of the model stays in fp32.
     """
     journal = search.journal
     for plan in order:
         numerics = numerics_of(plan)
-        if journal.refusal(plan):  # it was refused together with another plan of the same numerics
+        if journal.refusal(plan):  # it was refused together with a plan that computes the same gradients
             continue
         if numerics == FP32:
             return Choice(plan)

@@ -1,4 +1,4 @@
-"""The reasons why plans of a search were not chosen, recorded where they are decided."""
+"""Define :class:`Fate`, the reason why a search did not choose a plan, as it is recorded where it is decided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The final of a search restarts the remaining plans repeatedly, each in its own process, until one can be chosen.
+"""Compare the remaining plans of a search: restart them repeatedly, each in its own process, until one can be chosen.
 
 fp32 and one-line autocast run in the same starts, so that every reported speed comes from the same starts.
 """
@@ -171,7 +171,7 @@ class Final:
         return f"{in_words(best)} was {ahead[best]:.2f} times as fast in the race" if best is not None else ""
 
     def _ahead_in_race(self, plan: Plan) -> dict[Plan, float]:
-        """Return the plans that were faster in the race, with their ratios, unless the final contradicts it."""
+        """Return the plans that were faster in the race, with their ratios, unless the final comparison contradicts it."""
         return {
             two: ahead
             for (one, two), ahead in self.behind.items()
@@ -206,7 +206,7 @@ _TOLD = 20.0
 
 
 def ran_as(plan: Plan) -> Fate:
-    """Return the fate of a plan that was timed in the final with another optimizer kernel or host memory."""
+    """Return why a plan was dropped that was timed in the final comparison with another optimizer kernel or host memory."""
     return Fate("spared", f"timed in the final with other settings, as {in_words(plan)}", "final")
 
 

@@ -1,7 +1,7 @@
-"""Select the plans that enter the final, and the settings that all of them share.
+"""Select the plans that enter the final comparison, and the settings that all of them share.
 
-Plans that were nearly the fastest in the race enter the final. All of them use the same optimizer kernel and host memory, which
-change no gradients.
+Plans that were nearly the fastest in the race enter the final comparison. All of them use the same optimizer kernel and host
+memory, which change no gradients.
 
 The fused optimizer and kept host memory are not raced for each plan. Each is decided once, by the time that it saves for the
 plan most likely to win (:mod:`castwise.lab.search.fusing`, :mod:`castwise.lab.search.keeping`).
@@ -28,21 +28,21 @@ from castwise.lab.timing.timing import WARMUP
 
 FINALISTS = 5
 FAR = 1.1
-"""A plan that takes this many times as long as the fastest in the race does not enter the final."""
+"""A plan that takes this many times as long as the fastest in the race does not enter the final comparison."""
 WORTH, AT_MOST = 1.01, 1.05
 """A plan is unnecessary next to a simpler plan if it is hardly faster: its speed ratio in the race is below ``WORTH``, and the
 upper end of the ratio's interval is below ``AT_MOST``."""
 AS_GOOD = "is no more complicated and about as fast in the race"
 FINAL_SHARE = 0.85
-"""Share of the budget after which no start of the final begins, except the first."""
+"""Share of the budget after which no start of the final comparison begins, except the first."""
 START_S = 0.5
 """Approximate seconds that it takes to start a process and build a model in it."""
 SHOWN_ROUNDS = 3
-"""Number of rounds that the model as given, or a repaired plan, runs in the race so that it can enter the final."""
+"""Number of rounds that the model as given, or a repaired plan, runs in the race so that it can enter the final comparison."""
 
 
 def room_in_final(context: Context, contest: Contest) -> int:
-    """Return how many plans can take part in the final in the time left, besides fp32 and autocast.
+    """Return how many plans can take part in the final comparison in the time left, besides fp32 and autocast.
 
     The result is at least two: the fastest plan of the race, and the simplest of those about as fast.
     """
@@ -51,29 +51,31 @@ def room_in_final(context: Context, contest: Contest) -> int:
 
 
 def start_s(contest: Contest) -> float:
-    """Return the approximate seconds that one start of one plan takes in the final."""
+    """Return the approximate seconds that one start of one plan takes in the final comparison."""
     step_s = statistics.median(contest.entries[FP32].lap.seconds)
     return START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
 
 
 def _slowness(contest: Contest, sound: Sequence[Plan]) -> dict[Plan, float]:
-    """Return, for fp32 and each sound plan, how many times as long as the fastest plan it takes; the fastest comes first."""
+    """Return, for fp32 and each given plan, how many times as long as the fastest plan it takes; the fastest comes first."""
     order = contest.order([FP32, *(plan for plan in sound if plan != FP32)])
     return {plan: contest.times_as_fast(order[0], over=plan) if plan != order[0] else 1.0 for plan in order}
 
 
 def favourite(contest: Contest, sound: Sequence[Plan]) -> Plan:
-    """Return the simplest of the plans that are about as fast as the fastest. The final is most likely to choose it."""
+    """Return the plan that the final comparison will most likely choose: the simplest of those about as fast as the fastest."""
     return min((p for p, slower in _slowness(contest, sound).items() if slower <= MARGIN), key=complexity)
 
 
 def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
-    """Sort the plans other than fp32 by how much they promise for the final.
+    """Sort the plans other than fp32 by how much they promise for the final comparison.
 
-    First comes the simplest of the plans that are about as fast as the fastest, then the fastest itself. Next comes one plan
-    for each kind of numerics (:func:`~castwise.lab.search.axes.numerics_of`) among the plans near the fastest, simpler numerics
-    first. The final can then fall back on any numerics, whatever the noise of the race. Each is the simplest plan of those
-    about as fast as the fastest with its numerics. Then come the other plans near the fastest, then the rest by speed.
+    First comes the simplest of the plans that are about as fast as the fastest, then the fastest itself.
+
+    Plans near the fastest may compute different gradients, in other words have different numerics
+    (:func:`~castwise.lab.search.axes.numerics_of`). Next comes one plan for each numerics, simpler numerics first. The final
+    comparison can then fall back on any numerics, whatever the noise of the race. The plan is the simplest of those that are
+    about as fast as the fastest plan with its numerics. Then come the other plans near the fastest, then the rest by speed.
     """
     over = _slowness(contest, plans)
     order = [plan for plan in over if plan != FP32]
@@ -91,17 +93,17 @@ def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _is_far(contest: Contest, plan: Plan, over: Mapping[Plan, float]) -> bool:
-    """Whether a plan is too slow for the final: by more than a tenth, and by more than the noise of its rounds."""
+    """Whether a plan is too slow for the final comparison: by more than a tenth, and by more than the noise of its rounds."""
     ratio = contest.ratio(next(iter(over)), plan)
     return over[plan] > FAR and (ratio is None or ratio.low > 1.0)
 
 
 def in_vain(contest: Contest, plan: Plan, sound: Sequence[Plan]) -> Plan | None:
-    """Return a sound plan that makes ``plan`` unnecessary: no more complicated, and about as fast in the race.
+    """Return a plan of ``sound`` that makes ``plan`` unnecessary: no more complicated, and about as fast in the race.
 
     One-line autocast is never unnecessary because it is always shown. Plans that store parameters differently are not compared,
-    because the race cannot separate them. The sound plan may be refused later. It must therefore be fp32 or have the same
-    numerics, unless at least two of the sound plans differ in more than operator rules.
+    because the race cannot separate them. The returned plan may be refused later. It must therefore be fp32 or compute the same
+    gradients as ``plan``, unless at least two plans of ``sound`` differ in more than operator rules.
     """
     if plan == AUTOCAST:
         return None
@@ -131,9 +133,9 @@ def in_order_of_promise(contest: Contest, left: Sequence[Plan]) -> list[Plan]:
 
 
 def likeliest(journal: Journal, contest: Contest, sound: Sequence[Plan], most: int = FINALISTS) -> list[Plan]:
-    """Return the sound plans that enter the final: the most promising plans near the fastest, at most ``most``.
+    """Return the plans that enter the final comparison: the most promising plans near the fastest, at most ``most``.
 
-    Plans that others make unnecessary are considered last. fp32 and the fastest other plan with fp32's numerics are always
+    Plans that others make unnecessary are considered last. fp32 and the fastest other plan with fp32's gradients are always
     included, and do not count. The reason why a plan is left out is recorded in the journal.
     """
     over = _slowness(contest, sound)
@@ -160,7 +162,10 @@ def likeliest(journal: Journal, contest: Contest, sound: Sequence[Plan], most: i
 
 
 def race_repaired(contest: Contest, sound: Sequence[Plan]) -> list[Plan]:
-    """Race the repaired plans that have not been timed, and return the sound plans that can run."""
+    """Race those plans of ``sound`` that have not been timed, and return all plans of ``sound`` that can run.
+
+    Plans that have not been timed are repaired plans, which did not exist when the race began.
+    """
     repaired = [plan for plan in sound if plan not in contest.entries]
     if not repaired:
         return list(sound)
@@ -169,7 +174,7 @@ def race_repaired(contest: Contest, sound: Sequence[Plan]) -> list[Plan]:
 
 
 def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
-    """Add the fastest plan with fp32's numerics to the sound plans, because repaired plans can be slower than it."""
+    """Add the fastest plan that computes fp32's gradients, because repaired plans can be slower than it."""
     raced = [plan for plan, entry in contest.entries.items() if entry.rounds and plan == as_raced(plan)]
     fastest = contest.order([plan for plan in raced if numerics_of(plan) == FP32])[0]
     if fastest in sound:
@@ -179,10 +184,10 @@ def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
 
 
 def run_as(journal: Journal, plans: Sequence[Plan], how: Plan) -> list[Plan]:
-    """Give all plans of the final the optimizer kernel and host memory of one plan.
+    """Give all plans of the final comparison the optimizer kernel and host memory of one plan.
 
-    Plans without these settings do not enter the final: the time saved was measured directly, which is more precise than
-    comparing the times of both. fp32 without them takes part only if it is the fastest plan with its numerics.
+    Plans without these settings do not enter the final comparison: the time saved was measured directly, which is more precise
+    than comparing the times of both. fp32 without them takes part only if it is the fastest plan with fp32's gradients.
 
     Args:
         journal: Records why the plans without these settings were spared.

@@ -1,9 +1,9 @@
-"""Decide whether the plans of the final use the fused optimizer, by timing the optimizer alone.
+"""Decide whether the plans of the final comparison use the fused optimizer, by timing the optimizer alone.
 
 The fused optimizer changes no gradients, and its time does not depend on the compute format. It is timed separately, within
-steps of the plan most likely to win the final. In this way a gain of 1 % of a step shows in a few rounds. If the fused
-optimizer were a separate candidate, every plan would race twice, and the noise in the rest of the step would hide such a gain.
-If it gains enough, all plans of the final use it.
+steps of the plan most likely to win the final comparison. In this way a gain of 1 % of a step shows in a few rounds. If the
+fused optimizer were a separate candidate, every plan would race twice, and the noise in the rest of the step would hide such a
+gain. If it gains enough, all plans of the final comparison use it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARE, MOST_SHARE = 0.1, 0.2
 """Shares of the budget. After ``SHARE`` only ``LEAST_ROUNDS`` run. No round runs if these would take more than
 ``MOST_SHARE``."""
 WORTH = 0.01
-"""Share of a step that the fused kernel must save, so that the plans of the final use it."""
+"""Share of a step that the fused kernel must save, so that the plans of the final comparison use it."""
 
 
 def fused_saves(context: Context, reference: Reference, contest: Contest, plan: Plan) -> float:

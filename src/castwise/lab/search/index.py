@@ -155,7 +155,7 @@ def _users_cache() -> Path:
 
 
 def _place(device: torch.device) -> dict[str, Any]:
-    """Return everything besides the job that a plan's speed and numerics depend on, such as device, threads and versions."""
+    """Return everything besides the job that changes a plan's speed or gradients, such as device, threads and versions."""
     now = dataclasses.asdict(environment(device))
     place = {key: value for key, value in now.items() if key not in ("command", "date")}
     if device.type == "cpu" and (

@@ -1,10 +1,10 @@
-"""Decide whether the plans of the final keep freed memory: on a CPU, page faults can take a tenth or half of a step.
+"""Decide whether the plans of the final comparison keep freed memory: on a CPU, page faults can take a tenth or half of a step.
 
 Page faults show only in a plan's own process, where memory is laid out as in training; in the race all plans share one process.
-The plan most likely to win the final therefore runs some steps in processes of its own, first as given and then keeping freed
-memory (blocks above 32 MiB are freed all the same). If that avoids enough page faults, all plans enter the final with
-``host_memory="keep"``. They are not raced with and without kept memory. Counting page faults is more precise than comparing
-times, because the noise of the times comes mostly from page faults.
+The plan most likely to win the final comparison therefore runs some steps in processes of its own, first as given and then
+keeping freed memory (blocks above 32 MiB are freed all the same). If that avoids enough page faults, all plans enter the final
+comparison with ``host_memory="keep"``. They are not raced with and without kept memory. Counting page faults is more precise
+than comparing times, because the noise of the times comes mostly from page faults.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SHARE = 0.05
 """Share of the budget after which only ``LEAST_DRAWS`` processes are tried. Several are tried because one process may have few
 page faults by chance."""
 LEFT = 0.25
-"""No process is started if less than this share of the budget is left, because the final needs it."""
+"""No process is started if less than this share of the budget is left, because the final comparison needs it."""
 FAULT_S = 2.5e-7
 """A low estimate of the seconds that one page fault takes."""
 WORTH = 0.01
-"""Share of a step that its page faults must take, so that the plans of the final keep freed memory."""
+"""Share of a step that its page faults must take, so that the plans of the final comparison keep freed memory."""
 
 
 def keeping_saves(context: Context, plan: Plan) -> float:

@@ -94,7 +94,7 @@ def measure_costs(
     on_progress: Callable[[str], None] = lambda _what: None,
     ranks: Lockstep = BY_ITSELF,
 ) -> dict[str, Cost]:
-    """Time every part that contains no other part. Those with the most work come first.
+    """Time every part of the model that contains no other part. Those with the most work come first.
 
     Args:
         model: The model in fp32, on the device. Its modules are copied before they run.
@@ -146,7 +146,7 @@ def _sum(costs: list[tuple[int, Cost]]) -> Cost:
 
 
 def losing_parts(low: str, costs: dict[str, Cost], parts: Sequence[Part] = ()) -> list[tuple[str, ...]]:
-    """Return the parts that take less time in fp32, including the casts, than in a low format.
+    """Return the parts of the model that take less time in fp32, including the casts, than in a low format.
 
     Parts of one kind that can be written as one region (``Part.like``) are grouped if that saves much more than it costs those
     that are faster in the low format. Otherwise timing noise would determine which of them are slower, and one region is
@@ -178,12 +178,12 @@ def losing_parts(low: str, costs: dict[str, Cost], parts: Sequence[Part] = ()) -
 
 
 def _difference(low: str, cost: Cost) -> float:
-    """Return the seconds saved by running a part in fp32 while the rest of the model runs in a low format."""
+    """Return the seconds saved by running one part of the model in fp32 while the rest runs in a low format."""
     return cost.times_s.get(low, math.inf) - cost.bordered_s.get(low, cost.times_s["fp32"])
 
 
 def _saved(low: str, costs: Sequence[Cost], whole: float) -> float:
-    """Return the seconds saved by keeping these parts in fp32; 0 if that is too little to try."""
+    """Return the seconds saved by keeping these parts of the model in fp32; 0 if that is too little to try."""
     saved = sum(_difference(low, cost) for cost in costs)
     taken = sum(cost.times_s.get(low, math.inf) for cost in costs)
     worth = taken == math.inf or (taken - saved < GAIN * taken and saved > WORTH * whole)
@@ -193,7 +193,7 @@ def _saved(low: str, costs: Sequence[Cost], whole: float) -> float:
 def _calls(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, parts: Sequence[Part]
 ) -> list[_Call]:
-    """Return one call per kind of module and input, with the number of times that each part makes it."""
+    """Return one call for each kind of module and input, with the number of such calls in each part of the model."""
     modules = dict(model.named_modules())
     found: dict[str, _Call] = {}
     with ExitStack() as hooks, unspoilt(model):
@@ -387,14 +387,14 @@ def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:
 
 
 def lacks_units(low: str, costs: Mapping[str, Cost]) -> bool:
-    """Whether the parts that make up most of the time in fp32 would take at least ``FAR`` times as long in a low format."""
+    """Whether modules that take most of the time in fp32 would take at least ``FAR`` times as long in a low format."""
     base_s = {pattern: cost.times_s["fp32"] for pattern, cost in costs.items()}
     far_s = sum(s for pattern, s in base_s.items() if costs[pattern].times_s.get(low, math.inf) >= FAR * s)
     return 2.0 * far_s > sum(base_s.values())
 
 
 def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str:
-    """Say why the costs of parts show that a low format cannot be in the fastest plan; empty if it can.
+    """Say why the times of single modules show that a low format cannot be in the fastest plan; empty if it can.
 
     ``formats`` are the low formats with which it is compared.
     """

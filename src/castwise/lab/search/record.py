@@ -174,7 +174,7 @@ def _heavier(search: Search, plan: Plan) -> Fate | None:
 
 
 def _race_speed(search: Search, plan: Plan) -> str:
-    """Say how fast a plan was in the race, without an interval, because only the final gives intervals."""
+    """Say how fast a plan was in the race, without an interval, because only the final comparison gives intervals."""
     ratio = search.race.ratio(plan) if search.race is not None else None
     return f": about {ratio.value:.2f} times as fast as fp32 in the race" if ratio is not None else ""
 

@@ -33,7 +33,7 @@ class Reference:
         arrived: Whether the user's model already stores some tensors in a low format.
         as_given: The plan that runs such a model unchanged. It is shown in the results and never chosen.
         test: The parity test, with its reference gradients.
-        parts: The model's regions.
+        parts: The parts of the model for which the search can choose a format.
         numerics: Tests plans against the reference gradients, and repairs plans that fail.
         used: ATen operators that run in the forward pass of a training step.
         images: Whether the memory format matters, because the model has convolutions over images.

@@ -115,9 +115,9 @@ class _Attribution(Observer):
         return self.running[-1].path in self.leaves or not all(isinstance(arg, Tensor) for arg in args[:2])
 
     def _look_back(self, values: Any) -> None:
-        """Find the Python functions with their own backward that computed these values, and attribute them to a module.
+        """Record that the running module computes itself, if Python functions with their own backward made these values.
 
-        The module is the one that is running. The search goes back to the functions that were found before.
+        The functions are found in the autograd graph, which is followed back to the nodes that were seen before.
         """
         nodes = [tensor.grad_fn for tensor in tensors_in(values)]
         while nodes:
@@ -131,7 +131,9 @@ class _Attribution(Observer):
 
 
 def find_parts(model: nn.Module, forward: Callable[[], Any]) -> tuple[Part, ...]:
-    """Find the parts of a model in fp32, in model order. Modules that are never called belong to no part.
+    """Find the parts of a model for which a search can choose a format (:class:`Part`), in model order.
+
+    The model runs in fp32. Modules that are never called belong to no part.
 
     ``forward`` runs the forward pass of training, for example ``lambda: loss(model, batch)``.
     """
@@ -182,7 +184,7 @@ def _alike(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> dict[str, st
 def _with_containers(
     model: nn.Module, parts: Sequence[Part], nests: Sequence[tuple[str, list[str]]]
 ) -> list[Part]:
-    """Return the parts with their containers.
+    """Add to each part of a model the modules around it (:class:`Container`).
 
     A module becomes a container only if it contains each part wholly or not at all.
     """
@@ -290,7 +292,7 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
 
 
 def exempt(plan: Plan, parts: Sequence[Part], kept: Iterable[str]) -> Plan:
-    """Return a plan with regions that keep the parts of these patterns in fp32.
+    """Return a plan with regions that keep parts of the model in fp32. ``kept`` holds the patterns of the parts.
 
     A container is kept as a whole if all its parts are kept. If an inner part is not among the patterns, it returns to the
     plan's own format.
@@ -300,7 +302,10 @@ def exempt(plan: Plan, parts: Sequence[Part], kept: Iterable[str]) -> Plan:
 
 
 def only(low: Plan, parts: Sequence[Part], chosen: Iterable[str]) -> Plan:
-    """Run only the parts of these patterns with the format, rules and loss scale of a low plan. The rest runs in fp32."""
+    """Return a plan that runs only the chosen parts of the model in the format of ``low``, and the rest in fp32.
+
+    The rules and the loss scale of ``low`` apply too. ``chosen`` holds the patterns of the parts.
+    """
     regions = _nested(parts, set(chosen), low.compute, "fp32")
     return dataclasses.replace(
         low, compute="fp32", params="fp32", master="fp32", regions=tuple(regions), memory_format="as_is",
@@ -309,7 +314,10 @@ def only(low: Plan, parts: Sequence[Part], chosen: Iterable[str]) -> Plan:
 
 
 def whole(parts: Sequence[Part], container: Container) -> tuple[str, ...]:
-    """Return the patterns that select a container: those of its parts, and its own if it has only one part."""
+    """Return the patterns by which a search selects a :class:`Container` as a whole.
+
+    They are the patterns of the parts in it. If it has only one part, its own pattern is added.
+    """
     own = tuple(part.pattern for part in parts if container in part.around)
     return own if len(own) > 1 else (*own, container.pattern)
 

@@ -49,7 +49,7 @@ JOINT = 4
 VERIFYING = 2 * (LEAST - JOINT)
 """Passes that are reserved to verify the chosen plan on fresh microbatches, in fp32 and under the plan."""
 SPENT = 0.7
-"""Share of the threshold that the parts which stay low may use together. The rest allows for damage that does not add up."""
+"""Share of the threshold that the parts in the low format may use together. The rest allows for damage that does not add up."""
 MISFIT = 3.0
 """Damage above this many times the sum over parts arises between parts: tests on few microbatches err by less."""
 
@@ -59,7 +59,7 @@ class Blame:
     """The damage that was measured when only some parts of the model ran in a low format.
 
     Attributes:
-        patterns: The parts that ran low.
+        patterns: The patterns of the parts that ran in the low format.
         severity: Damage divided by its threshold; above 1 it is too much.
         damage: The damage itself.
         reason: Why the damage is infinite, if it is.
@@ -97,7 +97,7 @@ class NumericsSearch:
     next, and ``left_s`` returns the seconds that are left for the search. All ranks use the worst result of any rank.
 
     Attributes:
-        alone: By pattern, the result for each part that ran low while the rest of the model ran in fp32.
+        alone: By pattern, the result for each part that ran in a low format while the rest of the model ran in fp32.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class NumericsSearch:
     def _with_state(self, found: ParityResult) -> ParityResult:
         """If the gradients pass, also test the state that the model keeps besides its weights.
 
-        This is done once for all plans with the same numerics.
+        This is done once for all plans that compute the same gradients.
         """
         key = numerics_of(found.plan)
         if found.verdict != "pass" or key in self._followed:
@@ -241,7 +241,7 @@ class NumericsSearch:
         return ("pass", "undecided", "fail").index(found.verdict), math.inf if math.isnan(size) else size
 
     def repair(self, plan: Plan, found: ParityResult | None = None, reserve: int = 0) -> Repair:
-        """Repair a plan by keeping as few parts in fp32 as possible.
+        """Repair a plan by keeping as few parts of the model in fp32 as possible.
 
         The ``result`` of the repair says whether the repaired plan passes.
 
@@ -291,7 +291,7 @@ class NumericsSearch:
         return Repair(exempt(plan, self._parts, kept), kept, result)
 
     def _traced(self, plan: Plan, group: Blame, reserve: int) -> list[Blame]:
-        """Test each half of a group of parts.
+        """Test each half of a group of parts of the model.
 
         If the damages of the halves do not add up to the group's damage, also find a container that explains the difference.
         """
@@ -316,14 +316,14 @@ class NumericsSearch:
         return halves
 
     def _containers(self) -> list[tuple[str, ...]]:
-        """Return, for each container, the patterns that select it."""
+        """Return the patterns that select each :class:`~castwise.lab.search.regions.Container` of the model."""
         containers = dict.fromkeys(container for part in self._parts for container in part.around)
         return [whole(self._parts, container) for container in containers]
 
     def _widened(
         self, plan: Plan, kept: dict[str, str], reserve: int
     ) -> tuple[dict[str, str], ParityResult | None, list[frozenset[str]]]:
-        """Keep wider and wider containers around the kept parts, until the plan passes or all parts would be in fp32.
+        """Keep wider and wider modules around the kept parts in fp32, until the plan passes or all parts would be in fp32.
 
         Returns:
             The kept parts with their reasons, the result of the test with them, and the parts added at each step, last step
@@ -354,7 +354,7 @@ class NumericsSearch:
         result: ParityResult,
         reserve: int,
     ) -> Repair:
-        """Return parts to the low format one after another, as long as the plan passes.
+        """Return parts of the model from fp32 to the low format one after another, as long as the plan passes.
 
         Those that did the least damage alone come first. The parts of a container that all fail alone return only together.
         """
@@ -386,7 +386,7 @@ class NumericsSearch:
         return self._joints[plan]
 
     def _probe(self, plan: Plan, patterns: tuple[str, ...]) -> Blame:
-        """Measure the damage when only these parts run low and the rest of the model runs in fp32."""
+        """Measure the damage when only these parts run in the low format and the rest of the model runs in fp32."""
         key = (plan, patterns)
         if key in self._probes:
             return self._probes[key]

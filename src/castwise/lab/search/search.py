@@ -7,9 +7,9 @@
 3. *Race.* Every combination of the settings of a whole step, and of those regions, is timed on real steps by successive
    halving.
 4. *Parity.* The gradients of the remaining plans are tested. If a plan fails, the source is found, and fp32 regions repair the
-   plan. If a plan is faster than every sound plan and its gradients leave it in doubt, training runs against fp32 decide.
-5. *Final.* The sound plans are timed once more, for longer. They use the fused optimizer and keep freed memory, if these save
-   time. Among equally fast plans the simplest is chosen.
+   plan. If a plan is faster than every plan that passes, and it nearly passes itself, training runs against fp32 decide.
+5. *Final.* The plans that passed are timed once more, for longer. They use the fused optimizer and keep freed memory, if these
+   save time. Among equally fast plans the simplest is chosen.
 6. *Verification.* The gradients of the chosen plan are tested on fresh batches. If it fails there, the final decides on the
    next plan.
 

@@ -1,9 +1,9 @@
 """Find the plans that are sound, which means that their gradients pass the test or that they train like fp32.
 
-A plan that fails is repaired with fp32 regions if possible. If the test leaves a plan in doubt, training runs decide.
+A plan that fails is repaired with fp32 regions if possible. If a plan nearly passes, training runs decide.
 
-Training runs take at most a third of the budget. They come before the final, which then compares only sound plans and has the
-remaining time. A plan is trained only if it was faster in the race than every sound plan.
+Training runs take at most a third of the budget. They come before the final comparison, which then compares only sound plans
+and has the remaining time. A plan is trained only if it was faster in the race than every sound plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from castwise.lab.search.state import Search
 from castwise.lab.timing.failures import cannot_run, unfit
 
 BY_NAME = 0.1
-"""A plan that runs less than this share of the model's time low is almost entirely fp32. It is not tried."""
+"""A plan is almost entirely fp32, and not tried, if less than this share of the model's time is spent in a low format."""
 TRAINING_SHARE = 0.35
 """Share of the budget that training runs may take; half of it if plans are compiled afterwards."""
 UPDATES_SHARE = 0.2
@@ -43,7 +43,10 @@ _TRAINING = "training runs"
 
 
 def low_share(reference: Reference, costs: Mapping[str, Cost], plan: Plan) -> float:
-    """Return the share of the time, in fp32, of those parts that a plan runs in a low format; 1 if no part was timed."""
+    """Return the share of the model's time that is spent, in fp32, in the parts that a plan runs in a low format.
+
+    Return 1 if no part was timed.
+    """
     assigned = assign(
         reference.test.prober.model, [region for region in plan.regions if region.compute is not None]
     )
@@ -58,12 +61,12 @@ def low_share(reference: Reference, costs: Mapping[str, Cost], plan: Plan) -> fl
 
 @dataclass
 class Sound:
-    """The plans that are known to be sound, and those that are in doubt.
+    """The plans whose gradients pass the test, and the plans for which training runs may decide.
 
     Attributes:
         plans: Plans whose gradients pass, as given or repaired; fp32 if there is no other.
         doubtful: Plans for which training runs may decide.
-        kept: By numerics of a repaired plan, the reason for each part that stays in fp32, by pattern.
+        kept: For each repaired plan (by its numerics), the reason for each part that stays in fp32, by pattern.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -122,9 +125,9 @@ def may_train(search: Search, found: ParityResult | None) -> bool:
 
 
 def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> list[Plan]:
-    """Train the plans that are in doubt, and return those that train like fp32.
+    """Train plans whose gradients nearly passed the test, and return those that train like fp32.
 
-    A plan is not trained if a sound plan was as fast in the race. Plans with the same numerics are trained once.
+    A plan is not trained if a plan of ``sound`` was as fast in the race. Plans with the same gradients are trained once.
     """
     contest, journal = search.contest, search.journal
     each: dict[Plan, list[Plan]] = {}
@@ -152,7 +155,7 @@ def cleared(search: Search, sound: Sequence[Plan], doubtful: Sequence[Plan]) -> 
 
 
 def against_updates(search: Search, plan: Plan) -> str:
-    """Say why a plan that stores parameters low fails the test of its updates, as a clause; empty if it passes.
+    """Say why a plan with bf16 or fp16 parameters fails the test of its updates, as a clause; empty if it passes.
 
     A plan without masters must also train like fp32, because the compared steps show nothing about later steps.
     """
@@ -168,7 +171,9 @@ def against_updates(search: Search, plan: Plan) -> str:
 
 
 def updates_of(search: Search, plan: Plan) -> UpdateLoss | None:
-    """Compare a plan's updates with fp32's, and return the worst result of all ranks; None for a plan that stores nothing low.
+    """Compare a plan's updates with fp32's, and return the worst result of all ranks.
+
+    For a plan that stores nothing in bf16 or fp16, return None.
 
     The comparison has several stages, and all ranks run the same number. They stop when a rank has found a fault or has no time
     for another stage.
@@ -200,7 +205,7 @@ def updates_of(search: Search, plan: Plan) -> UpdateLoss | None:
 def training_runs(search: Search, plan: Plan, after_s: float = 0.0) -> Verification | None:
     """Train pairs of runs, in fp32 and under the plan as it was raced, and return the result; None if that is impossible.
 
-    Plans with the same numerics are trained once. ``after_s`` is the number of seconds of the budget that must be left
+    Plans that compute the same gradients are trained once. ``after_s`` is the number of seconds of the budget that must be left
     afterwards.
     """
     plan, numerics, contest, context = as_raced(plan), numerics_of(plan), search.contest, search.context

@@ -1,4 +1,4 @@
-"""Start the plans of the final, each in its own process or, if that is impossible, all in this process."""
+"""Start the plans of the final comparison, each in its own process or, if that is impossible, all in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def race_final(
         eligible: The plans to choose from; fp32 is always added.
         until: Clock time by which the third and later starts must end. The first start always runs.
         beside: Plans among the eligible ones and fp32 that are only shown and cannot be chosen.
-        as_given: The plan that runs a low model unchanged. It is shown for comparison like autocast, if it was raced.
+        as_given: The plan that runs a model with bf16 or fp16 parameters unchanged. If it was raced, it is shown for
+            comparison, like autocast.
 
     Raises:
         Exception: An error under fp32 in this process. An error under another plan is raised too, unless it means that the plan

@@ -25,7 +25,7 @@ from castwise.lab.timing.failures import cannot_run, unfit
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that a search has chosen, which is known to be sound.
+    """The plan that a search has chosen. Its gradients passed the test, or it trains like fp32.
 
     Attributes:
         plan: Initially fp32.
@@ -48,9 +48,9 @@ class Search:
         context: The job to tune, and how and where to measure it.
         begun: Result of the first stage; None before its end.
         costs: The time of each part in each format, by pattern.
-        race: The race that selects the plans of the final; None before it and for ``goal="numerics"``.
+        race: The race that selects the plans of the final comparison; None before it and for ``goal="numerics"``.
         parity: Results of the gradient test. The key is the numerics of a plan (:func:`~castwise.lab.search.axes.numerics_of`).
-        training: Training runs of plans whose gradients left them in doubt, by the numerics of the plan.
+        training: Training runs of plans whose gradients nearly passed the test, by the numerics of the plan.
         trials: Results of compiling plans.
         final: The repeated starts that decide, once they have run.
         peaks: Peak memory in bytes, by plan.
@@ -99,7 +99,7 @@ class Search:
 
     @property
     def as_given(self) -> Plan | None:
-        """The plan that runs a model with low parameters unchanged; None for other models."""
+        """The plan that runs a model with bf16 or fp16 parameters unchanged; None for other models."""
         return None if self.begun is None else self.begun.as_given
 
     def known(self) -> str:
@@ -123,7 +123,7 @@ class Search:
         )
 
     def find(self, plan: Plan) -> ParityResult | None:
-        """Test a plan's gradients on the search's microbatches, once for all plans with the same numerics.
+        """Test a plan's gradients on the search's microbatches, once for all plans that compute the same gradients.
 
         If the plan cannot run, None is returned and the reason is recorded in the journal.
 
@@ -148,7 +148,7 @@ class Search:
         return found.reason
 
     def repaired(self, plan: Plan, found: ParityResult | None) -> Repair:
-        """Repair a failed plan by keeping as few parts in fp32 as possible, and store the new result in ``parity``."""
+        """Repair a failed plan by keeping as few parts of the model in fp32 as possible; store the new result in ``parity``."""
         if found is not None and found.owners:
             return self._with_owners(plan, found)
         repair = self.reference.numerics.repair(plan, found, reserve=VERIFYING)
@@ -160,7 +160,7 @@ class Search:
         return repair
 
     def _with_owners(self, plan: Plan, found: ParityResult) -> Repair:
-        """Keep parts in fp32 whose buffers stop changing in the low format, or whose integers or masks are wrong in it."""
+        """Keep parts of the model in fp32 whose buffers stop changing in a low format, or whose integers or masks are wrong."""
         why = (
             "its buffers or untrained parameters stop changing in a low format"
             if found.stopped

@@ -1,4 +1,4 @@
-"""Monitoring of a running training: sampled statistics, alarms, audits of the plan against fp32, records and recovery."""
+"""Monitor a running training: sample statistics, raise alarms, audit the plan against fp32, record steps, and recover."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _CALL = "Monitor.audit"
 
 
 class Auditor:
-    """Compare the gradients of one model with fp32's, several times during a training.
+    """Compares the gradients of one model with fp32's, several times during a training.
 
     Args:
         loss: As for :func:`castwise.parity`.
@@ -155,7 +155,7 @@ class Auditor:
 
 
 def _widened(model: nn.Module, whole: nn.Module, arrived: Any) -> tuple[nn.Module, dict[str, torch.dtype]]:
-    """Return an fp32 copy of a prepared model without its plan, and the dtypes of its tensors that were low from the start.
+    """Return an fp32 copy of a prepared model without its plan, and the dtypes of its tensors that were given in a low format.
 
     If the model is sharded, ``whole`` is its whole copy, which is widened in place. Then all ranks must call this together.
     """

@@ -68,7 +68,7 @@ class Symptoms:
 
     @property
     def between_steps(self) -> bool:
-        """Whether a step has just ended: no loss was computed since."""
+        """Whether no step is unfinished: no loss was computed since the last step."""
         return not self._losses
 
     @property
